@@ -185,4 +185,8 @@ struct FilterArgs {
 // score is NaN. The noise and tau of the arguments are ignored.
 void draw_filtered(const ScoreArgs& args, const FilterArgs& filter, const uint32_t* keys, int64_t* tokens);
 
+// Writes the scores of each row to `out` [rows, stride], which may be the logits; those that the filters exclude become
+// -inf. A row with a NaN, or whose highest score is infinite, is not filtered. Noise and tau are ignored.
+void filter_scores(const ScoreArgs& args, const FilterArgs& filter, float* out);
+
 }  // namespace swiftspec::host

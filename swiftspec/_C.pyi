@@ -116,11 +116,17 @@ class Population:
         """Follows a compaction of both caches: the first `promoted` slots joined the prefix, slots `surviving` are
         kept."""
     def round(
-        self, spans: Sequence[tuple[int, float, Array | None]], summary: Array, on_forward: Callable | None
+        self,
+        spans: Sequence[
+            tuple[int, float, Array | None, tuple[int, float, float] | None, tuple[float, float, float] | None, int]
+        ],
+        summary: Array,
+        on_forward: Callable | None,
     ) -> tuple[float, float]:
-        """Runs a round of the first groups. Each span is (groups, temperature, bias [vocab]); temperature 0 draws
-        without noise. Fills `summary` [groups, 3 + max_tokens + width] as GroupRound does. Calls on_forward(is_target,
-        rows, seconds) after each forward. Returns the seconds of the draft's forwards and of the target's."""
+        """Runs a round of the first groups. Each span is (groups, temperature, bias [vocab] or None, (top_k, top_p,
+        min_p) or None, (repetition, presence, frequency penalty) or None, min_tokens); temperature 0 draws without
+        noise. Fills `summary` [groups, 3 + max_tokens + width] as GroupRound does. Calls on_forward(is_target, rows,
+        seconds) after each forward. Returns the seconds of the draft's forwards and of the target's."""
 
 class Rounds:
     """Expansions and verifications as one call each, for one decoder and a cache of one sequence, or of two for
@@ -293,6 +299,11 @@ def draw_keyed(
     logits: Array, vocab: int, bias: Array | None, temperature: float, keys: Array, tokens: Array, values: Array
 ) -> None:
     """Per row the token of the highest score with the noise of its key, and log_softmax(scores) at that token."""
+
+def filter_scores(
+    logits: Array, vocab: int, bias: Array | None, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Replaces logits by scores, and the scores that the filters exclude by -inf."""
 
 def gumbel_keyed(keys: Array, first: int, out: Array) -> None:
     """As gumbel_rows, for the row keys [rows] int32."""

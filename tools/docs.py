@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -54,20 +55,14 @@ The columns:
 - *everything else*: plain torch on a CPU, and ranks that share a GPU.
 """
 PATHS_NOTES = f"""\
-## Why a request runs eagerly
-
-- Draft trees are expanded without filters and penalties, which change the draft's ranking little; the verification
-  applies them. Children that are sampled (`--proposal sample`, `--verify reject`) need the draft's exact distribution,
-  with filters and penalties, on the host.
-- The native rejection sampling is that of chains (exact batches and mode `smc`), not that of trees.
-- Native rounds of sequence groups need the log-probabilities of whole distributions, in several places. They have no
-  filters, penalties and rules of positions (`min_tokens`), and no guidance.
-- A CUDA graph with torch's own operators has one sequence; guidance and exact batches have several.
-
 ## Exceptions
 
 Some single phases run differently from the request that they belong to:
 
+- Draft trees are expanded without filters and penalties, which change the draft's ranking little; the verification
+  applies them. Sampled children (`--proposal sample`, `--verify reject`) have filters and penalties.
+- Native rounds of an exact batch and of mode `smc` need both models whole on one rank, since they read whole
+  distributions; a group of ranks runs these rounds eagerly. So does mode `smc` with `--smc-exact` above 0.
 - A graph holds at most {CAPTURED_ROWS[-1]} rows. A larger batch runs eagerly.
 - The graph of expansions starts after the root's expansion, whose batch contains pending tokens. It also needs at least
   two expansions, room for all of them, and a tree of at most {PositionNoise.BLOCK_POSITIONS} levels. Other expansions
@@ -84,11 +79,20 @@ def paths_page() -> str:
     head = ("request", *(machine.name for machine in execution_paths.MACHINES))
     for title, step, requests in execution_paths.PHASES:
         parts += [f"## {title}\n", table(head, execution_paths.rows(step, requests))]
+        reasons = execution_paths.eager_reasons(step, requests)
+        if reasons:
+            parts.append("Why these run eagerly on machines with faster executors:\n")
+            parts.append("".join(f"{_list_item(reason)}\n" for reason in reasons))
     about = [
         (kind.name, _summary(kind), _code(kind.__module__.replace(".", "/") + ".py"))
         for kind in execution_paths.offered_executors()
     ]
     return "\n".join([*parts, "## The executors\n", table(("name", "description", "file"), about), PATHS_NOTES])
+
+
+def _list_item(text: str) -> str:
+    """Formats an item of a Markdown list."""
+    return textwrap.fill(f"- {text}", 120, subsequent_indent="  ")
 
 
 def _summary(kind: type) -> str:

@@ -6,8 +6,8 @@ which features they support.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +18,15 @@ from swiftspec.config import BatchConfig, EngineConfig, NativeRoundParams, Popul
 from swiftspec.errors import UserError
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors import Executor, TreeExecutor, available, features_of, select_executor
-from swiftspec.runtime.executors.population_rounds import PopulationExecutor
+from swiftspec.runtime.executors import Executor, Features, TreeExecutor, available, features_of, select_executor
+from swiftspec.runtime.executors.graph_verifications import GraphVerificationExecutor
+from swiftspec.runtime.executors.native import NativeExecutor
+from swiftspec.runtime.executors.native_population import NativePopulationExecutor
+from swiftspec.runtime.executors.population_rounds import (
+    EagerPopulationExecutor,
+    GraphPopulationExecutor,
+    PopulationExecutor,
+)
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.sampling.vocab import TOP_CANDIDATES
@@ -27,6 +34,29 @@ from swiftspec.smc.limits import check_particle_sampling
 from swiftspec.tree.rejection import RejectionSampling
 
 REFUSED = "refused"
+ANY = ""  # as a feature: of every request
+# why a request runs eagerly: fastest executor that the machine offers for the phase -> missing feature -> reason
+EAGER_REASONS: Mapping[type, Mapping[str, str]] = {
+    NativeExecutor: {
+        "drawn proposals": "sampled children need the draft's exact distribution, with filters and penalties, on the"
+        " host.",
+        "rejection": "the native rejection sampling is that of chains (exact batches), not that of trees.",
+    },
+    GraphVerificationExecutor: {
+        "guidance": "a guided request has two sequences, and a CUDA graph with torch's own operators has one.",
+    },
+    NativePopulationExecutor: {
+        "guidance": "a guided request runs the target on a second sequence, and a native round has one for each"
+        " request.",
+    },
+    GraphPopulationExecutor: {
+        "guidance": "a guided request runs the target on a second sequence, and the graph of a round has one for each"
+        " request.",
+    },
+    EagerPopulationExecutor: {
+        ANY: "an exact batch has several sequences, and a CUDA graph with torch's own operators has one.",
+    },
+}
 RANKS = 2  # ranks per group
 DEEP = TOP_CANDIDATES * RANKS  # a top-k that exceeds what the ranks of such a group exchange
 SERIAL, DRAWN = EngineConfig(), EngineConfig(proposal="sample")
@@ -92,6 +122,48 @@ MACHINES = (
     Machine("several GPUs, `--ops unfused`", graphs=1, group=True, messages=True),
     Machine("everything else"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedExecutor:
+    """An executor that records which features are required of it."""
+
+    kind: Any
+    required: list[tuple[Executor, Features]]
+
+    @property
+    def name(self) -> str:
+        return self.kind.name
+
+    def supports(self, required: Features) -> bool:
+        self.required.append((self.kind, required))
+        return self.kind.supports(required)
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedMachine(Machine):
+    """A machine that records the required features and the executors that they were required of, in order."""
+
+    required: list[tuple[Executor, Features]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, machine: Machine) -> ObservedMachine:
+        return cls(*(getattr(machine, each.name) for each in fields(Machine)))
+
+    def _observe(self, kinds: Sequence[Any]) -> list[Any]:
+        return [ObservedExecutor(kind, self.required) for kind in kinds]
+
+    def expansion_executors(self) -> list[TreeExecutor]:
+        return self._observe(Machine.expansion_executors(self))
+
+    def verification_executors(self) -> list[TreeExecutor]:
+        return self._observe(Machine.verification_executors(self))
+
+    def batch_executors(self, verify: str) -> list[PopulationExecutor]:
+        return self._observe(Machine.batch_executors(self, verify))
+
+    def population_executors(self) -> list[PopulationExecutor]:
+        return self._observe(Machine.population_executors(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +248,32 @@ def rows(select: SelectExecutor, requests: Sequence[RequestCase]) -> Iterator[li
     """Yields for each request its name and the name of its executor on each machine."""
     for case in requests:
         yield [case.name, *(_name(select, machine, case) for machine in MACHINES)]
+
+
+def eager_reasons(select: SelectExecutor, requests: Sequence[RequestCase]) -> list[str]:
+    """Returns why requests run eagerly on machines with faster executors, a sentence for each reason."""
+    found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}  # reason -> names of cases and of machines
+    for case in requests:
+        for machine in MACHINES:
+            reason = _eager_reason(select, machine, case)
+            if reason is not None:
+                cases, machines = found.setdefault(reason, ({}, {}))
+                cases[case.name], machines[machine.name] = None, None
+    every = sum(any(_name(select, machine, case) != REFUSED for machine in MACHINES) for case in requests)
+    return [
+        f"{'every request' if len(cases) == every else '; '.join(cases)} ({'; '.join(machines)}): {reason}"
+        for reason, (cases, machines) in found.items()
+    ]
+
+
+def _eager_reason(select: SelectExecutor, machine: Machine, case: RequestCase) -> str | None:
+    """Returns why a request runs eagerly, or None if it does not, or if all requests do on this machine."""
+    observed = ObservedMachine.of(machine)
+    if not (machine.fused or machine.graphs) or _name(select, observed, case) != "eager":
+        return None
+    fastest, required = observed.required[0]
+    missing = [feature for feature in sorted(required) if not fastest.supports(frozenset((feature,)))]
+    return EAGER_REASONS[type(fastest)][missing[0] if missing else ANY]
 
 
 def _name(select: SelectExecutor, machine: Machine, case: RequestCase) -> str:

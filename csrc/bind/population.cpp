@@ -21,7 +21,10 @@ namespace {
 using host::VerifyMode;
 using host::Particles;
 using host::Population;
-using SpanArgs = std::vector<std::tuple<int64_t, double, MaybeArray>>;  // groups, temperature, bias
+using Factors = std::optional<std::tuple<float, float, float>>;
+using TopArgs = std::optional<std::tuple<int64_t, float, float>>;
+// groups, temperature, bias, filters, penalties, min_tokens
+using SpanArgs = std::vector<std::tuple<int64_t, double, MaybeArray, TopArgs, Factors, int64_t>>;
 
 host::ModelWithCache side_of(host::Decoder& decoder, const Cache& cache) {
   const host::PackedModel& model = decoder.model();
@@ -34,10 +37,10 @@ host::ModelWithCache side_of(host::Decoder& decoder, const Cache& cache) {
 
 // In the order of GroupRound.tensors (swiftspec/batching/round.py). Chains have no weights: 6 tensors fewer.
 Particles particles_of(const std::vector<Array>& tensors) {
-  check(tensors.size() == 11 || tensors.size() == 17, "expected the 11 tensors of chains or the 17 of particles");
-  const bool weighted = tensors.size() == 17;
+  check(tensors.size() == 13 || tensors.size() == 19, "expected the 13 tensors of chains or the 19 of particles");
+  const bool weighted = tensors.size() == 19;
   const auto* keys = &tensors[weighted ? 11 : 6];  // after the rows and their weights
-  const auto* books = &tensors[tensors.size() - 3];
+  const auto* books = &tensors[tensors.size() - 5];
   const Array &mask = tensors[0], &path = tensors[2], &stops = books[2];
   Particles p{};
   p.groups = mask.size(0), p.count = mask.size(1), p.slots = mask.size(2), p.vocab = stops.size(1);
@@ -55,6 +58,8 @@ Particles particles_of(const std::vector<Array>& tensors) {
   p.prefix = books[0].at<int64_t>(kCpu, "prefix", {g});
   p.sequences = books[1].at<int64_t>(kCpu, "sequences", {g});
   p.stops = stops.at<bool>(kCpu, "stops", {g, p.vocab});
+  p.prompts = books[3].at<bool>(kCpu, "prompts", {g, p.vocab});
+  p.suppressed = books[4].at<bool>(kCpu, "suppressed", {g, p.vocab});
   if (!weighted) return p;
   const Array& resampling = keys[2];
   p.max_rounds = resampling.size(1);
@@ -101,6 +106,7 @@ void check_group(const Population& population, int64_t group, int64_t sequences)
   for (int64_t i = 0; i < p.count; ++i) {
     const host::Particle row = p.row(group, i);
     check(*row.length >= 0 && *row.length + p.steps < p.max_tokens, "a path is full");
+    check_range(row.tokens, *row.length, p.vocab, "a token lies outside the vocabulary");
     check_range(row.tail_tokens, 2, p.vocab, "a token lies outside the vocabulary");
     if (*row.finished == 0) check_range(row.tail_slots, 2, p.base[group], "a slot is not in use");
     check(row.tail_positions[0] >= 0 && row.tail_positions[1] >= 0, "a position is negative");
@@ -113,6 +119,24 @@ void check_group(const Population& population, int64_t group, int64_t sequences)
   }
 }
 
+host::Span span_of(const SpanArgs::value_type& args, int64_t vocab) {
+  const auto& [count, temperature, bias, top, factors, min_tokens] = args;
+  check(count >= 1 && temperature >= 0 && min_tokens >= 0,
+        "a span needs at least one group, a temperature of at least 0 and a min_tokens of at least 0");
+  host::Span span{count, temperature, at_or_null<float>(bias, kCpu, "bias", {vocab}), {}, {}, min_tokens};
+  if (top) {
+    const auto& [top_k, top_p, min_p] = *top;
+    check(top_k >= 0 && top_p > 0 && top_p <= 1 && min_p >= 0 && min_p <= 1, "a filter is out of range");
+    check(temperature > 0, "filters need a temperature above 0");
+    span.filter.emplace(host::FilterArgs{top_k, top_p, min_p});
+  }
+  if (factors) {
+    span.penalties.emplace(std::make_from_tuple<host::PenaltyArgs>(*factors));
+    check(span.penalties->repetition > 0, "the repetition penalty must be above 0");
+  }
+  return span;
+}
+
 // Returns the seconds of the draft's forwards and of the target's.
 std::pair<double, double> round(Population& population, const SpanArgs& spans, const Array& head,
                                 const std::optional<py::function>& on_forward) {
@@ -120,10 +144,9 @@ std::pair<double, double> round(Population& population, const SpanArgs& spans, c
   const host::ModelWithCache &draft = population.side(false), &target = population.side(true);
   std::vector<host::Span> alike;
   int64_t groups = 0;
-  for (const auto& [count, temperature, bias] : spans) {
-    check(count >= 1 && temperature >= 0, "a span needs at least one group and a temperature of at least 0");
-    alike.push_back({count, temperature, at_or_null<float>(bias, kCpu, "bias", {p.vocab})});
-    groups += count;
+  for (const auto& args : spans) {
+    alike.push_back(span_of(args, p.vocab));
+    groups += alike.back().groups;
   }
   check(groups >= 1 && groups <= p.groups, "as many groups as there are, and at least one");
   const int64_t sequences =
@@ -170,7 +193,8 @@ void bind_population(py::module_& m) {
            "`tensors`: those of GroupRound.tensors. `verify_mode`: weigh, match or reject. Keeps all arguments "
            "alive.")
       .def("round", &round, py::arg("spans"), py::arg("summary"), py::arg("on_forward"),
-           "Runs a round of the first groups. Each span is (groups, temperature, bias [vocab]); temperature 0 draws "
+           "Runs a round of the first groups. Each span is (groups, temperature, bias [vocab] or None, (top_k, top_p, "
+           "min_p) or None, (repetition, presence, frequency penalty) or None, min_tokens); temperature 0 draws "
            "without noise. Fills `summary` [groups, 3 + max_tokens + width] as GroupRound does. Calls "
            "on_forward(is_target, rows, seconds) after each forward. Returns the seconds of the draft's forwards and "
            "of the target's.")

@@ -53,7 +53,8 @@ void set_penalties(Scoring& scoring, float repetition, float presence, float fre
   check(repetition > 0, "the repetition penalty must be above 0");
   check_vocab(prompt, scoring);
   check_vocab(output, scoring);
-  scoring.penalties.emplace(scoring.columns().vocab, repetition, presence, frequency, prompt, output);
+  const host::PenaltyArgs args{repetition, presence, frequency};
+  scoring.penalties.emplace(scoring.columns().vocab, args, prompt, output);
 }
 
 void set_filter(Scoring& scoring, int64_t top_k, float top_p, float min_p) {

@@ -108,6 +108,14 @@ void draw_filtered(const Array& logits, int64_t vocab, const MaybeArray& bias, f
   host::draw_filtered(args, {top_k, top_p, min_p}, of, out);
 }
 
+void filter_scores(const Array& logits, int64_t vocab, const MaybeArray& bias, float temperature, int64_t top_k,
+                   float top_p, float min_p) {
+  const ScoreArgs args = score_args(logits, vocab, bias, {}, {}, temperature, 1.0f);
+  auto* out = static_cast<float*>(logits.rows_at(kFloat32, kCpu, "logits", {kAny, kAny}));
+  py::gil_scoped_release unlocked;
+  host::filter_scores(args, {top_k, top_p, min_p}, out);
+}
+
 }  // namespace
 
 void bind_sampling(py::module_& m) {
@@ -135,6 +143,9 @@ void bind_sampling(py::module_& m) {
   m.def("draw_filtered", &draw_filtered, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("temperature"),
         py::arg("top_k"), py::arg("top_p"), py::arg("min_p"), py::arg("keys"), py::arg("tokens"),
         "Per row the token of the highest score with the noise of its key, among the tokens that the filters keep.");
+  m.def("filter_scores", &filter_scores, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("temperature"),
+        py::arg("top_k"), py::arg("top_p"), py::arg("min_p"),
+        "Replaces logits by scores, and the scores that the filters exclude by -inf.");
 }
 
 }  // namespace swiftspec::binding

@@ -15,6 +15,7 @@ from swiftspec.backends.reference.chains import ChainVerdict
 from swiftspec.backends.reference.noise import counters, gumbel, row_bits
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph import logits_key
+from swiftspec.runtime.executors.population_rounds import SamplingSpan
 from swiftspec.sampling import filters
 from swiftspec.sampling.sampler import Sampler, SamplerOps
 
@@ -35,6 +36,7 @@ class LogitsProcessor:
     def __init__(self, sampling: SamplingParams, vocab: int, device: torch.device, ops: SamplerOps) -> None:
         self.key, self.filtered, self.greedy = logits_key(sampling), sampling.filtered, sampling.greedy
         self._ops, self._vocab, self._top_p = ops, vocab, sampling.top_p
+        self._sampling = sampling
         self._min_tokens, penalised = sampling.min_tokens, sampling.penalised or sampling.min_tokens > 0
         self._penalties = Sampler(sampling, (), vocab, device) if penalised else None
         if penalised:
@@ -42,7 +44,16 @@ class LogitsProcessor:
             sampling = replace(sampling, logit_bias={}, allowed_token_ids=None, bad_words_ids=(), **no)
         self._draft = Sampler(replace(sampling, top_k=0, top_p=1.0, min_p=0.0), (), vocab, device)
         self._target = Sampler(replace(sampling, top_p=1.0), (), vocab, device)
-        self.temperature, self.bias = sampling.temperature, self._draft.bias  # complete without filters and penalties
+
+    def sampling_span(self, groups: int) -> SamplingSpan:
+        """Returns the parameters of this processor for native rounds of `groups` consecutive groups."""
+        p, bias = self._sampling, (self._penalties or self._draft).bias
+        return SamplingSpan(
+            groups, p.temperature, bias,
+            (p.top_k, p.top_p, p.min_p) if p.filtered else None,
+            (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) if p.penalised else None,
+            p.min_tokens,
+        )  # fmt: skip
 
     @property
     def penalised(self) -> bool:

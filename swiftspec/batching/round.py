@@ -32,6 +32,7 @@ from swiftspec.batching.sequence_group import CompanionSequence
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph import logits_key
+from swiftspec.runtime.executors.population_rounds import SamplingSpan
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS, Runner
 
 
@@ -76,11 +77,12 @@ class GroupRound:
         self._companions: list[CompanionSequence | None] = [None] * groups
         self.order = [*range(groups)]  # cache sequence of the group at each position of the tensors
         # cache of `sampling_spans`, by number of groups
-        self._sampling_spans: dict[int, list[tuple[int, float, Tensor | None]]] = {}
+        self._sampling_spans: dict[int, list[SamplingSpan]] = {}
         self._no_kv_len = torch.zeros(groups, dtype=torch.int64, device=device)
         self._header_len = 3 + method.rows.tokens.shape[-1]
         self._tensors = [
-            *method.rows.state, *method.streams.state, self._prefix, self._sequences, self._stops
+            *method.rows.state, *method.streams.state, self._prefix, self._sequences, self._stops, self._prompts,
+            self._suppressed,
         ]  # fmt: skip
 
     def open(
@@ -114,7 +116,7 @@ class GroupRound:
     def rearrange(self, order: Sequence[int]) -> None:
         """Moves the group at position `order[i]` to position i, for every i."""
         moved = torch.tensor([pair for pair in enumerate(order) if pair[0] != pair[1]], device=self._prefix.device)
-        for tensor in (*self.tensors, self._prompts, self._suppressed):
+        for tensor in self.tensors:
             tensor.index_copy_(0, moved[:, 0], tensor.index_select(0, moved[:, 1]))
         self._processors = [self._processors[place] for place in order]
         self._companions = [self._companions[place] for place in order]
@@ -141,8 +143,7 @@ class GroupRound:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that a round without penalties reads or changes, except keys and values; their first dimension is
-        the group."""
+        """The tensors that a round reads or changes, except keys and values; their first dimension is the group."""
         return self._tensors
 
     @property
@@ -150,17 +151,13 @@ class GroupRound:
         """Number of values per group in the result of a round, apart from one per slot of the window."""
         return self._header_len
 
-    def sampling_spans(self, groups: int) -> list[tuple[int, float, Tensor | None]]:
-        """Returns (number of groups, temperature, bias) for each run of consecutive groups with equal logits parameters
-        among the first `groups` groups. These must have no filters and no penalties."""
+    def sampling_spans(self, groups: int) -> list[SamplingSpan]:
+        """Returns the sampling parameters of each run of consecutive groups with equal ones among the first `groups`
+        groups."""
         if groups not in self._sampling_spans:
-            processors = [
-                (span.groups.stop - span.groups.start, span.processor)
-                for span in group_spans(self._processors[:groups])
-            ]
-            assert not any(processor.filtered or processor.penalised for _, processor in processors)
             self._sampling_spans[groups] = [
-                (count, processor.temperature, processor.bias) for count, processor in processors
+                span.processor.sampling_span(span.groups.stop - span.groups.start)
+                for span in group_spans(self._processors[:groups])
             ]
         return self._sampling_spans[groups]
 

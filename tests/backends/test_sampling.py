@@ -226,8 +226,16 @@ def test_filtered_draws_equal_draws_from_filtered_logits(level: str, vocab: int,
         params = SamplingParams(temperature=0.7, **values)
         tokens = torch.empty(rows, dtype=torch.int64)
         _C.draw_filtered(logits, vocab, bias, 0.7, params.top_k, params.top_p, params.min_p, keys, tokens)
-        kept = filters.apply_filters((logits[:, :vocab] + bias) / 0.7, params)
+        whole, scores = (logits[:, :vocab] + bias) / 0.7, logits.clone()
+        kept = filters.apply_filters(whole, params)
         assert torch.equal(tokens, host.draw(kept, vocab, gumbel)), values
+        _C.filter_scores(scores, vocab, bias, 0.7, params.top_k, params.top_p, params.min_p)
+        assert torch.equal(tokens, host.draw(scores, vocab, gumbel)), values
+        assert torch.equal(scores[:, vocab:], logits[:, vocab:]), "only the vocabulary is written"
+        scores = scores[:, :vocab]
+        if params.top_p == 0.999999:  # the reference adds probabilities in float32, which rounds the last ones away
+            kept = whole.masked_fill(scores == -torch.inf, -torch.inf)
+        assert torch.equal(scores, kept), values
 
 
 def test_filtered_draws_without_a_token(level: str) -> None:
@@ -235,6 +243,9 @@ def test_filtered_draws_without_a_token(level: str) -> None:
     logits[0, 39], logits[1, 7], logits[2] = torch.nan, torch.inf, -torch.inf
     _C.draw_filtered(logits, 40, None, 1.0, 3, 0.9, 0.0, torch.arange(4, dtype=torch.int32), tokens)
     assert tokens[:3].tolist() == [-1, -1, -1] and 0 <= tokens[3] < 40
+    scores = logits.clone()
+    _C.filter_scores(scores, 40, None, 1.0, 3, 0.9, 0.0)
+    assert torch.equal(scores[:3].nan_to_num(nan=9.0), logits[:3].nan_to_num(nan=9.0)), "not filtered"
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 33, 4097])

@@ -52,7 +52,10 @@ def engine(pair: tuple[Path, Path], groups: int, steps: int = 3, verify: str = "
 NATIVE = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=NATIVE)], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=NATIVE)], ids=str)
+
+
+@DTYPES
 def test_coupled_chains_equal_autoregressive_decoding(pair: tuple[Path, Path], dtype: torch.dtype) -> None:
     prompts, sampling = requests_of(8)
     plain = LLM(pair[0], config=EngineConfig("ar"), max_model_len=96, dtype=dtype)
@@ -72,10 +75,11 @@ def test_coupled_chains_equal_autoregressive_decoding(pair: tuple[Path, Path], d
         assert answer.stats.rounds == 10 and answer.stats.accepted == 30, "a draft that says what the target will"
 
 
-def test_rejection_sampled_chains_equal_themselves_alone(pair: tuple[Path, Path]) -> None:
+@DTYPES
+def test_rejection_sampled_chains_equal_themselves_alone(pair: tuple[Path, Path], dtype: torch.dtype) -> None:
     prompts, sampling = requests_of(8)
     sampling = [each if each.temperature else replace(each, temperature=0.5) for each in sampling]
-    several, one = (engine(pair, groups, verify="reject", dtype=torch.float64) for groups in (4, 2))
+    several, one = (engine(pair, groups, verify="reject", dtype=dtype) for groups in (4, 2))
     found = several.generate_batch(prompts, sampling)
     assert [answer.token_ids for answer in found] == [
         one.generate(*each).token_ids for each in zip(prompts, sampling, strict=True)

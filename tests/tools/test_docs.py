@@ -58,6 +58,12 @@ def test_the_page_of_paths_covers_every_feature() -> None:
     assert recorder.requested == set(FEATURES)
 
 
+def test_every_reason_for_eager_execution_occurs_on_the_page() -> None:
+    page = " ".join(docs.paths_page().split())
+    for reasons in execution_paths.EAGER_REASONS.values():
+        assert all(reason in page for reason in reasons.values())
+
+
 def test_a_stale_page_is_reported_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert docs.main(["--check"], tmp_path) == 1
     assert "docs/reference/flags.md is out of date" in capsys.readouterr().out

@@ -42,6 +42,8 @@ struct Particles {
   const double* resampling;       // [G, max_rounds]
   int64_t *prefix, *sequences;    // [G]
   const uint8_t* stops;           // [G, vocab]
+  const uint8_t* prompts;         // [G, vocab], the tokens of the prompt
+  const uint8_t* suppressed;      // [G, vocab], the tokens that `min_tokens` excludes
 
   static constexpr int64_t kHeaderWords = 7, kPurposes = 3, kDraft = 0, kBonus = 1, kCoin = 2;
 

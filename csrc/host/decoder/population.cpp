@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "common/noise.h"
@@ -14,7 +15,7 @@ Population::Population(const ModelWithCache& draft, const ModelWithCache& target
                        VerifyMode verify_mode, double power, double threshold, bool deferred_bonus)
     : draft_(draft), target_(target), particles_(particles), verify_mode_(verify_mode), power_(power),
       threshold_(threshold), deferred_bonus_(deferred_bonus) {
-  draft_logits_.resize(static_cast<size_t>(verify_mode == VerifyMode::reject ? particles.steps : 1));
+  draft_logits_.resize(static_cast<size_t>(particles.steps));
 }
 
 void Population::round(const std::vector<Span>& spans, int64_t* summary, int64_t width,
@@ -22,7 +23,11 @@ void Population::round(const std::vector<Span>& spans, int64_t* summary, int64_t
   const Particles& p = particles_;
   int64_t groups = 0, group = 0;
   for (const Span& span : spans) groups += span.groups;
+  const bool filtered =
+      std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.filter.has_value(); });
+  keeps_logits_ = verify_mode_ == VerifyMode::reject || (verify_mode_ == VerifyMode::weigh && filtered);
   init_views(groups);
+  init_penalties(spans, groups);
   draft(spans, groups, on_forward);
   score(groups, on_forward);
   for (const Span& span : spans) {
@@ -30,7 +35,9 @@ void Population::round(const std::vector<Span>& spans, int64_t* summary, int64_t
       verdict_.num_accepted.assign(static_cast<size_t>(p.count), p.steps);
       verdict_.bonus.resize(static_cast<size_t>(p.count));
       verdict_.terms.assign(static_cast<size_t>(p.slots_per_round()), 0.0);
-      if (verify_mode_ == VerifyMode::weigh) weigh_drafts(span, group);
+      process_target(span, group);
+      if (verify_mode_ == VerifyMode::weigh && span.filter) weigh_kept_drafts(span, group);
+      if (verify_mode_ == VerifyMode::weigh && !span.filter) weigh_drafts(span, group);
       if (verify_mode_ == VerifyMode::match) verify_coupled(span, group);
       if (verify_mode_ == VerifyMode::reject) verify_rejection(span, group);
       p.append_round(group, drafts(group), verdict_);
@@ -102,6 +109,51 @@ void Population::forward(bool target, int64_t logits_from, std::vector<float>& l
   on_forward(target, rows, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
 }
 
+// ---- bias, min_tokens and penalties
+
+// Makes the penalties of the groups from their prompts. They count no output: `penalise` passes the text of each row,
+// since rows differ and resampling replaces them.
+void Population::init_penalties(const std::vector<Span>& spans, int64_t groups) {
+  const int64_t vocab = particles_.vocab;
+  penalties_.assign(static_cast<size_t>(groups), std::nullopt);
+  int64_t group = 0;
+  for (const Span& span : spans) {
+    for (const int64_t end = group + span.groups; group < end; ++group) {
+      if (!span.penalties) continue;
+      const uint8_t* prompt = particles_.prompts + group * vocab;
+      path_.clear();
+      for (int64_t token = 0; token < vocab; ++token) {
+        if (prompt[token] != 0) path_.push_back(token);
+      }
+      penalties_[static_cast<size_t>(group)].emplace(vocab, *span.penalties, path_, Nodes{});
+    }
+  }
+}
+
+// Applies min_tokens, bias and penalties to the group's logits [N, stride] of the token after `step` draft tokens, in
+// place. Without penalties and min_tokens, `scores` adds the bias.
+void Population::penalise(const Span& span, int64_t group, int64_t step, float* logits, int64_t stride) {
+  if (!span.penalised()) return;
+  const Particles& p = particles_;
+  const VocabShard columns{0, p.vocab, p.vocab};
+  const uint8_t* suppressed = p.suppressed + group * p.vocab;
+  std::optional<Penalties>& penalties = penalties_[static_cast<size_t>(group)];
+  for (int64_t i = 0; i < p.count; ++i, logits += stride) {
+    const Particle row = p.row(group, i);
+    const int64_t* mine = drafts(group) + i * p.steps;
+    if (*row.length + step < span.min_tokens) {
+      for (int64_t token = 0; token < p.vocab; ++token) {
+        if (suppressed[token] != 0) logits[token] = -std::numeric_limits<float>::infinity();
+      }
+    }
+    add_bias(logits, columns, span.bias);
+    if (!penalties) continue;
+    path_.assign(row.tokens, row.tokens + *row.length);
+    path_.insert(path_.end(), mine, mine + step);
+    penalties->apply(logits, columns, path_);
+  }
+}
+
 // ---- the draft
 
 // Rows of the tokens without KV in the draft. Pending tokens come last, since only they need logits.
@@ -131,7 +183,7 @@ void Population::draft(const std::vector<Span>& spans, int64_t groups, const For
   log_q_.resize(drafts_.size());
   add_pending_rows(groups);
   for (int64_t step = 0; step < p.steps; ++step) {
-    std::vector<float>& logits = draft_logits_[verify_mode_ == VerifyMode::reject ? static_cast<size_t>(step) : 0];
+    std::vector<float>& logits = draft_logits_[keeps_logits_ ? static_cast<size_t>(step) : 0];
     forward(false, step == 0 && deferred_bonus_ ? groups * n : 0, logits, on_forward);
     draw_drafts(spans, step, logits.data());
     const bool reads = step + 1 < p.steps || !deferred_bonus_;  // the drawn tokens are prefilled
@@ -150,13 +202,15 @@ void Population::draft(const std::vector<Span>& spans, int64_t groups, const For
   if (!deferred_bonus_) forward(false, groups * n, none, on_forward);
 }
 
-void Population::draw_drafts(const std::vector<Span>& spans, int64_t step, const float* logits) {
+void Population::draw_drafts(const std::vector<Span>& spans, int64_t step, float* logits) {
   const Particles& p = particles_;
+  const int64_t stride = draft_.decoder.model().head->n;
   int64_t group = 0;
   for (const Span& span : spans) {
     const int64_t rows = span.groups * p.count, first = group * p.count;
     keys_.clear();
     for (const int64_t end = group + span.groups; group < end; ++group) {
+      penalise(span, group, step, logits + group * p.count * stride, stride);
       for (int64_t i = 0; i < p.count; ++i) {
         keys_.push_back(verify_mode_ == VerifyMode::match ? target_key(group, i, step)
                                                           : p.key(group, Particles::kDraft, i, step));
@@ -164,7 +218,7 @@ void Population::draw_drafts(const std::vector<Span>& spans, int64_t step, const
     }
     sampled_.resize(static_cast<size_t>(rows));
     values_.assign(static_cast<size_t>(rows), 0.0f);
-    const ScoreArgs args = scores(span, logits + first * draft_.decoder.model().head->n, rows, false);
+    const ScoreArgs args = scores(span, logits + first * stride, rows, false);
     draw_rows(args, span, verify_mode_ == VerifyMode::match ? nullptr : values_.data());
     for (int64_t row = 0; row < rows; ++row) {  // for -1 the weight is not finite, or the token is rejected
       drafts_[static_cast<size_t>((first + row) * p.steps + step)] =
@@ -174,8 +228,12 @@ void Population::draw_drafts(const std::vector<Span>& spans, int64_t step, const
   }
 }
 
-// Draws with `keys_` into `sampled_`.
+// Draws with `keys_` into `sampled_`. Filters apply here only if draft and target draw with the same noise; otherwise
+// the draft must reach every token of the target, and `process_target` has filtered the target's scores.
 void Population::draw_rows(const ScoreArgs& args, const Span& span, float* log_probs) {
+  if (span.filter && verify_mode_ == VerifyMode::match) {
+    return draw_filtered(args, *span.filter, keys_.data(), sampled_.data());
+  }
   if (span.temperature > 0) return draw_keyed(args, keys_.data(), sampled_.data(), log_probs);
   draw(args, sampled_.data(), nullptr);
 }
@@ -200,14 +258,36 @@ void Population::score(int64_t groups, const ForwardCallback& on_forward) {
   forward(true, 0, target_logits_, on_forward);
 }
 
+// Applies min_tokens and penalties to the target's logits of a group. If the verification needs the distribution
+// itself, they become filtered scores.
+void Population::process_target(const Span& span, int64_t group) {
+  const Particles& p = particles_;
+  const int64_t stride = target_.decoder.model().head->n;
+  float* logits = target_logits(group);
+  for (int64_t step = 0; step <= p.steps; ++step) penalise(span, group, step, logits + step * p.count * stride, stride);
+  if (!span.filter || verify_mode_ == VerifyMode::match) return;
+  const float* bias = span.penalised() ? nullptr : span.bias;
+  const auto temperature = static_cast<float>(span.temperature);
+  filter_scores({logits, bias, nullptr, nullptr, temperature, 1.0f, p.slots_per_round(), p.vocab, stride}, *span.filter,
+                logits);
+}
+
+// The scores of processed logits. Those that are filtered already have bias and temperature.
 ScoreArgs Population::scores(const Span& span, const float* logits, int64_t rows, bool target, double power) const {
-  const double temperature = span.temperature > 0 ? span.temperature : 1.0;
-  return {logits, span.bias, nullptr, nullptr, static_cast<float>(temperature / power), 1.0f, rows, particles_.vocab,
+  const bool filtered = target && span.filter && verify_mode_ != VerifyMode::match;
+  const double temperature = filtered || span.temperature <= 0 ? 1.0 : span.temperature;
+  const float* bias = filtered || span.penalised() ? nullptr : span.bias;
+  return {logits, bias, nullptr, nullptr, static_cast<float>(temperature / power), 1.0f, rows, particles_.vocab,
           side(target).decoder.model().head->n};
 }
 
-const float* Population::target_logits(int64_t group) const {
+float* Population::target_logits(int64_t group) {
   return target_logits_.data() + group * particles_.slots_per_round() * target_.decoder.model().head->n;
+}
+
+const float* Population::draft_logits(int64_t group, int64_t row, int64_t step) const {
+  const int64_t at = group * particles_.count + row;
+  return draft_logits_[static_cast<size_t>(step)].data() + at * draft_.decoder.model().head->n;
 }
 
 uint32_t Population::target_key(int64_t group, int64_t row, int64_t draw) const {

@@ -1,17 +1,18 @@
 // A round of particles, or of exact chains, as one call: K draft forwards, one target forward, verification, weights
-// and resampling. Same results as swiftspec/batching/round.py for requests without filters and penalties.
+// and resampling. Same results as swiftspec/batching/round.py.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "host/decoder/decoder.h"
 #include "host/decoder/particles.h"
+#include "host/decoder/penalties.h"
+#include "kernels_host.h"
 
 namespace swiftspec::host {
-
-using Nodes = std::vector<int64_t>;
 
 // One of the two models with its KV cache.
 struct ModelWithCache {
@@ -25,11 +26,17 @@ struct ModelWithCache {
 // sampling.
 enum class VerifyMode : uint8_t { weigh, match, reject };
 
-// Consecutive groups whose requests share temperature and bias. Temperature 0 draws without noise.
+// Consecutive groups whose requests share these parameters. Temperature 0 draws without noise, and has no filter.
 struct Span {
   int64_t groups;
   double temperature;
-  const float* bias;  // [vocab], or null
+  const float* bias;                 // [vocab], or null
+  std::optional<FilterArgs> filter;  // of the target; of the draft only if it draws with the target's noise
+  std::optional<PenaltyArgs> penalties;
+  int64_t min_tokens;  // the output has none of the suppressed tokens before this many
+
+  // Whether logits depend on the preceding tokens.
+  bool penalised() const { return penalties.has_value() || min_tokens > 0; }
 };
 
 // Called after each forward with the model, its rows and the duration in seconds.
@@ -60,17 +67,25 @@ class Population {
   void forward(bool target, int64_t logits_from, std::vector<float>& logits, const ForwardCallback& on_forward);
   void add_pending_rows(int64_t groups);
   void draft(const std::vector<Span>& spans, int64_t groups, const ForwardCallback& on_forward);
-  void draw_drafts(const std::vector<Span>& spans, int64_t step, const float* logits);
+  void draw_drafts(const std::vector<Span>& spans, int64_t step, float* logits);
+  void init_penalties(const std::vector<Span>& spans, int64_t groups);
+  void penalise(const Span& span, int64_t group, int64_t step, float* logits, int64_t stride);
+  void process_target(const Span& span, int64_t group);
   void draw_rows(const ScoreArgs& args, const Span& span, float* log_probs);
   void score(int64_t groups, const ForwardCallback& on_forward);
   void weigh_drafts(const Span& span, int64_t group);
+  void weigh_kept_drafts(const Span& span, int64_t group);
+  double log_normaliser(const Span& span, const float* logits);
+  double log_mass_inside(const Span& span, const float* target, const float* draft);
+  float log_total(const ScoreArgs& args);
   void verify_coupled(const Span& span, int64_t group);
   void verify_rejection(const Span& span, int64_t group);
   void log_probs_of_drafts(const Span& span, int64_t group);
   int64_t residual(const Span& span, int64_t group, int64_t row, int64_t kept);
   void write_summary(int64_t group, int64_t width, int64_t* summary) const;
   ScoreArgs scores(const Span& span, const float* logits, int64_t rows, bool target, double power = 1.0) const;
-  const float* target_logits(int64_t group) const;  // [K + 1, N, outputs of the head]
+  float* target_logits(int64_t group);  // [K + 1, N, outputs of the head]
+  const float* draft_logits(int64_t group, int64_t row, int64_t step) const;  // only if `keeps_logits_`
   int64_t* drafts(int64_t group) { return drafts_.data() + group * particles_.count * particles_.steps; }
   uint32_t target_key(int64_t group, int64_t row, int64_t draw) const;
 
@@ -87,9 +102,13 @@ class Population {
   std::vector<uint8_t> views_;             // per group [N, width]: the slots that each row sees
   Nodes view_offsets_, sampled_, drafts_;  // drafts_ [groups, N, K]
   std::vector<uint32_t> keys_;
-  std::vector<float> values_, log_q_;             // log_q_ [groups, N, K]
-  std::vector<std::vector<float>> draft_logits_;  // by draft step; only `reject` has more than one buffer
-  std::vector<float> target_logits_;
+  std::vector<float> values_, log_q_;  // log_q_ [groups, N, K]
+  // by draft step; only the first one is used unless the verification needs the logits of each step
+  std::vector<std::vector<float>> draft_logits_;
+  bool keeps_logits_ = false;
+  std::vector<float> target_logits_, masked_;
+  std::vector<std::optional<Penalties>> penalties_;  // [groups], of a round
+  Nodes path_;                                       // the text of a row with its draft tokens
   Verdict verdict_;
 };
 

@@ -52,45 +52,6 @@ uint32_t Scoring::key(int64_t position) const {
   return noise::row_key(seed_, stream_, static_cast<uint32_t>(position + 1));
 }
 
-Penalties::Penalties(int64_t vocab, float repetition, float presence, float frequency, const Nodes& prompt,
-                     const Nodes& output)
-    : repetition_(repetition),
-      presence_(presence),
-      frequency_(frequency),
-      in_prompt_(static_cast<size_t>(vocab)),
-      counts_(static_cast<size_t>(vocab)) {
-  for (const int64_t token : prompt) {
-    uint8_t& found = in_prompt_[static_cast<size_t>(token)];
-    if (found == 0) seen_.push_back(token);
-    found = 1;
-  }
-  observe(output);
-}
-
-void Penalties::count(int64_t token) {
-  const auto at = static_cast<size_t>(token);
-  if (counts_[at]++ == 0 && in_prompt_[at] == 0) seen_.push_back(token);
-}
-
-void Penalties::observe(const Nodes& tokens) {
-  for (const int64_t token : tokens) count(token);
-}
-
-void Penalties::apply(float* logits, const VocabShard& shard, const Nodes& path) {
-  const size_t verified = seen_.size();
-  observe(path);
-  for (const int64_t token : seen_) {
-    const int64_t column = token - shard.first;
-    if (column < 0 || column >= shard.count) continue;
-    float& logit = logits[column];
-    const auto times = static_cast<float>(counts_[static_cast<size_t>(token)]);
-    logit = logit > 0.0f ? logit / repetition_ : logit * repetition_;
-    logit = logit - frequency_ * times - (times > 0.0f ? presence_ : 0.0f);
-  }
-  for (const int64_t token : path) --counts_[static_cast<size_t>(token)];
-  seen_.resize(verified);
-}
-
 Rounds::Rounds(Decoder& decoder, const Regions& regions) : decoder_(decoder), regions_(regions) {
   const PackedModel& model = decoder.model();
   if (model.group != nullptr) merger_.emplace(*model.group, model.timeout_s);
@@ -258,9 +219,7 @@ void Rounds::process_rows(const Nodes& tokens, const Nodes& parents, Scoring& sc
   apply_token_mask(processed_.data(), count, columns, allowed);
   for (int64_t row = 0; row < count; ++row) {
     float* logits = processed_.data() + row * stride;
-    if (scoring.bias() != nullptr) {
-      for (int64_t column = 0; column < columns.count; ++column) logits[column] += scoring.bias()[column];
-    }
+    add_bias(logits, columns, scoring.bias());
     if (!scoring.penalties) continue;
     Nodes path;
     for (auto node = static_cast<size_t>(row); parents[node] >= 0; node = static_cast<size_t>(parents[node])) {

@@ -8,35 +8,10 @@
 
 #include "host/decoder/decoder.h"
 #include "host/decoder/merge.h"
+#include "host/decoder/penalties.h"
 #include "host/decoder/tree.h"
 
 namespace swiftspec::host {
-
-// The columns of the vocabulary whose logits a rank computes: `count` of all `vocab` columns, from `first` on. Without
-// a group these are all columns.
-struct VocabShard {
-  int64_t first, count, vocab;
-};
-
-// Repetition, presence and frequency penalty of one request, with the counts of the verified output's tokens.
-class Penalties {
- public:
-  Penalties(int64_t vocab, float repetition, float presence, float frequency, const Nodes& prompt, const Nodes& output);
-
-  void observe(const Nodes& tokens);  // adds verified output tokens
-
-  // Applies the penalties to a row of logits in place. The row has the columns `shard`; `path`: unverified tokens that
-  // precede the row's next token.
-  void apply(float* logits, const VocabShard& shard, const Nodes& path);
-
- private:
-  void count(int64_t token);
-
-  float repetition_, presence_, frequency_;
-  std::vector<uint8_t> in_prompt_;  // [vocab]
-  std::vector<int32_t> counts_;     // [vocab], of the output
-  Nodes seen_;                      // tokens of prompt or output
-};
 
 // Scores of one request's logits: temperature, bias, penalties, filters and position-keyed noise. Noise is generated in
 // blocks of positions, since the nodes of a tree share few positions in consecutive rounds.

@@ -151,4 +151,8 @@ void draw_filtered(const ScoreArgs& args, const FilterArgs& filter, const uint32
   require_kernel(kernels().draw_filtered)(args, filter, keys, tokens);
 }
 
+void filter_scores(const ScoreArgs& args, const FilterArgs& filter, float* out) {
+  require_kernel(kernels().filter_scores)(args, filter, out);
+}
+
 }  // namespace swiftspec::host

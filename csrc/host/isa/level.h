@@ -51,6 +51,7 @@ struct Kernels {
   void (*draw_keyed)(const ScoreArgs&, const uint32_t* keys, int64_t* tokens, float* log_probs);
   int64_t (*draw_residual)(const ScoreArgs& p, const ScoreArgs& q, uint32_t key);
   void (*draw_filtered)(const ScoreArgs&, const FilterArgs&, const uint32_t* keys, int64_t* tokens);
+  void (*filter_scores)(const ScoreArgs&, const FilterArgs&, float* out);
   // Prepares a thread for these kernels, such as by loading the tile configuration of matrix units; or null. Runs once
   // on each thread, before its first kernel; again only after the `init_thread` of another level ran there.
   void (*init_thread)() = nullptr;

@@ -46,7 +46,8 @@ Kernels avx2_kernels() {
           avx2::log_probs,
           avx2::draw_keyed,
           avx2::draw_residual,
-          avx2::draw_filtered};
+          avx2::draw_filtered,
+          avx2::filter_scores};
 }
 
 }  // namespace swiftspec::host

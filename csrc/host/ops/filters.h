@@ -122,19 +122,39 @@ inline int64_t draw_from(const float* scores, int64_t vocab, float limit, uint32
   return best;
 }
 
+// The scores of a row without noise, in the thread's buffer, and the smallest score that the filters keep. That is NaN
+// if a score is NaN or the highest one is not finite: then there is no token to draw.
+struct FilteredRow {
+  const float* scores;
+  float limit;
+};
+
+inline FilteredRow filtered_row(const ScoreArgs& a, const FilterArgs& filter, int64_t row) {
+  ScoreRow score_row{score_buffer(a.vocab)};
+  unsigned nan_lanes = 0;
+  for (int64_t v = 0; v < a.vocab; v += kLanes) {
+    const F score = scores_at(a, a.logits + row * a.stride, nullptr, v);
+    nan_lanes |= not_less_equal(score, score) & lane_mask(a.vocab - v);
+    score_row.set(score, v, a.vocab);
+  }
+  const float top = reduce_max(score_row.best);
+  if (nan_lanes != 0 || !std::isfinite(top)) return {score_row.scores, std::numeric_limits<float>::quiet_NaN()};
+  return {score_row.scores, RowFilter(score_row.scores, a.vocab, top).threshold(filter)};
+}
+
 inline void draw_filtered(const ScoreArgs& a, const FilterArgs& filter, const uint32_t* keys, int64_t* tokens) {
   for_each_row(a, [&](int64_t row) {
-    ScoreRow score_row{score_buffer(a.vocab)};
-    unsigned nan_lanes = 0;
-    for (int64_t v = 0; v < a.vocab; v += kLanes) {
-      const F score = scores_at(a, a.logits + row * a.stride, nullptr, v);
-      nan_lanes |= not_less_equal(score, score) & lane_mask(a.vocab - v);
-      score_row.set(score, v, a.vocab);
+    const FilteredRow found = filtered_row(a, filter, row);
+    tokens[row] = std::isnan(found.limit) ? -1 : draw_from(found.scores, a.vocab, found.limit, keys[row]);
+  });
+}
+
+inline void filter_scores(const ScoreArgs& a, const FilterArgs& filter, float* out) {
+  for_each_row(a, [&](int64_t row) {
+    const FilteredRow found = filtered_row(a, filter, row);
+    float* kept = out + row * a.stride;
+    for (int64_t v = 0; v < a.vocab; ++v) {  // a comparison with NaN is false: the scores stay
+      kept[v] = found.scores[v] < found.limit ? -std::numeric_limits<float>::infinity() : found.scores[v];
     }
-    const float top = reduce_max(score_row.best);
-    tokens[row] = -1;
-    if (nan_lanes != 0 || !std::isfinite(top)) return;
-    const float limit = RowFilter(score_row.scores, a.vocab, top).threshold(filter);
-    tokens[row] = draw_from(score_row.scores, a.vocab, limit, keys[row]);
   });
 }

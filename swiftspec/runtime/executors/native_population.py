@@ -1,7 +1,6 @@
 """Native executor of rounds of sequence groups: each round is one C++ call on a CPU.
 
-The native code works on the population's tensors and on both KV caches, so eager and native rounds can alternate. It
-supports only requests whose logits need no more than a bias, a temperature and noise.
+The native code works on the population's tensors and on both KV caches, so eager and native rounds can alternate.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.config import NativeRoundParams
-from swiftspec.runtime.executors import Features
-from swiftspec.runtime.executors.population_rounds import RoundProgram
+from swiftspec.runtime.executors import FEATURES, Features
+from swiftspec.runtime.executors.population_rounds import RoundProgram, SamplingSpan
 from swiftspec.runtime.runner import Runner
 
 ForwardCallback = Callable[[bool, int, float], None]  # after each forward: whether it is the target's, rows, seconds
@@ -28,7 +27,7 @@ class NativePopulation(Protocol):
     documents them."""
 
     def round(
-        self, spans: Sequence[tuple[int, float, Tensor | None]], out: NDArray, on_forward: ForwardCallback | None, /
+        self, spans: Sequence[SamplingSpan], out: NDArray, on_forward: ForwardCallback | None, /
     ) -> tuple[float, float]: ...
     def compact(self, group: int, promoted: int, keep: Sequence[int], /) -> None: ...
 
@@ -56,7 +55,7 @@ class NativePopulationExecutor:
     """Native executor of rounds of sequence groups; both models must be in native code."""
 
     name = "native"
-    SUPPORTED: Features = frozenset({"greedy", "sampled", "logit bias", "population"})
+    SUPPORTED: Features = frozenset(FEATURES) - {"guidance", "hidden states"}
 
     def __init__(
         self, target: Runner, draft: Runner, models: tuple[NativePopulationModel, Any], params: NativeRoundParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from numpy.typing import NDArray
 from torch import Tensor
@@ -15,6 +15,17 @@ from swiftspec.runtime.executors.graph import ROUND_GRAPHS, GraphCache
 from swiftspec.tree.mask import MASK_WIDTHS
 
 EAGER_WINDOW_SLOTS = 16  # windows of eager rounds are multiples of it
+
+
+class SamplingSpan(NamedTuple):
+    """The sampling parameters of consecutive groups, as native rounds take them."""
+
+    groups: int
+    temperature: float  # 0: greedy
+    bias: Tensor | None  # [vocab]
+    filters: tuple[int, float, float] | None  # top_k, top_p, min_p
+    penalties: tuple[float, float, float] | None  # repetition, presence, frequency
+    min_tokens: int
 
 
 class RoundResult(Protocol):
@@ -43,7 +54,7 @@ class RoundProgram(Protocol):
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """All tensors that a round without penalties reads or changes, except keys and values: [groups, ...] each."""
+        """All tensors that a round reads or changes, except keys and values: [groups, ...] each."""
         ...
 
     @property
@@ -56,9 +67,9 @@ class RoundProgram(Protocol):
         and `keep` in both caches."""
         ...
 
-    def sampling_spans(self, groups: int, /) -> Sequence[tuple[int, float, Tensor | None]]:
-        """Returns the logits parameters of the first `groups` groups. Neighbours with equal parameters share one entry:
-        number of groups, temperature, bias [vocab] or None."""
+    def sampling_spans(self, groups: int, /) -> Sequence[SamplingSpan]:
+        """Returns the sampling parameters of the first `groups` groups. Neighbours with equal parameters share one
+        entry."""
         ...
 
     def __call__(self, width: int, groups: int, /) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.native_population import NativePopulationExecutor
+from swiftspec.runtime.executors.population_rounds import EagerPopulationExecutor, SamplingSpan
 from swiftspec.smc.group_result import GroupResult
 from tests.model.test_loader import quantise
 from tests.support.roles import request_start, restrict_executors, scheduler_of
@@ -25,7 +27,13 @@ from tests.support.tiny_checkpoints import make_pair
 
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 
-SHAPES: list[dict[str, Any]] = [{}, {"temperature": 1.1, "logit_bias": {5: 2.0}}, {"temperature": 0.7}]
+SHAPES: list[dict[str, Any]] = [
+    {}, {"temperature": 1.1, "logit_bias": {5: 2.0}},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3},
+    {"temperature": 0.7}, {"temperature": 1.2, "min_p": 0.05, "logit_bias": {5: -3.0}},
+    {"presence_penalty": 0.6, "frequency_penalty": 0.4, "min_tokens": 6, "logit_bias": {7: 4.0, 11: 4.0}},
+]  # fmt: skip
+SPAN = SamplingSpan(1, 0.8, None, None, None, 0)
 CONFIGS = {
     "smc": EngineConfig("smc", population=PopulationConfig(3, 3, 0.8, smc_groups=3)),
     "power": EngineConfig("smc", population=PopulationConfig(4, 2, 0.6, 2.0, smc_groups=3)),
@@ -60,8 +68,9 @@ def worker(
 def requests_of(count: int, *, greedy: bool) -> Iterator[tuple[list[int], SamplingParams, int]]:
     """Prompts and limits of different lengths."""
     for i in range(count):
-        shaped: dict[str, Any] = {"temperature": 0.0} if greedy and i % 4 == 3 else SHAPES[i % 3]
-        yield [3 + i * j % 61 for j in range(1 + 31 * (i + 3) % 90)], SamplingParams(seed=i, **shaped), 2 + 9 * i % 31
+        shaped = {**SHAPES[i % len(SHAPES)], **({"temperature": 0.0} if greedy and i % 4 == 1 else {})}
+        sampling = SamplingParams(seed=i, stop_token_ids=(7, 11), **shaped)
+        yield [3 + i * j % 61 for j in range(1 + 31 * (i + 3) % 90)], sampling, 2 + 9 * i % 31
 
 
 def same(one: BatchScheduler, other: BatchScheduler, live: Sequence[tuple[SequenceGroup, SequenceGroup]]) -> None:
@@ -135,25 +144,25 @@ def test_rejection_sampling_equals_eager_rounds_at_every_isa_level(level: str, b
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("more", [{"top_k": 5}, {"repetition_penalty": 1.3, "logit_bias": {7: 2.0}}])
+@pytest.mark.parametrize("name", ["match", "reject"])
 def test_an_unsupported_request_makes_the_whole_batch_eager(
-    more: dict[str, Any], bf16: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    name: str, bf16: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Native rounds resume after that request has been released; the texts are those of eager rounds."""
-    calls, native = [0], NativePopulationExecutor.round
-    monkeypatch.setattr(
-        NativePopulationExecutor, "round", lambda *a: (calls.__setitem__(0, calls[0] + 1), native(*a))[1]
-    )
+    rounds = Counter[type]()
+    for kind in (NativePopulationExecutor, EagerPopulationExecutor):
+        run = kind.round
+        monkeypatch.setattr(kind, "round", lambda *a, run=run: (rounds.update([type(a[0])]), run(*a))[1])
     prompts = [[5, 6, 7], [8, 9], [10]]
-    warm = SamplingParams(0.8, max_tokens=60, ignore_eos=True)
-    sampling = [replace(warm, seed=1), replace(warm, seed=2, max_tokens=4, **more), replace(warm, seed=3)]
-    for config in (CONFIGS["smc"], CONFIGS["reject"]):
-        engines = [LLM(*bf16, config, max_model_len=96, dtype=torch.bfloat16) for _ in range(2)]
-        restrict_executors(scheduler_of(engines[1]), "eager")
-        before = calls[0]
-        found, wanted = (engine.generate_batch(prompts, sampling) for engine in engines)
-        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
-        assert 0 < calls[0] - before < max(answer.stats.rounds for answer in found)
+    warm = SamplingParams(0.8, max_tokens=60, ignore_eos=True, top_k=20)
+    guided = replace(warm, seed=2, max_tokens=4, guidance_scale=2.0)
+    sampling = [replace(warm, seed=1), guided, replace(warm, seed=3)]
+    engines = [LLM(*bf16, CONFIGS[name], max_model_len=96, dtype=torch.bfloat16) for _ in range(2)]
+    restrict_executors(scheduler_of(engines[1]), "eager")
+    found = engines[0].generate_batch(prompts, sampling)
+    assert rounds[NativePopulationExecutor] > 0 and 0 < rounds[EagerPopulationExecutor] <= 4
+    wanted = engines[1].generate_batch(prompts, sampling)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
 
 
 @pytest.mark.parametrize(("name", "drafts"), [("smc", [0, 6, 3, 3]), ("at once", [0, 3, 3, 3, 3])])
@@ -182,9 +191,16 @@ def test_an_invalid_round_is_refused(bf16: tuple[Path, Path]) -> None:
         before = tensor.clone()
         tensor.fill_(100_000)
         with pytest.raises(ValueError, match=message):
-            native._native.round([(1, 0.8, None)], head, None)
+            native._native.round([SPAN], head, None)
         tensor.copy_(before)
-    with pytest.raises(ValueError, match="as many groups as there are"):
-        native._native.round([(4, 0.8, None)], head, None)
+    for changed, message in (
+        ({"groups": 4}, "as many groups as there are"),
+        ({"min_tokens": -1}, "a min_tokens of at least 0"),
+        ({"filters": (0, 1.5, 0.0)}, "a filter is out of range"),
+        ({"filters": (5, 1.0, 0.0), "temperature": 0.0}, "filters need a temperature above 0"),
+        ({"penalties": (0.0, 0.0, 0.0)}, "the repetition penalty must be above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            native._native.round([SPAN._replace(**changed)], head, None)
     with pytest.raises(ValueError, match="slots in use, ascending"):
         native._native.compact(0, 0, [3, 2])
