@@ -111,6 +111,11 @@ int64_t attention_clusters(int64_t dim, bool float8);  // also sets the attribut
 void prepare_attention(const AttentionSetup& setup, Stream stream);
 void attention(const AttentionSetup& setup, const void* qkv, void* keys, void* values, void* out, Stream stream);
 
+// RMSNorm in place of the first `heads` heads of each row of qkv [rows, width], with weights [heads, dim]; dim is 64 or
+// 128.
+void head_norm(void* qkv, const void* weight, float eps, int64_t rows, int64_t heads, int64_t width, int64_t dim,
+               Stream stream);
+
 // Runs host::move_kv on keys and values in one launch; slot_bytes is a multiple of 16.
 void move_kv(const MoveArgs& keys, uint8_t* values, Stream stream);
 

@@ -82,6 +82,17 @@ void attend(const Attention& attention, const Array& qkv, int64_t layer, const A
   cuda::attention(setup, from, cache.keys + skipped, cache.values + skipped, to, stream_arg(stream));
 }
 
+void norm_heads(const Array& qkv, const Array& weight, double eps, uintptr_t stream) {
+  const int64_t rows = qkv.size(0), width = qkv.size(1), heads = weight.size(0), dim = weight.size(1);
+  check(dim == 64 || dim == 128, "head_dim must be 64 or 128");
+  check(rows < 65536, "at most 65535 rows");
+  check(heads * dim <= width, "qkv has fewer heads than the weights");
+  const Device here = gpu();
+  void* data = bfloat16_arg("qkv", qkv, here, {rows, width});
+  const void* factors = bfloat16_arg("weight", weight, here, {heads, dim});
+  cuda::head_norm(data, factors, static_cast<float>(eps), rows, heads, width, dim, stream_arg(stream));
+}
+
 }  // namespace
 
 void bind_cuda_attention(py::module_& m) {
@@ -98,6 +109,8 @@ void bind_cuda_attention(py::module_& m) {
       .def("prepare", &prepare, py::arg("stream"), "Runs once per forward, before the layers.")
       .def("attend", &attend, py::arg("qkv"), py::arg("layer"), py::arg("out"), py::arg("stream"),
            "Runs once per layer.");
+  m.def("norm_heads_cuda", &norm_heads, py::arg("qkv"), py::arg("weight"), py::arg("eps"), py::arg("stream"),
+        "RMSNorm in place of the first heads of each row: qkv [rows, width], weight [heads, head_dim].");
   m.def("attention_groups_cuda", &cuda::attention_groups, py::arg("rows"), py::arg("heads"), py::arg("kv_heads"),
         py::arg("one_sequence"), "Number of entries of `groups`.");
   m.def("attention_lines_cuda", &cuda::attention_lines, py::arg("rows"), py::arg("heads"), py::arg("capacity"),

@@ -34,6 +34,9 @@ def test_requesting_cuda_operators_on_an_unsupported_machine_raises_with_the_rea
         (_C.embed_cuda, {}, r"table: expected bfloat16\[\*, \*\] on .*, got bfloat16\[8, 16\] on cpu$"),
         (_C.embed_cuda, {"table": torch.zeros(8, 12)}, "multiples of 16 bytes"),
         (_C.embed_cuda, {"table": torch.zeros(8, 16)}, r"table: .*, got float32\[8, 16\] on cpu$"),
+        (_C.norm_heads_cuda, {}, r"qkv: expected bfloat16\[8, 192\] on .*, got bfloat16\[8, 192\] on cpu$"),
+        (_C.norm_heads_cuda, {"weight": torch.zeros(2, 96)}, "64 or 128"),
+        (_C.norm_heads_cuda, {"weight": torch.zeros(4, 64)}, "fewer heads than the weights"),
         (_C.draw_cuda, {}, r"logits: expected float32\[\*, \*\] on .*, got float32\[2, 8\] on cpu$"),
         (_C.draw_cuda, {"vocab": 9}, "at least `vocab`"),
         (_C.draw_cuda, {"temperature": 0.0}, "above 0"),
@@ -53,6 +56,8 @@ def test_invalid_arguments_raise_before_a_launch(function: Any, change: dict[str
     arrays = ("parent", "slot", "weight", "used", "positions", "slots", "mask")
     good: dict[Any, dict[str, Any]] = {
         _C.embed_cuda: {"tokens": tokens, "table": table, "out": table[:2], "stream": 0},
+        _C.norm_heads_cuda: {"qkv": torch.zeros(8, 192, dtype=torch.bfloat16), "eps": 1e-6, "stream": 0,
+                             "weight": torch.zeros(2, 64, dtype=torch.bfloat16)},
         _C.draw_cuda: {"logits": torch.zeros(2, 8), "vocab": 8, "bias": None, "noise": None, "noise_rows": None,
                        "temperature": 1.0, "tokens": tokens, "stream": 0},
         _C.CudaCache: dict.fromkeys(("k", "v"), torch.zeros(2, 1, 2, 4, 64, dtype=torch.bfloat16)),

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends import cuda, reference
+from swiftspec.backends.cuda.torch_interop import current_stream
 from swiftspec.backends.cuda.tree import DeviceTree
 from swiftspec.backends.reference import Scores, noise
 from swiftspec.model.batch import Batch
@@ -68,6 +70,30 @@ def check_attention(batch: Batch, heads: int, kv_heads: int, dim: int, capacity:
     close(got, reference.tree_attention(qkv.double(), plan, 1))
     close(ours.k, exact.k)
     assert torch.equal(ours.v.double(), exact.v), "the new values, in the other layer none"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+def test_query_and_key_heads_are_normalised_before_rope(heads: int, kv_heads: int, dim: int) -> None:
+    batch, ours = window_batch(9, 130, 64, 1), Cache(1, kv_heads, 135, dim)
+    exact, qkv = ours.double(), random(9, (heads + 2 * kv_heads) * dim, seed=4)
+    weight = random(heads + kv_heads, dim, seed=5)
+    norm = cuda.pack_norm(weight, 1e-6, BF16, DEVICE)
+    got = cuda.tree_attention(qkv.clone(), cuda.prepare(batch, ours, *tables(dim, 140, BF16), heads), 1, norm)
+    plan = reference.prepare(batch, exact, *tables(dim, 140, F64), heads)
+    exact_norm = reference.pack_norm(weight, 1e-6, F64, DEVICE)
+    close(got, reference.tree_attention(qkv.double(), plan, 1, exact_norm))
+    close(ours.k, exact.k)
+    assert torch.equal(ours.v.double(), exact.v)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+def test_a_normalised_row_does_not_depend_on_the_others(heads: int, kv_heads: int, dim: int) -> None:
+    qkv, weight = random(9, (heads + 2 * kv_heads) * dim, seed=4), random(heads + kv_heads, dim, seed=5)
+    every, alone = qkv.clone(), qkv[4:5].clone()
+    for rows in (every, alone):
+        _C.norm_heads_cuda(rows, weight, 1e-6, current_stream())
+    assert torch.equal(every[4:5], alone)
+    assert torch.equal(every[:, (heads + kv_heads) * dim :], qkv[:, (heads + kv_heads) * dim :]), "values are kept"
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.tree import mask as tree_mask
 from tests.gpu.device import DEVICE, needs_kernels
 from tests.support.roles import make_runner
+from tests.support.tiny_checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.gpu, needs_kernels]
 
@@ -44,3 +46,14 @@ def test_logits_of_the_demo_target() -> None:
         assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.6
         for runner in (ours, exact):
             runner.cache.commit(accepted)
+
+
+def test_logits_of_a_model_with_norms_of_query_and_key_heads(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family="qwen3", hidden_size=128, head_dim=64, dtype=torch.bfloat16)
+    tokens, found = [3, 17, 60, 5, 22, 9, 41], []
+    for ops, dtype, device in ((cuda, torch.bfloat16, DEVICE), (reference, torch.float32, torch.device("cpu"))):
+        model = load_model(tmp_path, dtype=dtype, device=device, ops=ops, max_positions=32)
+        runner = make_runner(model, ops, context=24, tree_slots=8)
+        found.append(runner.logits(runner.chain_batch(tokens)).cpu().float())
+    got, want = found
+    assert (got - want).norm() <= 3e-2 * want.norm()

@@ -68,6 +68,7 @@ __all__ = [
     "tree_attention",
 ]
 
+KNOWN_FIELDS = ("qk_norm",)  # optional fields of a spec that these operators implement
 # Bytes of the next projection's tiles to prefetch: about 2 us of an H200's memory bandwidth; an estimate, not measured.
 PREFETCH_BYTES = 8 << 20
 MAX_CAPTURED_SEQUENCES = 64  # in a captured forward; an arbitrary limit: no operator synchronises with the host
@@ -99,13 +100,15 @@ def check_spec(spec: ModelSpec, dtype: torch.dtype) -> None:
             raise UserError(
                 f"the CUDA operators need head dimension 64 or 128, not {mixer.head_dim}; use ops reference"
             )
+        if mixer.qk_norm == "projection":
+            raise UserError("the CUDA operators have no norm of whole query and key projections; use ops unfused")
         if mixer.num_heads // mixer.num_kv_heads > MAX_HEADS_PER_KV_HEAD:
             raise UserError(
                 f"the CUDA operators need at most {MAX_HEADS_PER_KV_HEAD} heads per KV head; use ops reference"
             )
     if spec.hidden_size % 8:
         raise UserError(f"the CUDA operators require a multiple of 8 as hidden size, not {spec.hidden_size}")
-    missing = unknown_fields(spec)
+    missing = unknown_fields(spec, KNOWN_FIELDS)
     if missing is not None:
         raise UserError(f"the CUDA operators have no {missing}; use ops unfused")
 

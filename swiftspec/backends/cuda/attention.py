@@ -1,4 +1,5 @@
-"""Tree attention on a GPU: RoPE, KV append and masked attention in one launch per layer (csrc/cuda/attention).
+"""Tree attention on a GPU: RoPE, KV append and masked attention in one launch per layer (csrc/cuda/attention), after
+one that normalises query and key heads where a model does.
 
 Supports bfloat16 heads of dimension 64 or 128 and a bfloat16 or float8 cache. A row's result is bitwise independent of
 the other rows of its batch, of their number, and of the slots in which its keys lie. Nothing here synchronises with the
@@ -8,6 +9,7 @@ device, and grids depend on shapes only, so a forward can be captured in a CUDA 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +24,15 @@ MAX_HEADS_PER_KV_HEAD = 64  # query heads that share one key-value head
 # Bounds the scratch memory of a launch. More rows take several launches, which is correct because only prefill chunks
 # have more, and no row of a prefill chunk attends to a later one.
 MAX_ROWS_PER_LAUNCH = 256
+
+
+class HeadNorm(Protocol):
+    """RMSNorm with weight [heads + kv_heads, head_dim]; `CudaNorm` implements it."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def eps(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +89,14 @@ def prepare(
     return CudaAttentionPlan(slices, num_heads * dim)
 
 
-def tree_attention(qkv: Tensor, plan: CudaAttentionPlan, layer: int, qk_norm: object = None) -> Tensor:
+def tree_attention(qkv: Tensor, plan: CudaAttentionPlan, layer: int, qk_norm: HeadNorm | None = None) -> Tensor:
     """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
-    kv_heads) * head_dim] -> [rows, heads * head_dim]. `qk_norm`: None, see `check_supported`."""
-    assert qk_norm is None
+    kv_heads) * head_dim] -> [rows, heads * head_dim].
+
+    `qk_norm`: RMSNorm of each query and key head before RoPE, which overwrites them in `qkv`.
+    """
+    if qk_norm is not None:
+        _C.norm_heads_cuda(qkv, qk_norm.weight, qk_norm.eps, current_stream())
     out = qkv.new_empty(qkv.shape[0], plan.out_width)
     for chunk, native in plan.slices:
         native.attend(qkv[chunk], layer, out[chunk], current_stream())

