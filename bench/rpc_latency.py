@@ -38,7 +38,7 @@ from swiftspec.distributed.transport.grpc.endpoint import TARGET_SERVICE, RpcSec
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.llm import LLMBase
 from swiftspec.params import SamplingParams
-from swiftspec.serve.model_resolution import demo_model_path
+from swiftspec.serve.built_in_models import DEMO_MODELS
 from swiftspec.serve.text.codec import TextCodec
 
 MEASURED = (Opcode.DRAFTER_OPEN, Opcode.OBSERVE, Opcode.VERIFIER_OPEN, Opcode.VERIFY)  # messages with an answer
@@ -114,7 +114,7 @@ def rounds(mode: str, urls: dict[str, str], tokens: int) -> tuple[dict[str, RpcT
 
     Returns the measurements of the rounds by side, without request starts, and the number of rounds.
     """
-    codec = TextCodec(Path(demo_model_path("target")))
+    codec = TextCodec(DEMO_MODELS.target)
     prompts = [codec.encode(text, 1024) for text in texts()[PROMPTS]]
     codec.close()
     found, count = {side: RpcTimes() for side in PACES}, 0

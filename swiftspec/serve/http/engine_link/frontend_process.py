@@ -14,6 +14,7 @@ import msgspec
 
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.params import SamplingParams
+from swiftspec.serve.built_in_models import default_served_name
 from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.otel import exporter
 from swiftspec.serve.settings.flags import FLAGS
@@ -117,7 +118,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 def frontend_config(settings: Settings) -> frames.FrontendConfig:
     """Returns the front end's part of the settings."""
     return frames.FrontendConfig(
-        model_name=settings.served_model_name or settings.model or "swiftspec-demo",
+        model_name=settings.served_model_name or default_served_name(settings.model),
         api_keys=list(settings.api_key or []),
         max_queue=settings.max_queue,
         queue_timeout=settings.queue_timeout,
