@@ -15,11 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swiftspec.model.formats.blocks import BLOCK_TYPES, BlockType
-from swiftspec.model.gguf.config import GGUF_ARCHITECTURES, GGUF_NAMES
-from swiftspec.model.tensor_names import HF_NAMES
+from swiftspec.model.gguf.families import GGUF_ARCHITECTURES
 
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # byte positions
 SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}  # whole super-blocks
+# what convert_hf_to_gguf.py of llama.cpp does to the tensors of an architecture
+PAIRS = ("llama", "smollm3", "granite", "mistral3")  # rows of queries and keys for a RoPE of adjacent rows
+NORMS_PLUS_ONE = ("gemma3",)
 LETTERS = [chr(code) for code in range(33, 97)]  # 64 tokens
 
 
@@ -34,14 +36,18 @@ def random_blocks(kind: BlockType, rows: int, columns: int, noise: np.random.Gen
     return raw
 
 
-def gguf_name(name: str) -> str:
-    """The name in a GGUF file of a tensor of a Hugging Face checkpoint."""
-    ours = {getattr(HF_NAMES, part): getattr(GGUF_NAMES, part) for part in HF_NAMES.__dataclass_fields__}
-    module, kind = name.rsplit(".", 1)
-    if not module.startswith(f"{HF_NAMES.layers}."):
-        return f"{ours[module]}.{kind}"
-    index, _, rest = module.removeprefix(f"{HF_NAMES.layers}.").partition(".")
-    return f"{GGUF_NAMES.layer(int(index))}.{ours[rest]}.{kind}"
+def architecture_of(model: PreTrainedModel) -> str:
+    """The name of a model's architecture in GGUF."""
+    families = {one.family: name for name, one in GGUF_ARCHITECTURES.items()} | {"Olmo3ForCausalLM": "olmo2"}
+    return families[type(model).__name__]
+
+
+def gguf_name(architecture: str, layers: int, name: str) -> str:
+    """The name in a GGUF file of a tensor of a Hugging Face checkpoint, as the package `gguf` has it."""
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    found = gguf.get_tensor_name_map(number, layers).get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
 
 
 def rotated_pairs(rows: int, heads: int) -> Tensor:
@@ -58,10 +64,12 @@ def write_gguf(
     """Writes a model with matrices of the types that `type_of` gives for their names in Hugging Face; those in blocks
     get random values. Returns the values in float32, as a Hugging Face checkpoint has them."""
     config, values = model.config, {}
-    family = {one.family: name for name, one in GGUF_ARCHITECTURES.items()}[type(model).__name__]
+    family = architecture_of(model)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     noise, writer = np.random.default_rng(0), GGUFWriter(path, family)
     add_shape(writer, config)
+    add_rope(writer, config)
+    FEATURES.get(family, lambda writer, config: None)(writer, config)
     add_vocabulary(writer, config.vocab_size)
     metadata(writer)
     for name, tensor in model.state_dict().items():
@@ -69,18 +77,19 @@ def write_gguf(
             continue
         module, value = name.split(".")[-2], tensor.float()
         order = None
-        if GGUF_ARCHITECTURES[family].rotates_pairs and module in heads:
+        if family in PAIRS and module in heads:
             order = rotated_pairs(len(value), heads[module])
             value = value[order]
-        kind = type_of(name) if value.ndim == 2 else "F32"
+        shift = int(family in NORMS_PLUS_ONE and value.ndim == 1)
+        value, kind = value + shift, type_of(name) if value.ndim == 2 else "F32"
         enum = GGMLQuantizationType[kind]
         if kind in BLOCK_TYPES:
             raw = random_blocks(BLOCK_TYPES[kind], len(value), value.shape[1], noise)
         else:
             raw = gguf.quantize(value.numpy(), enum)
-        stored = torch.from_numpy(np.array(gguf.dequantize(raw, enum)))
+        stored = torch.from_numpy(np.array(gguf.dequantize(raw, enum))) - shift
         values[name] = stored if order is None else torch.empty_like(stored).index_copy_(0, order, stored)
-        writer.add_tensor(gguf_name(name), raw, raw_dtype=enum)
+        writer.add_tensor(gguf_name(family, config.num_hidden_layers, name), raw, raw_dtype=enum)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -106,8 +115,71 @@ def add_shape(writer: GGUFWriter, config: Any) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def full_rope(config: Any) -> dict[str, Any]:
+    """The parameters of RoPE, those of the layers with full attention if the kinds of layers differ."""
+    return config.rope_parameters.get("full_attention", config.rope_parameters)
+
+
+def add_rope(writer: GGUFWriter, config: Any) -> None:
+    rope = full_rope(config)
+    writer.add_rope_dimension_count(int(config.head_dim * rope.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+
+
+def _windows(writer: GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window or 0)
+
+
+def _gemma3(writer: GGUFWriter, config: Any) -> None:
+    """With the pattern, which the converter writes only for other families than Gemma 3, because the usual one has six
+    layers."""
+    _windows(writer, config)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def _phi3(writer: GGUFWriter, config: Any) -> None:
+    """The converter does not name the type of RoPE."""
+    _windows(writer, config)
+    rope = full_rope(config)
+    writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+    for name in ("long", "short"):
+        writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
+
+
+def _granite(writer: GGUFWriter, config: Any) -> None:
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _olmo(writer: GGUFWriter, config: Any) -> None:
+    if config.model_type == "olmo3":
+        _windows(writer, config)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
+def _mistral3(writer: GGUFWriter, config: Any) -> None:
+    writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
+    writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
+
+
+# what convert_hf_to_gguf.py of llama.cpp writes for an architecture in addition
+FEATURES: dict[str, Callable[[GGUFWriter, Any], None]] = {
+    "gemma3": _gemma3, "phi3": _phi3, "granite": _granite, "olmo2": _olmo, "mistral3": _mistral3,
+}  # fmt: skip
 
 
 def add_vocabulary(writer: GGUFWriter, size: int) -> None:

@@ -1,1 +1,2 @@
-"""GGUF files: header (file.py), configuration (config.py) and tensors (tensors.py)."""
+"""GGUF files: header (file.py), families (families.py), configuration (config.py), tensors (tensors.py) and
+tokenizer (tokenizer.py)."""

@@ -14,10 +14,14 @@ from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import file_facts
 from swiftspec.model.checkpoint import FLOATS
 from swiftspec.model.formats.blocks import BLOCK_TYPES, BlockType, BlockWeight
-from swiftspec.model.gguf.config import ROPE_FREQS, gguf_architecture, gguf_config
+from swiftspec.model.gguf.config import gguf_config
+from swiftspec.model.gguf.families import gguf_architecture
 from swiftspec.model.gguf.file import DENSE_BYTES, GgufFile, GgufTensor
+from swiftspec.model.gguf.rope import ROPE_TENSORS
 
 DENSE_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+NORM = "_norm.weight"  # end of the name of every norm's weights
 
 
 class GgufTensors:
@@ -36,11 +40,13 @@ class GgufTensors:
         self.folder = path
         self.facts = {path.name: file_facts(path)}  # attributes that change with the contents
         self._file, self._progress, self._dtype = GgufFile.read(path), progress, dtype
-        mixer, names = gguf_config(self._file).spec.layer.mixer, gguf_architecture(self._file).names
+        config, architecture = gguf_config(self._file), gguf_architecture(self._file)
+        mixer, names = config.spec.layers[0].mixer, architecture.names
         self._heads: dict[str, int] = {}  # of the modules whose rows are reordered
-        if gguf_architecture(self._file).rotates_pairs:
+        if architecture.rotates_pairs:
             self._heads = {names.q: mixer.num_heads, names.k: mixer.num_kv_heads}
-        self._left = {*self._file.tensors} - {ROPE_FREQS}
+        self._norms_plus_one = architecture.norms_plus_one
+        self._left = {*self._file.tensors} - {*ROPE_TENSORS}
         self._read, self._bytes = 0, file_facts(path)[0]
 
     def __contains__(self, name: str) -> bool:
@@ -62,7 +68,10 @@ class GgufTensors:
         dtype = DENSE_TYPES[tensor.type]
         if dtype not in kinds:
             raise UserError(f"{self.folder}: {name} has unsupported dtype {dtype}")
-        return self._in_order(name, self._map(tensor).view(dtype).view(shape))
+        found = self._in_order(name, self._map(tensor).view(dtype).view(shape))
+        if self._norms_plus_one and name.endswith(NORM):  # 1 + (w - 1) is w again in float32, for any w above 0.5
+            return found.float() - 1
+        return found
 
     def take_blocks(self, name: str, rows: int, columns: int) -> tuple[Tensor, BlockType]:
         """Maps the quantised matrix `name` [rows, columns] as rows of blocks [rows, bytes] uint8, and returns them with

@@ -21,6 +21,8 @@ UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # kinds of tokens in `token_type`; of 
 SPACE = "\u2581"  # stands for a space in a SentencePiece vocabulary
 MAX_MERGED_CHARS = 256  # longer pieces of a SentencePiece vocabulary are not split into merges
 MAX_MERGES = 1 << 21  # several times those of a vocabulary of 262,144 pieces
+# tokens of Phi-3 after which white space belongs to the text; after the others, it is part of the token
+PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 SPECIAL_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 TEMPLATE = "tokenizer.chat_template"
 
@@ -29,11 +31,11 @@ REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{REST}"
 QWEN2 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{REST}"
-TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+CAPITALISED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+CAPITALS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+REST_WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT4O = rf"{CAPITALISED}{CONTRACTIONS}?|{CAPITALS}{CONTRACTIONS}?|\p{{N}}{{1,3}}|{REST_WITH_SLASH}"
+TEKKEN = rf"{CAPITALISED}|{CAPITALS}|\p{{N}}|{REST_WITH_SLASH}"
 CHINESE_KOREAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
@@ -62,7 +64,9 @@ PRE_TOKENIZERS = {
     "llama3": PreTokenizer((LLAMA3,), whole_words=True, bos=True),
     "smaug-bpe": PreTokenizer((LLAMA3,)),
     "dbrx": PreTokenizer((LLAMA3,)),
-    "glm4": PreTokenizer((LLAMA3,)),
+    "glm4": PreTokenizer((LLAMA3,), whole_words=True),
+    "chatglm-bpe": PreTokenizer((LLAMA3,)),
+    "gpt-4o": PreTokenizer((GPT4O,)),
     "qwen2": PreTokenizer((QWEN2,), nfc=True),
     "deepseek-r1-qwen": PreTokenizer((QWEN2,), nfc=True),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CHINESE_KOREAN, r"\p{N}")),
@@ -122,6 +126,7 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
         raise UserError(
             f"tokenizer of kind {truncated_repr(kind)} is not supported; 'gpt2' (BPE) and 'llama' (SPM) are"
         )
+    strips = kind == "llama" and metadata.get("general.architecture") == "phi3"
     ends = {"add_bos_token": ("bos", bos), "add_eos_token": ("eos", False)}
     around = {
         name: _token_id(metadata, name, len(tokens))
@@ -133,7 +138,12 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            _added(number, tokens[number], special=int(types[number]) != USER_DEFINED)
+            _added(
+                number,
+                tokens[number],
+                special=int(types[number]) != USER_DEFINED,
+                rstrip=strips and tokens[number] not in PHI3_KEEPS_SPACE,
+            )
             for number in np.flatnonzero((types == CONTROL) | (types == USER_DEFINED) | (types == UNKNOWN)).tolist()
         ],
         "post_processor": _post_processor({name: n for name, n in around.items() if n is not None}, tokens),
@@ -223,9 +233,10 @@ def _bpe(
     }  # fmt: skip
 
 
-def _added(number: int, content: str, *, special: bool) -> dict[str, Any]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": content, **flags, "special": special}
+def _added(number: int, content: str, *, special: bool, rstrip: bool) -> dict[str, Any]:
+    """Returns an added token. `rstrip`: whether white space after it is part of it."""
+    flags = dict.fromkeys(("single_word", "lstrip", "normalized"), False)
+    return {"id": number, "content": content, **flags, "rstrip": rstrip, "special": special}
 
 
 def _post_processor(around: Mapping[str, int], tokens: Sequence[str]) -> dict[str, Any] | None:

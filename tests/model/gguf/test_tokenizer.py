@@ -26,11 +26,20 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )  # as in the tokenizer.json of Llama 3
+GPT4O_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # as in the tokenizer.json of Phi-4-mini
 SPLITS: dict[str, list[Any]] = {
     "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "llama-bpe": [
         pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+    "gpt-4o": [
+        pre_tokenizers.Split(Regex(GPT4O_SPLIT), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ],
 }
@@ -47,18 +56,24 @@ def byte_level(name: str) -> Tokenizer:
     return made
 
 
-def write(path: Path, made: Tokenizer, pre: str | None, **metadata: Any) -> Path:
-    """A GGUF file with the vocabulary of a tokenizer, and nothing else."""
+def write(
+    path: Path, made: Tokenizer, pre: str | None, architecture: str = "llama", defined: tuple[str, ...] = (),
+    **metadata: Any,
+) -> Path:  # fmt: skip
+    """A GGUF file with the vocabulary of a tokenizer, and nothing else. `defined`: tokens that users defined."""
     data = json.loads(made.to_str())
     vocab: dict[str, int] = data["model"]["vocab"]
     tokens = sorted(vocab, key=lambda token: vocab[token])
-    writer = GGUFWriter(path, "llama")
+    types = [TokenType.CONTROL] * 3 + [TokenType.NORMAL] * (len(tokens) - 3)
+    for token in defined:
+        types[vocab[token]] = TokenType.USER_DEFINED
+    writer = GGUFWriter(path, architecture)
     writer.add_tokenizer_model("gpt2" if pre is not None else "llama")
     if pre is not None:
         writer.add_tokenizer_pre(pre)
         writer.add_token_merges([" ".join(merge) for merge in data["model"]["merges"]])
     writer.add_token_list(tokens)
-    writer.add_token_types([TokenType.CONTROL if n < 3 else TokenType.NORMAL for n in range(len(tokens))])
+    writer.add_token_types(types)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     for name, value in metadata.items():
@@ -124,6 +139,33 @@ def test_a_sentence_piece_vocabulary(tmp_path: Path) -> None:
         ids = ours.encode(text)
         assert ids == [0, *original.encode(text).ids] and ours.decode(ids) == text
     assert len(ours.byte_tokens) == 256
+
+
+def test_a_sentence_piece_vocabulary_without_prefix(tmp_path: Path) -> None:
+    """As Gemma's: no space before a text, and a run of spaces that is a token whatever the merges."""
+    made, scores = sentence_piece()
+    data, run = json.loads(made.to_str()), "  "
+    data["normalizer"] = data["normalizer"]["normalizers"][1]
+    data["decoder"]["decoders"].pop()
+    data["model"]["vocab"][run] = len(scores)
+    data["added_tokens"].append({**data["added_tokens"][0], "id": len(scores), "content": run, "special": False})
+    original = Tokenizer.from_str(json.dumps(data))
+    entries = {"add_token_scores": [*scores, -1000.0], "add_unk_token_id": 2, "add_add_space_prefix": False}
+    ours = TextCodec(write(tmp_path / "a.gguf", original, None, "gemma3", (run,), **entries))
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert ids == [0, *original.encode(text).ids] and ours.decode(ids) == text
+    assert ours.encode("a  b").count(len(scores)) == 1
+
+
+def test_white_space_after_the_special_tokens_of_phi3(tmp_path: Path) -> None:
+    """It is part of the tokens that end a turn, but not of <s>. No other architecture has that."""
+    original, scores = sentence_piece()
+    for architecture, space in (("phi3", False), ("llama", True)):
+        path = write(tmp_path / f"{architecture}.gguf", original, None, architecture, add_token_scores=scores)
+        codec = TextCodec(path)
+        assert (codec.encode("</s>\n") != codec.encode("</s>")) == space
+        assert codec.encode("<s>\n") != codec.encode("<s>")
 
 
 def test_special_tokens_and_templates(tmp_path: Path) -> None:

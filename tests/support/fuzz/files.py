@@ -30,7 +30,7 @@ from tests.support.fuzz import Target
 from tests.support.fuzz.json_text import SCALARS, damaged, mutated, texts, written
 from tests.support.gguf_files import write_gguf
 from tests.support.profiles import KEY, profile, run
-from tests.support.tiny_checkpoints import make_model
+from tests.support.tiny_checkpoints import LONGROPE, make_model
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG: dict[str, Any] = {
@@ -137,11 +137,19 @@ def _safetensors(data: bytes, folder: Path) -> None:
     decode(folder)
 
 
+GGUF_FAMILIES = {
+    "llama": {}, "gemma3_text": {}, "phi3": {"rope": LONGROPE | {"attention_factor": 1.5}}, "ministral3": {},
+}  # fmt: skip
+
+
 @functools.cache
-def _gguf() -> tuple[bytes, int]:
+def _gguf(family: str) -> tuple[bytes, int]:
     """A GGUF file of a small model, and the length of its header."""
     file = Path(tempfile.mkdtemp()) / "model.gguf"
-    write_gguf(file, make_model(layers=1, hidden_size=32, intermediate_size=32), lambda name: "Q4_0")
+    model = make_model(
+        family=family, layers=1, hidden_size=32, intermediate_size=32, head_dim=8, **GGUF_FAMILIES[family]
+    )
+    write_gguf(file, model, lambda name: "Q4_0")
     return file.read_bytes(), min(tensor.offset for tensor in GgufFile.read(file).tensors.values())
 
 
@@ -151,7 +159,7 @@ EXTREMES = [0, 1, 2, 3, 7, 8, 9, 31, 33, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**62
 @st.composite
 def gguf_files(draw: st.DrawFn) -> bytes:
     """A GGUF file in whose header some numbers, lengths and bytes differ, or that is cut."""
-    whole, header = _gguf()
+    whole, header = _gguf(draw(st.sampled_from([*GGUF_FAMILIES])))
     data = bytearray(whole)
     for _ in range(draw(st.integers(0, 3))):
         at, size = draw(st.integers(0, header - 8)), draw(st.sampled_from([1, 4, 8]))
@@ -168,12 +176,15 @@ def gguf_files(draw: st.DrawFn) -> bytes:
 
 
 GGUF_KEYS = [
-    b"general.architecture", b"llama.block_count", b"llama.context_length", b"llama.embedding_length",
-    b"llama.feed_forward_length", b"llama.attention.head_count", b"llama.attention.key_length",
-    b"llama.rope.freq_base", b"llama.attention.layer_norm_rms_epsilon", b"llama.rope.dimension_count",
+    b"general.architecture", b".block_count", b".context_length", b".embedding_length", b".feed_forward_length",
+    b".attention.head_count", b".attention.key_length", b".rope.freq_base", b".attention.layer_norm_rms_epsilon",
+    b".rope.dimension_count", b".attention.sliding_window", b".attention.sliding_window_pattern",
+    b".final_logit_softcapping", b".rope.freq_base_swa", b".rope.scaling.type", b".rope.scaling.factor",
+    b".rope.scaling.original_context_length", b".rope.scaling.attn_factor", b".rope.scaling.yarn_beta_fast",
+    b".rope.scaling.yarn_log_multiplier", b".attention.temperature_scale", b"rope_factors_long.weight",
     b"tokenizer.ggml.model", b"tokenizer.ggml.pre", b"tokenizer.ggml.tokens", b"tokenizer.ggml.token_type",
     b"tokenizer.ggml.merges", b"tokenizer.ggml.bos_token_id", b"tokenizer.ggml.eos_token_id", b"token_embd.weight",
-    b"blk.0.attn_q.weight", b"blk.0.ffn_down.weight", b"output_norm.weight",
+    b"blk.0.attn_q.weight", b"blk.0.ffn_up.weight", b"blk.0.ffn_down.weight", b"output_norm.weight",
 ]  # fmt: skip
 
 

@@ -1,0 +1,166 @@
+"""Registry of the model families of GGUF files, by `general.architecture`: how their metadata become the fields of
+config.json that architectures/ reads.
+
+convert_hf_to_gguf.py of llama.cpp writes the metadata, and its src/models/ defines what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from swiftspec.errors import UserError, truncated_repr
+from swiftspec.model.architectures.decoder import FULL, SLIDING
+from swiftspec.model.architectures.gemma3 import GELU
+from swiftspec.model.gguf.fields import GgufFields
+from swiftspec.model.gguf.file import GgufFile
+from swiftspec.model.gguf.rope import DEFAULT_THETA
+from swiftspec.model.tensor_names import TensorNames
+
+GGUF_NAMES = TensorNames(
+    embedding="token_embd", layers="blk", norm="output_norm", head="output", input_norm="attn_norm", q="attn_q",
+    k="attn_k", v="attn_v", o="attn_output", q_norm="attn_q_norm", k_norm="attn_k_norm",
+    mixer_output_norm="post_attention_norm", mlp_norm="ffn_norm", mlp_output_norm="post_ffw_norm", gate="ffn_gate",
+    up="ffn_up", down="ffn_down",
+)  # fmt: skip
+JOINED_MLP = replace(GGUF_NAMES, gate_up="ffn_up")
+WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+MAX_LAYERS = 1 << 14
+GEMMA_27B_LAYERS = 62
+Json = dict[str, Any]
+
+
+def no_fields(fields: GgufFields, rope: Json) -> Json:
+    """Returns the further fields of a family that has none."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArchitecture:
+    """A model family in GGUF.
+
+    `family`: its entry in architectures/.
+    `rotates_pairs`: whether the rows of queries and keys are stored for a RoPE that rotates adjacent rows, instead of
+    rows that are half a head apart.
+    `partial_rope`: whether RoPE may rotate a part of each head.
+    `norms_plus_one`: whether norms are stored as 1 + weight.
+    `features`: names in the metadata, after the architecture's, of features that change what a model computes and that
+    `read` takes into account.
+    `read`: returns further fields of config.json, of which `architectures` and `rope_parameters` replace the usual
+    ones. Its arguments are the metadata and the parameters of RoPE. Raises UserError on unsupported features.
+    `names`: names of the tensors.
+    """
+
+    family: str
+    rotates_pairs: bool = False
+    partial_rope: bool = False
+    norms_plus_one: bool = False
+    features: Mapping[str, str] = field(default_factory=dict[str, str])
+    read: Callable[[GgufFields, Json], Json] = no_fields
+    names: TensorNames = GGUF_NAMES
+
+
+def _layer_types(fields: GgufFields, period: int) -> list[str]:
+    """Returns the kinds of the layers. If the file has no pattern, every `period`-th has full attention; without a
+    window all have."""
+    count = fields.number("block_count")
+    count = int(count) if 0 < count <= MAX_LAYERS else 0  # other numbers are refused with config.json
+    if fields.is_off(WINDOW):
+        return [FULL] * count
+    pattern = fields.values.get(PATTERN, period)
+    if isinstance(pattern, np.ndarray):
+        return [SLIDING if each else FULL for each in pattern[: MAX_LAYERS + 1].tolist()]
+    if type(pattern) is not int:
+        raise fields.unsupported(PATTERN)
+    return [SLIDING if pattern == 0 or (index + 1) % pattern else FULL for index in range(count)]
+
+
+def _gemma3(fields: GgufFields, rope: Json) -> Json:
+    """Sliding layers have no scaling, and a base of their own. The scale of queries is not in the metadata: only the
+    model with 27 billion parameters, known by its layers, has another one than the head dimension implies."""
+    largest = fields.number("block_count") == GEMMA_27B_LAYERS
+    return {
+        "hidden_act": GELU,
+        "layer_types": _layer_types(fields, 6),
+        "query_pre_attn_scalar": fields.average_head_dim() if largest else fields.head_dim(),
+        "rope_parameters": {FULL: rope, SLIDING: {"rope_theta": _local_theta(fields, DEFAULT_THETA)}},
+    }
+
+
+def _local_theta(fields: GgufFields, default: Any) -> Any:
+    theta = fields.scalar("rope.freq_base_swa")
+    return default if theta is None else theta
+
+
+def _smollm3(fields: GgufFields, rope: Json) -> Json:
+    return {"no_rope_layer_interval": 4}  # llama.cpp knows no other models
+
+
+def _granite(fields: GgufFields, rope: Json) -> Json:
+    if fields.values.get("rope.scaling.finetuned") is False:  # no layer has RoPE
+        raise fields.unsupported("rope.scaling.finetuned")
+    usual = fields.is_off("attention.scale") and fields.head_dim() > 0
+    return {"attention_multiplier": fields.head_dim() ** -0.5} if usual else {}
+
+
+def _olmo(fields: GgufFields, rope: Json) -> Json:
+    """OLMo 3 is an OLMo 2 with windows. Its sliding layers have no scaling."""
+    if fields.is_off(WINDOW):
+        return {}
+    local = {"rope_theta": _local_theta(fields, rope["rope_theta"])}
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "layer_types": _layer_types(fields, 4),
+        "rope_parameters": {FULL: rope, SLIDING: local},
+    }
+
+
+def _mistral3(fields: GgufFields, rope: Json) -> Json:
+    """Queries are scaled by their position in units of the trained length, which only YaRN has."""
+    if fields.is_off("attention.temperature_scale"):
+        return {}
+    if rope.get("rope_type") != "yarn":
+        raise UserError(f"{fields.architecture}.attention.temperature_scale without YaRN is not supported")
+    return {"rope_parameters": {**rope, "llama_4_scaling_beta": fields.scalar("attention.temperature_scale")}}
+
+
+GGUF_ARCHITECTURES = {
+    "llama": GgufArchitecture("LlamaForCausalLM", rotates_pairs=True),
+    "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
+    "gemma3": GgufArchitecture(
+        "Gemma3ForCausalLM", norms_plus_one=True, read=_gemma3,
+        features={WINDOW: "sliding_window", "final_logit_softcapping": "final_logit_softcapping"},
+    ),
+    "smollm3": GgufArchitecture("SmolLM3ForCausalLM", rotates_pairs=True, read=_smollm3),
+    "phi3": GgufArchitecture(
+        "Phi3ForCausalLM", partial_rope=True, features={WINDOW: "sliding_window"},
+        names=replace(JOINED_MLP, qkv="attn_qkv"),
+    ),
+    "granite": GgufArchitecture(
+        "GraniteForCausalLM", rotates_pairs=True, read=_granite,
+        features={
+            "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+            "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
+        },
+    ),
+    "olmo2": GgufArchitecture("Olmo2ForCausalLM", read=_olmo, features={WINDOW: "sliding_window"}),
+    "glm4": GgufArchitecture("Glm4ForCausalLM", partial_rope=True, names=JOINED_MLP),
+    "mistral3": GgufArchitecture(
+        "Ministral3ForCausalLM", rotates_pairs=True, read=_mistral3,
+        features={"attention.temperature_scale": "llama_4_scaling_beta"},
+    ),
+}  # fmt: skip
+
+
+def gguf_architecture(file: GgufFile) -> GgufArchitecture:
+    """Returns the family of a GGUF file. Raises UserError if it is not supported."""
+    name = file.metadata.get("general.architecture")
+    found = GGUF_ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if found is None:
+        *most, last = GGUF_ARCHITECTURES
+        raise UserError(f"GGUF architecture {truncated_repr(name)} is not supported; {', '.join(most)} and {last} are")
+    return found

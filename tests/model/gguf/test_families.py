@@ -1,0 +1,172 @@
+"""Every family in GGUF: the logits equal those of transformers for the same values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from swiftspec import _C
+from swiftspec.backends import cpu, reference
+from swiftspec.errors import UserError
+from swiftspec.model.checkpoint_files import read_config
+from swiftspec.model.config_json import parse_config
+from swiftspec.model.gguf.config import gguf_config
+from swiftspec.model.gguf.families import GGUF_ARCHITECTURES
+from swiftspec.model.gguf.file import GgufFile
+from swiftspec.model.loader import load_model
+from swiftspec.model.spec import AttentionSpec
+from tests.model.architectures.test_families import CAPACITY, TOKENS, expected, logits, new_cache
+from tests.support.gguf_files import architecture_of, write_gguf
+from tests.support.thread_group import on_ranks
+from tests.support.tiny_checkpoints import LONGROPE, YARN, chain, make_model
+
+PHI3_ROPE = {
+    **LONGROPE, "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0], "long_factor": [2.0, 2.5, 3.5, 4.0, 6.5, 8.0],
+    "attention_factor": 1.125,  # exact in float32, in which GGUF stores it
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "attention_bias": True},
+    "llama with YaRN": {"family": "llama", "rope": YARN},
+    "qwen2": {"family": "qwen2", "rope": YARN},
+    "qwen3": {"family": "qwen3", "rope": YARN},
+    "gemma3": {"family": "gemma3_text", "query_pre_attn_scalar": 16, "head_dim": 16},
+    "smollm3": {"family": "smollm3"},
+    "phi3": {"family": "phi3", "num_attention_heads": 2, "rope": PHI3_ROPE},
+    "granite": {"family": "granite"},
+    "olmo2": {"family": "olmo2"},
+    "olmo3": {"family": "olmo3"},
+    "glm4": {"family": "glm4", "head_dim": 16},
+    "mistral3": {"family": "ministral3"},
+}
+
+
+def written(path: Path, kind: str, **model: Any) -> Any:
+    """Writes a GGUF file whose matrices have the type `kind`, and returns the model of transformers with its values."""
+    built = make_model(dtype=torch.float64, **{"intermediate_size": 64, **model})
+    values = write_gguf(path, built, lambda name: kind)
+    missing, unexpected = built.load_state_dict(values, strict=False)
+    assert not unexpected and {*missing} <= {"lm_head.weight"}
+    return built
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_those_of_transformers(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / "model.gguf"
+    built = written(path, kind, **CASES[name])
+    theirs = parse_config(built.config.to_dict())
+    assert read_config(path).spec == theirs.spec
+    torch.testing.assert_close(logits(path, reference), expected(built, TOKENS), rtol=0, atol=1e-9)
+
+
+def test_every_architecture_is_tested() -> None:
+    assert {architecture_of(make_model(**case)) for case in CASES.values()} == {*GGUF_ARCHITECTURES}
+
+
+@pytest.mark.parametrize("family", ["phi3", "glm4"])
+def test_joined_matrices_on_two_ranks(tmp_path: Path, family: str) -> None:
+    """Each rank has rows of each part of a joined matrix."""
+    path = tmp_path / "model.gguf"
+    want = expected(written(path, "Q8_0", **CASES[family]), TOKENS)
+    for found in on_ranks(2, lambda group: logits(path, reference, group)):
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-9)
+
+
+@pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
+@pytest.mark.parametrize("family", ["gemma3", "phi3", "glm4"])
+def test_native_operators(tmp_path: Path, family: str) -> None:
+    path, case = tmp_path / "model.gguf", {**CASES[family], "head_dim": 16}
+    want = expected(written(path, "Q4_0", **case), TOKENS)
+    model = load_model(path, dtype=torch.float32, ops=cpu, max_positions=CAPACITY)
+    found = model.forward(chain(TOKENS), new_cache(model, cpu)).logits
+    assert found is not None
+    torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def changed(path: Path, changes: Mapping[str, object]) -> GgufFile:
+    """The header of a file with other metadata, by the name after the architecture's; None removes an entry."""
+    file = GgufFile.read(path)
+    name = file.metadata["general.architecture"]
+    entries = {**file.metadata, **{f"{name}.{key}": value for key, value in changes.items()}}
+    return GgufFile(path, {key: value for key, value in entries.items() if value is not None}, file.tensors)
+
+
+def mixers(file: GgufFile) -> list[AttentionSpec]:
+    return [layer.mixer for layer in gguf_config(file).spec.layers]
+
+
+def test_what_the_metadata_of_gemma3_leave_out(tmp_path: Path) -> None:
+    """llama.cpp's defaults hold, which are not those of config.json; the scale of 27B follows from its layers."""
+    path, pattern = tmp_path / "model.gguf", "attention.sliding_window_pattern"
+    written(path, "F32", **CASES["gemma3"])
+    short = {pattern: None, "block_count": 12, "rope.freq_base": None, "rope.freq_base_swa": None}
+    found = mixers(changed(path, {**short, "attention.head_count_kv": None}))
+    assert [mixer.window for mixer in found] == 2 * [5, 5, 5, 5, 5, None]
+    assert {mixer.rope.theta for mixer in found} == {10000.0} and {mixer.num_kv_heads for mixer in found} == {4}
+    assert [mixer.window for mixer in mixers(changed(path, {pattern: 2}))] == [5, None, 5]
+    assert [mixer.window for mixer in mixers(changed(path, {"attention.sliding_window": 0}))] == [None] * 3
+    assert {mixer.scale for mixer in mixers(changed(path, {pattern: None, "block_count": 62}))} == {8**-0.5}
+    assert {mixer.scale for mixer in found} == {16**-0.5}
+
+
+def test_what_the_metadata_of_phi3_and_granite_leave_out(tmp_path: Path) -> None:
+    path = tmp_path / "phi3.gguf"
+    written(path, "F32", **CASES["phi3"])
+    rope = mixers(changed(path, {"attention.sliding_window": 0, "rope.scaling.attn_factor": None}))[0].rope
+    assert rope.attention_factor == pytest.approx((1 + math.log(512 / 64) / math.log(64)) ** 0.5)
+    path = tmp_path / "granite.gguf"
+    written(path, "F32", **CASES["granite"])
+    spec = gguf_config(changed(path, {"attention.scale": 0.0, "residual_scale": None, "logit_scale": 8.0})).spec
+    assert (spec.layers[0].mixer.scale, spec.layers[0].residual_multiplier) == (8**-0.5, 1.0)
+    assert spec.logit_multiplier == 1 / 8
+
+
+def test_the_factors_of_yarn(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    written(path, "F32", **CASES["qwen2"])
+    usual = mixers(changed(path, {"rope.scaling.original_context_length": None}))[0].rope
+    assert (usual.original_max_position, usual.attention_factor) == (512, pytest.approx(0.1 * math.log(4) + 1))
+    for key in ("attn_factor", "yarn_attn_factor"):
+        assert mixers(changed(path, {f"rope.scaling.{key}": 1.25}))[0].rope.attention_factor == 1.25
+    assert mixers(changed(path, {"rope.scaling.type": None}))[0].rope.kind == "linear"  # llama.cpp's default
+
+
+REFUSED: list[tuple[str, dict[str, object], str]] = [
+    ("qwen2", {"rope.scaling.yarn_ext_factor": 0.5}, "qwen2.rope.scaling.yarn_ext_factor 0.5 is not supported"),
+    ("qwen2", {"rope.scaling.type": "longrope"}, "'longrope' needs tensor rope_factors_short.weight"),
+    ("qwen2", {"attention.causal": False}, "qwen2.attention.causal False is not supported"),
+    ("qwen2", {"attention.temperature_scale": 0.1}, "qwen2.attention.temperature_scale 0.1 is not supported"),
+    ("gemma3", {"attention.sliding_window_pattern": "x"}, "gemma3.attention.sliding_window_pattern 'x'"),
+    ("gemma3", {"attention.sliding_window_pattern": np.ones(2)}, "layer_types has 2 entries for 3 layers"),
+    ("phi3", {"rope.scaling.type": "yarn"}, "RoPE type 'yarn' with tensor rope_factors_short.weight"),
+    ("phi3", {"rope.dimension_count": 4}, "'longrope' needs tensor rope_factors_short.weight with half as many"),
+    ("granite", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned False is not supported"),
+    ("glm4", {"nextn_predict_layers": 1}, "glm4.nextn_predict_layers 1 is not supported"),
+    ("glm4", {"rope.dimension_sections": np.array([8, 12, 12, 0])}, "glm4.rope.dimension_sections array("),
+    ("glm4", {"rope.dimension_count": 32}, "RoPE of 32 of 16 dimensions of a head is not supported"),
+    ("mistral3", {"rope.scaling.type": "none"}, "mistral3.attention.temperature_scale without YaRN"),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name in {name for name, _, _ in REFUSED}:
+        written(folder / name, "F32", **CASES[name])
+    return folder
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), REFUSED)
+def test_what_is_not_supported_is_refused_by_name(
+    models: Path, name: str, changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        gguf_config(changed(models / name, changes))
+    message = str(caught.value)
+    assert message.startswith(f"{models / name}: ") and words in message and message.isprintable()
