@@ -44,11 +44,11 @@ class LlamaSampling:
     repetition_penalty: float = 1.0
     seed: int = 0
 
-    def samplers(self, c: Any) -> list[Any]:
+    def samplers(self, c: Any, vocab_size: int) -> list[Any]:
         """Returns the samplers of llama.cpp's chain, in their order. `c`: its C interface."""
         steps = []
         if self.repetition_penalty != 1:
-            steps.append(c.llama_sampler_init_penalties(CONTEXT, self.repetition_penalty, 0.0, 0.0))
+            steps.append(c.llama_sampler_init_penalties(vocab_size, CONTEXT, self.repetition_penalty, 0.0, 0.0))
         if not self.temperature:
             return [*steps, c.llama_sampler_init_greedy()]
         if self.top_k:
@@ -81,7 +81,7 @@ class LlamaCpp:
             verbose=False,
         )
         self._sampler = self._c.llama_sampler_chain_init(self._c.llama_sampler_chain_default_params())
-        for step in sampling.samplers(self._c):
+        for step in sampling.samplers(self._c, self._llama.n_vocab()):
             self._c.llama_sampler_chain_add(self._sampler, step)
 
     @property
