@@ -111,8 +111,8 @@ int64_t attention_clusters(int64_t dim, bool float8);  // also sets the attribut
 void prepare_attention(const AttentionSetup& setup, Stream stream);
 void attention(const AttentionSetup& setup, const void* qkv, void* keys, void* values, void* out, Stream stream);
 
-// RMSNorm in place of the first `heads` heads of each row of qkv [rows, width], with weights [heads, dim]; dim is 64 or
-// 128.
+// RMSNorm of the first `heads` heads of each row of qkv [rows, width], which it overwrites; weights [heads, dim], where
+// dim is 64 or 128.
 void head_norm(void* qkv, const void* weight, float eps, int64_t rows, int64_t heads, int64_t width, int64_t dim,
                Stream stream);
 

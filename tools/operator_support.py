@@ -31,7 +31,7 @@ PAGE = """\
 <!-- Made by `python -m tools.docs`: do not edit. -->
 # Which operators run which model, in which format
 
-A model runs on the operators in the row of its family, and they keep its weights as the row of its format says: every
+A model runs on the operators in the row of its family, which keep its weights as in the row of its format. Every
 family can have every format, except that GGUF files are read for the [families listed]({guide}) only. The executors of
 each kind of operators are in [paths.md](paths.md): the native operators have the *native* executor, the CUDA operators
 and torch's own operators on a GPU have *graphs*, and torch's own on a CPU, like the reference operators

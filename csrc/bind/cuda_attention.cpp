@@ -110,7 +110,7 @@ void bind_cuda_attention(py::module_& m) {
       .def("attend", &attend, py::arg("qkv"), py::arg("layer"), py::arg("out"), py::arg("stream"),
            "Runs once per layer.");
   m.def("norm_heads_cuda", &norm_heads, py::arg("qkv"), py::arg("weight"), py::arg("eps"), py::arg("stream"),
-        "RMSNorm in place of the first heads of each row: qkv [rows, width], weight [heads, head_dim].");
+        "RMSNorm of the first heads of each row, which it overwrites: qkv [rows, width], weight [heads, head_dim].");
   m.def("attention_groups_cuda", &cuda::attention_groups, py::arg("rows"), py::arg("heads"), py::arg("kv_heads"),
         py::arg("one_sequence"), "Number of entries of `groups`.");
   m.def("attention_lines_cuda", &cuda::attention_lines, py::arg("rows"), py::arg("heads"), py::arg("capacity"),

@@ -14,7 +14,7 @@ from swiftspec.builder import hardware
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
-from swiftspec.serve.model_resolution import DEMO_DIR
+from swiftspec.serve.built_in_models import DEMO_DIR
 from swiftspec.serve.session import open_session
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import StartupProgress

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.engine import Stats
 from swiftspec.serve import answer_stats
 from swiftspec.serve.__main__ import main
+from swiftspec.serve.built_in_models import DEMO_MODELS
 from swiftspec.serve.cli import generate
 from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.settings.settings import Settings, env_name
@@ -332,7 +334,8 @@ def test_special_tokens_may_differ_in_name(command: Command, pair: list[str], tm
 
 
 def test_the_demo_models_may_be_missing(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("swiftspec.serve.model_resolution.DEMO_DIR", tmp_path)
+    missing = replace(DEMO_MODELS, target=tmp_path)
+    monkeypatch.setattr("swiftspec.serve.built_in_models.DEMO_MODELS", missing)
     assert "the demo models are missing" in command.refuses("--prompt", "a", code=1)
 
 

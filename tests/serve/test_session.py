@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from swiftspec.errors import UserError
 from swiftspec.profiles import store
-from swiftspec.serve.model_resolution import DEMO_DIR, apply_profile
+from swiftspec.serve.built_in_models import DEMO_DIR
+from swiftspec.serve.model_resolution import apply_profile
 from swiftspec.serve.session import open_session
 from swiftspec.serve.settings.settings import Settings, UsageError
 from swiftspec.serve.terminal import StartupProgress

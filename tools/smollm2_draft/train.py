@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftspec.model.checkpoint_files import read_config
-from swiftspec.model.gguf.config import GGUF_NAMES
+from swiftspec.model.gguf.families import GGUF_NAMES
 from swiftspec.model.gguf.tensors import GgufTensors
 from tools.smollm2_draft.q4_0 import round_matrices
 
