@@ -620,7 +620,7 @@ def linear_cuda_virtual(
     """All ranks of a group in one launch, for tests; see linear_virtual in kernels_cuda.h."""
 
 def norm_heads_cuda(qkv: Array, weight: Array, eps: float, stream: int) -> None:
-    """RMSNorm in place of the first heads of each row: qkv [rows, width], weight [heads, head_dim]."""
+    """RMSNorm of the first heads of each row, which it overwrites: qkv [rows, width], weight [heads, head_dim]."""
 
 def repack_bf16_cuda(matrix: Array, out: Array, stream: int) -> None:
     """Repacks a bfloat16 matrix [n, k] into tiles."""
