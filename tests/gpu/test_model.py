@@ -49,7 +49,7 @@ def test_logits_of_the_demo_target() -> None:
 
 
 def test_logits_of_a_model_with_norms_of_query_and_key_heads(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, family="qwen3", hidden_size=128, head_dim=64, dtype=torch.bfloat16)
+    make_checkpoint(tmp_path, family="qwen3", hidden_size=128, head_dim=64)
     tokens, found = [3, 17, 60, 5, 22, 9, 41], []
     for ops, dtype, device in ((cuda, torch.bfloat16, DEVICE), (reference, torch.float32, torch.device("cpu"))):
         model = load_model(tmp_path, dtype=dtype, device=device, ops=ops, max_positions=32)
