@@ -14,6 +14,7 @@ import argparse
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ from swiftspec.model.gguf.families import GGUF_NAMES
 from swiftspec.model.gguf.tensors import GgufTensors
 from tools.smollm2_draft.q4_0 import round_matrices
 
-SHAPE = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
-         "head_dim": 32, "intermediate_size": 512}  # fmt: skip
+SHAPE: dict[str, Any] = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
+                         "head_dim": 32, "intermediate_size": 512}  # fmt: skip
 TRAINED_TOP = 8
 """Most probable tokens of the target per position that the loss uses; the more, the larger the softmax."""
 WARM_UP_STEPS = 100
@@ -139,7 +140,7 @@ def train(draft: LlamaForCausalLM, data: Conversations, args: argparse.Namespace
         batch = data.batch(dice, args.rows, 4 if done > 1 - LONG_SHARE else 1)
         with round_matrices(draft, active=done > 1 - ROUNDED_SHARE):
             hidden = draft.model(input_ids=batch["tokens"].long(), use_cache=False).last_hidden_state
-            loss = soft_cross_entropy(hidden, draft.get_input_embeddings().weight, batch, args.sampled)
+            loss = soft_cross_entropy(hidden, draft.model.embed_tokens.weight, batch, args.sampled)
             loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         optimizer.step()
