@@ -50,8 +50,11 @@ def test_logits_of_the_demo_target() -> None:
 
 def test_logits_of_a_model_with_norms_of_query_and_key_heads(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family="qwen3", hidden_size=128, head_dim=64)
-    tokens, found = [3, 17, 60, 5, 22, 9, 41], []
-    for ops, dtype, device in ((cuda, torch.bfloat16, DEVICE), (reference, torch.float32, torch.device("cpu"))):
+    tokens, found = [3, 17, 60, 5, 22, 9, 41], list[Tensor]()
+    settings: list[tuple[Any, torch.dtype, torch.device]] = [
+        (cuda, torch.bfloat16, DEVICE), (reference, torch.float32, torch.device("cpu")),
+    ]  # fmt: skip
+    for ops, dtype, device in settings:
         model = load_model(tmp_path, dtype=dtype, device=device, ops=ops, max_positions=32)
         runner = make_runner(model, ops, context=24, tree_slots=8)
         found.append(runner.logits(runner.chain_batch(tokens)).cpu().float())

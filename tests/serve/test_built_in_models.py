@@ -94,10 +94,10 @@ def smollm2() -> Path:
 def test_smollm2_with_its_draft_answers_as_without_and_in_fewer_rounds() -> None:
     target = smollm2()
     codec = TextCodec(target)
-    prompt = codec.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+    prompt = codec.encode_chat([{"role": "user", "content": "Give me three tips for better sleep."}])
     sampling = SamplingParams(temperature=0, max_tokens=64)
     alone = LLM(target, config=EngineConfig("ar")).generate(prompt, sampling)
     drafted = LLM(target, SMOLLM2_DRAFT, EngineConfig("serial")).generate(prompt, sampling)
     assert drafted.token_ids == alone.token_ids
-    assert len(drafted.token_ids) / drafted.stats.rounds > 1.5
-    assert "Paris" in codec.decode(drafted.token_ids)
+    assert len(drafted.token_ids) / drafted.stats.rounds > 1.3
+    assert "sleep" in codec.decode(drafted.token_ids)
