@@ -17,7 +17,6 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.tree import mask as tree_mask
 from tests.gpu.device import DEVICE, needs_kernels
 from tests.support.roles import make_runner
-from tests.support.tiny_checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.gpu, needs_kernels]
 
@@ -49,6 +48,9 @@ def test_logits_of_the_demo_target() -> None:
 
 
 def test_logits_of_a_model_with_norms_of_query_and_key_heads(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="a machine with a GPU may have torch only")
+    from tests.support.tiny_checkpoints import make_checkpoint
+
     make_checkpoint(tmp_path, family="qwen3", hidden_size=128, head_dim=64)
     tokens, found = [3, 17, 60, 5, 22, 9, 41], list[Tensor]()
     settings: list[tuple[Any, torch.dtype, torch.device]] = [
