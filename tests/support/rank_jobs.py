@@ -123,7 +123,8 @@ def _decode_on_group(
         others = VocabularyIdentity(worker.tokenizer.hex(), dict.fromkeys(worker.added_tokens, "<other>"), 64)
         models = (models[0], replace(worker.client_address(), vocabulary=others))
     try:
-        with client_on_workers(*models, **plan) as one, client_on_workers(*models, **plan) as two:
+        clients = client_on_workers(*models, **plan), client_on_workers(*models, **plan)
+        with _without_timeouts(), clients[0] as one, clients[1] as two:
             found = []
             for prompt, values in requests:
                 streams = [llm.stream(prompt, sampling_from(values)) for llm in (one, two)]
