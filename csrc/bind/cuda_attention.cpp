@@ -86,7 +86,7 @@ void norm_heads(const Array& qkv, const Array& weight, double eps, uintptr_t str
   const int64_t rows = qkv.size(0), width = qkv.size(1), heads = weight.size(0), dim = weight.size(1);
   check(dim == 64 || dim == 128, "head_dim must be 64 or 128");
   check(rows < 65536, "at most 65535 rows");
-  check(heads * dim <= width, "qkv has fewer heads than the weights");
+  check(width % dim == 0 && heads * dim <= width, "qkv has fewer heads than the weights, or a part of one");
   const Device here = gpu();
   void* data = bfloat16_arg("qkv", qkv, here, {rows, width});
   const void* factors = bfloat16_arg("weight", weight, here, {heads, dim});

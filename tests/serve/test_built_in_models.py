@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,13 +16,11 @@ from swiftspec.llm import LLM
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
 from swiftspec.serve import built_in_models
-from swiftspec.serve.built_in_models import DEMO_DIR, DEMO_MODELS, SMOLLM2_FILE, default_served_name
+from swiftspec.serve.built_in_models import DEMO_MODELS, SMOLLM2_DRAFT, SMOLLM2_FILE, default_served_name
 from swiftspec.serve.model_resolution import ResolvedModels, generation_defaults
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.serve.text.codec import TextCodec
-
-SMOLLM2_DRAFT = DEMO_DIR / "smollm2" / "draft.gguf"
 
 
 @pytest.fixture
@@ -36,8 +35,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def resolve(**settings: object) -> ResolvedModels:
-    return ResolvedModels.resolve(Settings(**settings), 1, StartupProgress(quiet=True))  # type: ignore[arg-type]
+def resolve(**settings: Any) -> ResolvedModels:
+    return ResolvedModels.resolve(Settings(**settings), 1, StartupProgress(quiet=True))
 
 
 def test_without_the_package_the_demo_models_run() -> None:

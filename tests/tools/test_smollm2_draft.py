@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -21,13 +22,15 @@ from tools.smollm2_draft.conversations import Roles
 from tools.smollm2_draft.q4_0 import round_matrices, round_q4_0
 from tools.smollm2_draft.train import soft_cross_entropy
 
-SHAPE = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True}  # fmt: skip
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def tiny(seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SHAPE, initializer_range=0.3))  # type: ignore[arg-type]
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, initializer_range=0.3))
 
 
 def test_rounding_is_that_of_gguf() -> None:
@@ -80,7 +83,8 @@ def test_the_role_changes_with_the_header_of_a_turn() -> None:
         def encode(self, text: str) -> list[int]:
             return [520, 9531] if text == "assistant" else [4093]
 
-    roles = Roles(Codec(), 2)  # type: ignore[arg-type]
+    codec: Any = Codec()
+    roles = Roles(codec, 2)
     answering = []
     for tokens in ([1, 1], [4093, 520], [5, 9531], [1, 7], [520, 1], [9531, 4093]):
         roles.update(torch.tensor(tokens))

@@ -13,7 +13,8 @@ import gguf
 import torch
 from torch import Tensor
 
-DRAFT = Path(__file__).resolve().parents[2] / "swiftspec" / "demo" / "smollm2" / "draft.gguf"
+from swiftspec.serve.built_in_models import SMOLLM2_DRAFT
+
 TYPE = gguf.GGMLQuantizationType.Q4_0
 
 
@@ -68,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("target", type=Path, help="GGUF file of SmolLM2-135M-Instruct")
     parser.add_argument("--draft", type=Path, default=Path("build/smollm2_draft/draft.pt"), help="trained weights")
-    parser.add_argument("--out", type=Path, default=DRAFT, help="output file")
+    parser.add_argument("--out", type=Path, default=SMOLLM2_DRAFT, help="output file")
     args = parser.parse_args()
     draft = torch.load(args.draft, weights_only=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)

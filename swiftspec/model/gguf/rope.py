@@ -46,10 +46,8 @@ def rope_parameters(file: GgufFile, head_dim: float, *, partial: bool) -> dict[s
 def _scaling(file: GgufFile, fields: GgufFields, rotated: float) -> dict[str, Any]:
     """Returns the frequency scaling. Tensors of factors determine it, whatever the type in the metadata: files of
     Phi-3 do not name it."""
-    kind, own = (
-        fields.values.get("rope.scaling.type", "linear"),
-        [name for name in ROPE_TENSORS if name in file.tensors],
-    )
+    kind = fields.values.get("rope.scaling.type", "linear")
+    own = [name for name in ROPE_TENSORS if name in file.tensors]
     if own and kind == "yarn":
         raise UserError(f"RoPE type 'yarn' with tensor {own[0]} is not supported")
     if LONG_FACTORS in own or SHORT_FACTORS in own or kind == "longrope":

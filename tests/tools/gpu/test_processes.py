@@ -31,7 +31,7 @@ def test_a_failing_or_hanging_step_does_not_affect_others(tmp_path: Path) -> Non
     hang = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     steps = [
         python("bad", "print('the reason'); raise SystemExit(3)"),
-        python("slow", f"print('begun', flush=True); {hang}", limit=1.0),
+        python("slow", f"print('begun', flush=True); {hang}", limit=4.0),
         python("none", "raise SystemExit(5)"),
         Step("missing", ("no-such-program-here",), 5.0),
         python("decode x", f"open({str(done)!r}, 'w').write('{{\"pair\": \"x\"}}')", result=done),
