@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from swiftspec.messages import VerifiedRound
 
-MIN_ROUNDS = 24  # with proposed tokens, before a draft is judged
+MIN_ROUNDS = 64  # with proposed tokens, before a draft is judged; one looping answer can have dozens without a hit
 LOW_SHARE = 0.05  # share of these rounds that accept a token, below which acceptance is low
 
 
