@@ -22,6 +22,7 @@ import torch
 
 from bench.baselines.llama_plain import GREEDY, LlamaCpp, LlamaSampling, has_llama_cpp
 from bench.decode import Generate, Result, llama_cpp_system, measure, our_system
+from bench.workload import COMMON_SAMPLING
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.world import available_cores
@@ -48,7 +49,7 @@ QUESTIONS = (
 COMPARED_QUESTIONS, COMPARED_TOKENS = 5, 64
 
 
-SAMPLINGS = {"greedy": GREEDY, "sampled": LlamaSampling(0.6, 20, 0.95, 1.05)}
+SAMPLINGS = {"greedy": GREEDY, "sampled": LlamaSampling(**COMMON_SAMPLING)}
 
 
 def config(mode: str, args: argparse.Namespace) -> EngineConfig:

@@ -48,6 +48,11 @@ class Row:
         """Tokens per target forward after the prefill, or None if the rounds are not known."""
         return self.measured.decoded / self.measured.rounds if self.measured.rounds else None
 
+    @property
+    def sampled_per_round(self) -> float | None:
+        """The same of the requests at COMMON_SAMPLING."""
+        return self.measured.sampled_decoded / self.measured.sampled_rounds if self.measured.sampled_rounds else None
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -76,7 +81,8 @@ class Verdict:
 
 def table(rows: list[Row]) -> str:
     """Formats the rows as aligned text."""
-    head = ["system", "start s", "load s", "peak GB", "prompt tok/s", "tok/s", "least", "best", "tok/round", "accepted"]
+    head = ["system", "start s", "load s", "peak GB", "prompt tok/s", "tok/s", "least", "best", "tok/round", "accepted",
+            "sampled", "tok/round"]  # fmt: skip
     lines = [head]
     for row in rows:
         m, (least, median, best) = row.measured, row.rates()
@@ -85,6 +91,7 @@ def table(rows: list[Row]) -> str:
         cells = [
             _shown(m.start), _shown(m.load), _shown(m.peak / 1e9 or None), _shown(prompt), _shown(median),
             _shown(least), _shown(best), _shown(row.per_round), _shown(share),
+            _shown(statistics.median(m.sampled_rates) if m.sampled_rates else None), _shown(row.sampled_per_round),
         ]  # fmt: skip
         lines.append([row.title, *cells])
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]

@@ -1,6 +1,6 @@
 """Measures a start of SwiftSpec and a workload in this process. The session is opened as by the command.
 
-python -m bench.startup TASK.json        # started by bench/large.py: {"flags": [...], "cache": a folder or null}
+python -m bench.startup TASK.json        # started by bench/large.py, which writes the task: `Bench._ours`
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from bench.workload import WARM_UP, Measured, Task, answer, peak_of
+from bench.workload import COMMON_SAMPLING, WARM_UP, Measured, Task, answer, peak_of
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
 from swiftspec.serve.cli.arguments import parse_command
@@ -40,10 +41,12 @@ def main() -> None:
 
 
 def run(session: Session, task: Task, measured: Measured) -> None:
-    """Runs all requests of a task greedily, ignoring end tokens."""
+    """Runs all requests of a task greedily, ignoring end tokens. With `sampled` in the task, the short prompts run at
+    COMMON_SAMPLING as well."""
 
-    def generate(prompt: list[int], tokens: int) -> list[int]:
-        return session.llm.generate(prompt, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)).token_ids
+    def generate(prompt: list[int], tokens: int, **sampling: Any) -> list[int]:
+        params = SamplingParams(**{"temperature": 0, **sampling}, max_tokens=tokens, ignore_eos=True)
+        return session.llm.generate(prompt, params).token_ids
 
     generate(task.work.short[0], WARM_UP)
     first = list[float]()
@@ -59,6 +62,12 @@ def run(session: Session, task: Task, measured: Measured) -> None:
         measured.rounds += stats.rounds
         measured.drafted += stats.drafted
         measured.accepted += stats.accepted
+        if task.what["sampled"]:
+            generate(prompt, task.work.tokens, **COMMON_SAMPLING)
+            stats = session.llm.stats
+            measured.sampled_rates.append(stats.tokens / stats.decode_time)
+            measured.sampled_decoded += stats.tokens
+            measured.sampled_rounds += stats.rounds
     measured.notes = {"dtype": session.dtype, "threads": session.threads, "first_token_seconds_of_long_prompts": first}
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 WARM_UP = 8  # warm-up tokens of every system
+COMMON_SAMPLING: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+"""Sampling values that the generation_config.json of many models has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,9 @@ class Measured:
     drafted: int = 0
     accepted: int = 0
     texts: list[list[int]] = field(default_factory=list)  # answer to each request
+    sampled_rates: list[float] = field(default_factory=list)  # of each request at COMMON_SAMPLING, if measured
+    sampled_decoded: int = 0  # their tokens
+    sampled_rounds: int = 0  # target forwards for these tokens
     notes: dict[str, Any] = field(default_factory=dict)
 
 

@@ -61,6 +61,8 @@ class History:
         self.prompt = torch.zeros(vocab, dtype=torch.bool, device=device)
         self.prompt[torch.tensor(list(prompt), dtype=torch.int64, device=device)] = True
         self.output = torch.zeros(vocab, device=device)
+        on_host = self.output.device.type == "cpu"
+        self._host_counts = self.output.numpy() if on_host else None  # the same memory
 
     def tokens(self) -> tuple[list[int], list[int]]:
         """Returns the tokens of the prompt, each once, and those of the verified output, in ascending order."""
@@ -69,6 +71,10 @@ class History:
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Counts verified output tokens."""
+        if self._host_counts is not None:  # without operator calls, which would cost more than the sampling
+            for token in tokens:
+                self._host_counts[token] += 1
+            return
         index = torch.tensor(list(tokens), dtype=torch.int64, device=self.output.device)
         self.output.index_add_(0, index, torch.ones(len(tokens), device=self.output.device))
 

@@ -90,7 +90,7 @@ def test_an_invalid_shape_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_one_start_serves_the_whole_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo models, opened as the command does."""
-    Task({"flags": ["--raw", "--mode", "serial"], "cache": None}, WORK).write(tmp_path / "task.json")
+    Task({"flags": ["--raw", "--mode", "serial"], "cache": None, "sampled": True}, WORK).write(tmp_path / "task.json")
     monkeypatch.setattr(sys, "argv", ["one_start", str(tmp_path / "task.json")])
     answers: list[Measured] = []
     monkeypatch.setattr(startup, "answer", answers.append)
@@ -99,6 +99,7 @@ def test_one_start_serves_the_whole_workload(tmp_path: Path, monkeypatch: pytest
     assert [len(text) for text in found.texts] == [4, 4] and len(found.rates) == 2 and len(found.prompts) == 1
     assert found.load is not None and 0 < found.load < found.start and found.peak > 2**26
     assert 0 < found.rounds <= found.decoded
+    assert len(found.sampled_rates) == 2 and 0 < found.sampled_rounds <= found.sampled_decoded == found.decoded
 
 
 def test_files_that_appear_and_disappear_are_not_an_error(tmp_path: Path) -> None:
@@ -132,8 +133,9 @@ def test_targets_that_are_met_and_missed() -> None:
     assert [line.split()[0] for line in lines] == ["holds", "missed", "holds", "missed", *["holds"] * 2, "missed",
                                                    *["not"] * 3]  # fmt: skip
     assert agreement(rows) == ["llama.cpp q4_1, 2 threads: 2, 2"]
-    assert table(rows).splitlines()[4].split()[-2:] == ["3", "-"]
-    assert table(rows).splitlines()[-1].split()[-1] == "0.7"
+    rows[3].measured.sampled_rates, rows[3].measured.sampled_decoded, rows[3].measured.sampled_rounds = [17.0], 20, 10
+    assert table(rows).splitlines()[4].split()[-4:] == ["3", "-", "17", "2"]
+    assert table(rows).splitlines()[-1].split()[-3:] == ["0.7", "-", "-"]
 
 
 def test_too_little_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
