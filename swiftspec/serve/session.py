@@ -128,7 +128,7 @@ def open_session(
     llm = _load_llm(settings, resolved, codec, masked, world, phases)
     if warm_up:
         phases.begin("warm-up")
-        _warm_up(llm, phases)
+        _warm_up(llm, sampling, phases)
     phases.ready()
     return Session(
         llm, codec, resolved.model, resolved.draft_model, resolved.built_in,
@@ -136,10 +136,10 @@ def open_session(
     )  # fmt: skip
 
 
-def _warm_up(llm: LLM, phases: StartupProgress) -> None:
-    """Decodes two tokens. Raises NonFiniteLogits if the target's logits are not finite; prints a warning if it must be
-    the draft's, because it proposes nothing."""
-    stats = llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True)).stats
+def _warm_up(llm: LLM, sampling: SamplingParams, phases: StartupProgress) -> None:
+    """Decodes two tokens with the sampling parameters that requests have by default. Raises NonFiniteLogits if the
+    target's logits are not finite; prints a warning if it must be the draft's, because it proposes nothing."""
+    stats = llm.generate([0], replace(sampling, max_tokens=2, ignore_eos=True)).stats
     trees = llm.config.mode in ("serial", "async") and llm.config.verify_batch > 1
     if trees and stats.drafted == 0 and stats.drafter_lost is None:
         phases.warn(f"{llm.draft_model} proposes no tokens, so its logits are not finite: check the draft's weights")
