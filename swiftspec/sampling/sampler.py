@@ -196,7 +196,8 @@ class Sampler:
         """Samples the target's token after each row, [n]; -1 if the highest score of the row is not finite. `logits`:
         raw. `positions` [n]: absolute positions of the rows."""
         if self.shard is None:
-            return self._ops.draw(*self._operator_inputs(logits, paths, None if self.greedy else positions, self.values))
+            at = None if self.greedy else positions
+            return self._ops.draw(*self._operator_inputs(logits, paths, at, self.values))
         shaped = self.process_logits(logits, paths)
         if self.greedy:
             return self.shard.argmax(shaped)

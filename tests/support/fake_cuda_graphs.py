@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 T = TypeVar("T")
@@ -117,6 +118,18 @@ def _refuse_in_recordings(owner: Any, name: str) -> None:
 for _method in ("tolist", "numpy", "pin_memory"):
     _refuse_in_recordings(Tensor, _method)
 _refuse_in_recordings(torch, "from_numpy")
+
+
+@contextmanager
+def inside_kernel() -> Iterator[None]:
+    """Returns a context manager for the Python of a kernel's stand-in, which may read values."""
+    recording = getattr(OPEN, "here", False)
+    OPEN.here = False
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        OPEN.here = recording
 
 
 def _tensors(out: Any) -> Iterator[Tensor]:

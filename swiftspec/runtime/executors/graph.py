@@ -78,7 +78,7 @@ class GraphInputs:
         by repetitions of its last row and, on the left, by slots that every row attends to. All forwards over the
         previous batch must have finished."""
         count, width = rows_per_sequence(batch), batch.mask.shape[1]
-        self._mask[..., : -width] = True
+        self._mask[..., :-width] = True
         parts = (batch.tokens, batch.positions, batch.slots, batch.mask)
         for to, part in zip((*self._columns, self._mask[..., -width:]), parts, strict=True):
             each = part.reshape(len(self._kv_len), count, *part.shape[1:])

@@ -19,7 +19,13 @@ from swiftspec.backends.reference import Scores
 from swiftspec.backends.reference.sampling import calibrated_scores
 from swiftspec.model.batch import Batch
 from swiftspec.runtime.executors import ExecutorRequest, Features
-from swiftspec.runtime.executors.graph import CapturedGraph, GraphCache, GraphForwardExecutor, StaticNoiseBuffer, load_bias
+from swiftspec.runtime.executors.graph import (
+    CapturedGraph,
+    GraphCache,
+    GraphForwardExecutor,
+    StaticNoiseBuffer,
+    load_bias,
+)
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.logits_params import PROCESSED, RAW, LogitsParams
 from swiftspec.sampling.noise import PositionNoise

@@ -25,7 +25,7 @@ from swiftspec.runtime.executors.graph_expansions import GraphExpansionExecutor,
 from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from tests.support.cases import fast_first
-from tests.support.fake_cuda_graphs import Rerun
+from tests.support.fake_cuda_graphs import Rerun, RerunWithoutReads, inside_kernel
 from tests.support.roles import make_drafter, make_runner, request_start
 from tests.support.same_rounds import same_rounds, weights_by_path
 from tests.support.thread_group import ThreadGroup, on_ranks, peers
@@ -45,6 +45,7 @@ class CudaTree:
         self.slots, self.mask = views["slots"], views["mask"]
         self.children = children
 
+    @inside_kernel()
     def leaves(self, prefix: Tensor, _: int) -> None:
         w, start, (count, first) = len(self.node), int(prefix[0]), self.used.tolist()
         leaves = [i for i in range(count) if self.slot[i] < 0 and self.weight[i] > -np.inf]
@@ -63,6 +64,7 @@ class CudaTree:
             self.slot[i] = first + row
         self.used[1] = first + w
 
+    @inside_kernel()
     def add(self, tokens: Tensor, values: Tensor, _: int) -> None:
         assert tokens.shape == values.shape == (len(self.node), self.children)
         for row, parent in enumerate(self.node.tolist()):
@@ -92,7 +94,7 @@ def drafters(checkpoint: Path, config: EngineConfig, group: Any = None) -> tuple
     """One that synchronises with the host, one that does not."""
     model = load_model(checkpoint, dtype=torch.float32, ops=unfused, max_positions=256, group=group)
     with_tree: Any = SimpleNamespace(**vars(unfused) | {"device_tree": cuda_tree.device_tree})
-    capture = Rerun()
+    capture = RerunWithoutReads()
     runners = [make_runner(model, ops, context=128, tree_slots=8 * W * D) for ops in (unfused, with_tree)]
     return make_drafter(runners[0], config), make_drafter(runners[1], config, capture), capture
 
