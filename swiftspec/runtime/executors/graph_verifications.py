@@ -4,7 +4,7 @@ graph; with rejection sampling also the acceptance of every node's children.
 The batch, the noise, the logits parameters, the bias and the tokens that penalties count are in tensors at fixed
 addresses. The host copies a batch to the device, waits for the copy of the result and reads tokens. Sampling uses the
 operators of `Sampler.draw`, so results are bitwise identical to the eager executor's. Requests without filters and
-penalties have graphs of their own (`GraphSampler.processed`), in which one kernel samples.
+penalties have graphs of their own, in which one kernel samples.
 
 A filter ranks only the most likely tokens if they suffice. The graph assumes that they do and marks rows where they do
 not as UNDECIDED. Such a batch is sampled again eagerly, from the logits that the graph has left in its buffer.
@@ -156,7 +156,7 @@ class GraphSampler:
     synchronise with the device. `processed`: whether it applies penalties and filters."""
 
     def __init__(self, runner: Runner, noise: StaticNoiseBuffer, processed: bool) -> None:
-        device, self._noise = runner.model.device, noise
+        device = runner.model.device
         sampler = self.sampler = runner.sampler(SamplingParams(), ())
         sampler.noise_rows, sampler.check_all, sampler.filtered = noise.rows, self._assume, processed
         # added to the logits of every request, since graphs with and without bias would be twice as many
