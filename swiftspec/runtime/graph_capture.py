@@ -9,6 +9,7 @@ from swiftspec.runtime.executors.available import draft_captures, graph_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier
 
+CAPTURE_PHASE = "CUDA graphs"  # description that `Progress` receives
 Progress = Callable[[str, int, int], None]  # description, step, number of steps
 
 
@@ -23,7 +24,7 @@ def capture_graphs(
         captures += draft_captures(drafter.executors, config, drafter.tree.slots)
     for step, capture in enumerate(captures):
         if progress is not None:
-            progress("capturing CUDA graphs", step, len(captures))
+            progress(CAPTURE_PHASE, step, len(captures))
         capture()
 
 

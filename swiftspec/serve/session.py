@@ -269,8 +269,8 @@ def _packed_cache_folder(settings: Settings) -> Path | None:
 
 
 class WeightProgress:
-    """Progress callback of the weight loader: shows bytes and rate. The loader does not pass the name of the model, so
-    a call with `done` 0 begins the next one of `names`."""
+    """Progress callback of loading: shows bytes and rate of the weights, and the number of captured CUDA graphs. The
+    weight loader does not pass the name of the model, so a call with `done` 0 begins the next one of `names`."""
 
     def __init__(self, phases: StartupProgress, *names: str) -> None:
         """`names`: titles of the phases in loading order; target weights and draft weights by default."""
@@ -278,6 +278,11 @@ class WeightProgress:
         self._models, self._began = 0, 0.0
 
     def __call__(self, what: str, done: int, count: int) -> None:
+        from swiftspec.runtime.graph_capture import CAPTURE_PHASE  # imports torch
+
+        if what == CAPTURE_PHASE:
+            self._phases.begin(what, f"{done} of {count}")
+            return
         if done == 0:
             self._models, self._began = self._models + 1, time.monotonic()
         rate = done / max(time.monotonic() - self._began, 1e-3)

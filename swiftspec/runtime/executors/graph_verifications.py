@@ -61,7 +61,7 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         # of the logits and the noise
         dtype = torch.float64 if runner.model.dtype == torch.float64 else torch.float32
         self._noise = StaticNoiseBuffer(runner.vocab, dtype, runner.model.device)
-        self._samplers = [GraphSampler(runner, self._noise, processed) for processed in (False, True)]
+        self._samplers: dict[bool, GraphSampler] = {}  # by whether it applies penalties and filters
 
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)
@@ -75,6 +75,8 @@ class GraphVerificationExecutor(GraphForwardExecutor):
 
     def _select(self, processed: bool) -> None:
         """Selects the sampler and the graph set of a request."""
+        if processed not in self._samplers:
+            self._samplers[processed] = GraphSampler(self.runner, self._noise, processed)
         self._draws = self._samplers[processed]
         self._graph_set = "verifications", processed, self._rejection is not None
 
