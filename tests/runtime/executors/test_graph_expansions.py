@@ -102,7 +102,8 @@ def drafters(checkpoint: Path, config: EngineConfig, group: Any = None) -> tuple
 def grown(drafter: LocalDrafter) -> list[int]:
     """Returns the numbers of expansions that a drafter has graphs of."""
     kinds = [kind for kind in drafter.executors if isinstance(kind, GraphExpansionExecutor)]
-    return sorted(count for kind in kinds for count in kind.graphs._graph_sets.get("expansions", {}))
+    counts: list[Any] = [count for kind in kinds for count in kind.graphs._graph_sets.get("expansions", {})]
+    return sorted(counts)
 
 
 def expansions(drafter: LocalDrafter) -> list[str]:
