@@ -524,6 +524,7 @@ def children_cuda(
     noise_rows: Array | None,
     temperature: float,
     tau: float,
+    scalars: Array | None,
     tokens: Array,
     values: Array,
     stream: int,
@@ -558,6 +559,7 @@ def draw_cuda(
     noise: Array | None,
     noise_rows: Array | None,
     temperature: float,
+    scalars: Array | None,
     tokens: Array,
     stream: int,
 ) -> None:

@@ -44,6 +44,7 @@ class Stats:
     accepted: int = 0
     target_busy_time: float = 0.0  # the target's forwards while decoding
     draft_busy_time: float = 0.0  # the same for the draft
+    graph_captures: int = 0  # CUDA graphs captured during the request, each of which takes a fraction of a second
     drafter_lost: str | None = None  # why the drafter is lost; None while it is available
     finish_reason: str | None = None  # as on the last chunk
     verified: list[VerifiedRound] = field(default_factory=list)  # one entry per round; empty in mode smc
@@ -94,6 +95,8 @@ class StopCriteria:
 class Decoding(Protocol):
     """Decoding strategy of the engine: a draft tree (`TreeDecoding`) or sequence groups (`BatchDecoding`)."""
 
+    captured_graphs: Callable[[], int]  # returns the number of CUDA graphs that this process has captured
+
     @property
     def busy(self) -> tuple[float, float]:
         """Seconds that target and draft have spent in forwards, over all requests."""
@@ -128,6 +131,7 @@ class TreeDecoding:
         self.drafter, self.verifier = drafter, verifier
         self.active_drafter = drafter  # of the latest request; a `NoDrafter` if that request disables the draft
         self._notify, self._drafter_loss, self._policy_report = notify, drafter_loss, policy_report
+        self.captured_graphs: Callable[[], int] = lambda: 0
 
     @property
     def busy(self) -> tuple[float, float]:
@@ -200,7 +204,7 @@ class Engine:
         request = self._requests
         stats = self.stats = Stats(prompt_tokens=len(prompt))
         stop_criteria, decoding = self._stop_criteria(prompt, sampling), self.decoding
-        began = time.perf_counter()
+        began, captures = time.perf_counter(), decoding.captured_graphs()
         try:
             afresh = (0, 0) if sampling.prompt_logprobs is not None else None
             stats.cached_tokens = decoding.open(
@@ -212,6 +216,7 @@ class Engine:
             for chunk in decoding.chunks(stop_criteria, stats):
                 now = decoding.busy
                 stats.record_times(bool(chunk.token_ids), began, opened, (now[0] - target, now[1] - draft))
+                stats.graph_captures = decoding.captured_graphs() - captures
                 yield chunk
                 if chunk.finish_reason is not None:
                     return

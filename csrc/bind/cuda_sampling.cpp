@@ -18,7 +18,7 @@ void gumbel_rows(uint64_t seed, uint32_t noise_stream, const Array& positions, u
 }
 
 ScoreArgs score_args(Device here, const Array& logits, int64_t vocab, const MaybeArray& bias, const MaybeArray& noise,
-                     const MaybeArray& noise_rows, float temperature, float tau) {
+                     const MaybeArray& noise_rows, float temperature, float tau, const MaybeArray& scalars = {}) {
   const int64_t rows = logits.size(0), columns = logits.size(1);
   check(temperature > 0 && tau > 0, "temperature and tau must be above 0");
   check(rows >= 1 && rows < 65536 && vocab >= 1 && vocab <= columns, "between 1 and 65535 rows of at least `vocab`");
@@ -32,23 +32,25 @@ ScoreArgs score_args(Device here, const Array& logits, int64_t vocab, const Mayb
                        tau,
                        rows,
                        vocab,
-                       rows > 1 ? logits.stride(0) : columns};
+                       rows > 1 ? logits.stride(0) : columns,
+                       at_or_null<double>(scalars, here, "scalars", {3})};
   check(args.stride >= vocab && int32_sized(args.stride), "the rows of logits overlap, or are too long");
   return args;
 }
 
 void draw(const Array& logits, int64_t vocab, const MaybeArray& bias, const MaybeArray& noise,
-          const MaybeArray& noise_rows, float temperature, const Array& tokens, uintptr_t stream) {
+          const MaybeArray& noise_rows, float temperature, const MaybeArray& scalars, const Array& tokens,
+          uintptr_t stream) {
   const Device here = gpu();
-  const ScoreArgs args = score_args(here, logits, vocab, bias, noise, noise_rows, temperature, 1.0f);
+  const ScoreArgs args = score_args(here, logits, vocab, bias, noise, noise_rows, temperature, 1.0f, scalars);
   cuda::children(args, 1, tokens.at<int64_t>(here, "tokens", {args.rows}), nullptr, stream_arg(stream));
 }
 
 void children(const Array& logits, int64_t vocab, const MaybeArray& bias, const MaybeArray& noise,
-              const MaybeArray& noise_rows, float temperature, float tau, const Array& tokens, const Array& values,
-              uintptr_t stream) {
+              const MaybeArray& noise_rows, float temperature, float tau, const MaybeArray& scalars,
+              const Array& tokens, const Array& values, uintptr_t stream) {
   const Device here = gpu();
-  const ScoreArgs args = score_args(here, logits, vocab, bias, noise, noise_rows, temperature, tau);
+  const ScoreArgs args = score_args(here, logits, vocab, bias, noise, noise_rows, temperature, tau, scalars);
   const int64_t k = tokens.size(1);
   check(k >= 1 && k <= 64 && k <= vocab, "1 to 64 children, and no more than the vocabulary has");
   cuda::children(args, k, tokens.at<int64_t>(here, "tokens", {args.rows, kAny}),
@@ -71,11 +73,11 @@ void bind_cuda_sampling(py::module_& m) {
         py::arg("first"), py::arg("out"), py::arg("stream"),
         "Gumbel noise [rows, count] float32 of positions [rows] int64, for the tokens from `first` on.");
   m.def("draw_cuda", &draw, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("noise"),
-        py::arg("noise_rows"), py::arg("temperature"), py::arg("tokens"), py::arg("stream"),
+        py::arg("noise_rows"), py::arg("temperature"), py::arg("scalars"), py::arg("tokens"), py::arg("stream"),
         "The token of each row's highest score; see ScoreArgs in common/arguments.h.");
   m.def("children_cuda", &children, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("noise"),
-        py::arg("noise_rows"), py::arg("temperature"), py::arg("tau"), py::arg("tokens"), py::arg("values"),
-        py::arg("stream"), "The k largest log_softmax(scores) of each row, into tokens and values [rows, k].");
+        py::arg("noise_rows"), py::arg("temperature"), py::arg("tau"), py::arg("scalars"), py::arg("tokens"),
+        py::arg("values"), py::arg("stream"), "The k largest log_softmax(scores) of each row, into tokens and values [rows, k].");
   m.def("draw_keyed_cuda", &draw_keyed, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("temperature"),
         py::arg("keys"), py::arg("tokens"), py::arg("values"), py::arg("stream"),
         "The token of each row's highest score under the noise of its key (without keys, the token is an input) and "

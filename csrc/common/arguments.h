@@ -14,6 +14,9 @@ struct ScoreArgs {
   const int64_t* rows_of_noise;  // [rows], the row of `noise` that belongs to each row
   float temperature, tau;
   int64_t rows, vocab, stride;
+  // On a GPU: temperature, tau and the factor of the noise, 0 or 1, in device memory; they replace the fields above, so
+  // that a CUDA graph serves requests with other values. Or null.
+  const double* scalars = nullptr;
 };
 
 // Move of KV slots: slot source[i] goes to start + i. `source` is ascending and source[i] >= start + i. Sizes are in

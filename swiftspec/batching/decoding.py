@@ -125,6 +125,7 @@ class BatchDecoding:
     def __init__(self, scheduler: Scheduler, on_event: Observer = no_observer) -> None:
         self.scheduler, self._on_event = scheduler, on_event
         self._group: SequenceGroup | None = None  # group of the request that `open` has begun
+        self.captured_graphs: Callable[[], int] = lambda: 0
 
     @property
     def busy(self) -> tuple[float, float]:

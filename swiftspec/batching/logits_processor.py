@@ -14,7 +14,6 @@ from swiftspec.backends.reference import Scores, chains
 from swiftspec.backends.reference.chains import ChainVerdict
 from swiftspec.backends.reference.noise import counters, gumbel, row_bits
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors.graph import logits_key
 from swiftspec.runtime.executors.population_rounds import SamplingSpan
 from swiftspec.sampling import filters
 from swiftspec.sampling.sampler import Sampler, SamplerOps
@@ -35,7 +34,7 @@ class LogitsProcessor:
 
     def __init__(self, sampling: SamplingParams, vocab: int, device: torch.device, ops: SamplerOps) -> None:
         self.key, self.filtered, self.greedy = logits_key(sampling), sampling.filtered, sampling.greedy
-        self._ops, self._vocab, self._top_p = ops, vocab, sampling.top_p
+        self._ops, self._vocab = ops, vocab
         self._sampling = sampling
         self._min_tokens, penalised = sampling.min_tokens, sampling.penalised or sampling.min_tokens > 0
         self._penalties = Sampler(sampling, (), vocab, device) if penalised else None
@@ -43,7 +42,8 @@ class LogitsProcessor:
             no = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
             sampling = replace(sampling, logit_bias={}, allowed_token_ids=None, bad_words_ids=(), **no)
         self._draft = Sampler(replace(sampling, top_k=0, top_p=1.0, min_p=0.0), (), vocab, device)
-        self._target = Sampler(replace(sampling, top_p=1.0), (), vocab, device)
+        self._target = Sampler(sampling, (), vocab, device)
+        self._target.num_candidates = vocab  # whether fewer suffice is known on the device only
 
     def sampling_span(self, groups: int) -> SamplingSpan:
         """Returns the parameters of this processor for native rounds of `groups` consecutive groups."""
@@ -82,8 +82,7 @@ class LogitsProcessor:
     def target(self, logits: Tensor) -> Tensor:
         """Returns the target's processed logits [rows, V]: raw logits [rows, at least V] with bias, temperature and
         filters."""
-        shaped = self._target.process_logits(logits, None)
-        return filters.apply_top_p(shaped, self._top_p, num_candidates=shaped.shape[-1]) if self._top_p < 1 else shaped
+        return self._target.process_logits(logits, None)
 
     def tempered(self, logits: Tensor) -> Tensor:
         """Returns the draft's processed logits [rows, V]: raw logits [rows, at least V] with bias and temperature.
@@ -169,6 +168,14 @@ class LogitsProcessor:
 
     def _scores(self, power: float = 1.0) -> Scores:
         return Scores(self._draft.params.temperature / power, self._draft.bias)
+
+
+def logits_key(sampling: SamplingParams) -> str:
+    """Returns a key that is equal for requests whose logits are processed alike, so that one processor can serve all of
+    them."""
+    ends = {"prompt_logprobs": None, "max_tokens": None, "stop": (), "stop_token_ids": (), "ignore_eos": False}
+    rounds = {"verify_batch": None, "draft_steps": None}
+    return repr(replace(sampling, seed=0, negative_prompt_ids=(), **ends, **rounds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,18 @@ import torch
 from torch import Tensor
 
 from swiftspec.batching.group_method import DraftedTokens, GroupMethod, RoundVerdict, join_verdicts
-from swiftspec.batching.logits_processor import GroupSpan, LogitsProcessor, concatenate, group_spans, penalise_spans
+from swiftspec.batching.logits_processor import (
+    GroupSpan,
+    LogitsProcessor,
+    concatenate,
+    group_spans,
+    logits_key,
+    penalise_spans,
+)
 from swiftspec.batching.rows import GroupRows
 from swiftspec.batching.sequence_group import CompanionSequence
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors.graph import logits_key
 from swiftspec.runtime.executors.population_rounds import SamplingSpan
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS, Runner
 

@@ -30,7 +30,9 @@ from swiftspec.observe.trace_file import TraceFile
 from swiftspec.observe.trace_format import Record, trace_header
 from swiftspec.params import MAX_LOGPROB_VALUES, MAX_LOGPROBS, SamplingParams
 from swiftspec.runtime.drafter import Drafter, NoDrafter
+from swiftspec.runtime.executors.available import graph_captures
 from swiftspec.runtime.fallback_drafter import FallbackDrafter
+from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import ThreadedVerifier, warm_up
 from swiftspec.runtime.target_verifier import TargetVerifier
@@ -173,7 +175,9 @@ def _batch(
     scheduler = models.scheduler(config, None, progress) if rank is None else rank.scheduler
     assert scheduler is not None
     on_event = ObserverToggle(lambda: recorder.enabled, ParticleTrace(scheduler.target, scheduler.draft, recorder))
-    return scheduler, BatchDecoding(scheduler if rank is None else rank.leader_scheduler(), on_event)
+    decoding = BatchDecoding(scheduler if rank is None else rank.leader_scheduler(), on_event)
+    decoding.captured_graphs = partial(graph_captures, scheduler.executors)
+    return scheduler, decoding
 
 
 def _tree(
@@ -196,11 +200,14 @@ def _tree(
         threaded = config.mode == "async" and not config.draft_remote
         drafter = local or (NoDrafter() if away is None else away.drafter)
         parts = TreeRoles(drafter, ThreadedVerifier(alone) if threaded else alone)
+        capture_graphs(alone, local, config, progress)
         if config.overlap_on_one_gpu and local is not None:
             warm_up(local, alone)
     assert isinstance(alone, TargetVerifier)
     rpc_log = None if away is None else away.rpc_log
-    return parts, make_tree_decoding(parts, config, recorder, alone.probabilities, local, away, rpc_log), config
+    decoding = make_tree_decoding(parts, config, recorder, alone.probabilities, local, away, rpc_log)
+    decoding.captured_graphs = partial(num_captures, alone, local)
+    return parts, decoding, config
 
 
 def make_tree_decoding(

@@ -40,6 +40,7 @@ from swiftspec.observe.recorder import Recorder
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.fallback_drafter import FAILURES
+from swiftspec.runtime.graph_capture import capture_graphs
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier
 
@@ -151,6 +152,7 @@ class EngineRank:
             raise
         for role in self._roles():
             restrict_executors(role, common)
+        capture_graphs(self.verifier, self.drafter, config, progress or self._loading)
         self._heartbeat.mark_idle()
         for role in ("target", "draft"):
             self.rank_table.set_state(role, "up")

@@ -1,4 +1,5 @@
-"""min_p, top_k and top_p filters on whole rows of logits [n, V]. Each sets the logits below a threshold to -inf."""
+"""min_p, top_k and top_p filters on whole rows of logits [n, V]. They keep the logits from a threshold on and set the
+others to -inf."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from swiftspec.params import SamplingParams
+from swiftspec.sampling.logits_params import LogitsParams
 
 NEG_INF = float("-inf")
 TOP_CANDIDATES = 256  # tokens; enough for top_p in nearly all rows, and ten times faster than a sort of all tokens
-FastPathCheck = Callable[[Tensor], bool]  # whether all bools [n] or [n, 1] are True: the fast path is valid
+FastPathCheck = Callable[[Tensor], bool]  # whether all bools [n, 1] are True: the fast path is valid
 
 
 def all_on_host(holds: Tensor) -> bool:
@@ -19,42 +20,61 @@ def all_on_host(holds: Tensor) -> bool:
     return bool(holds.all())
 
 
-def apply_filters(logits: Tensor, params: SamplingParams, check_all: FastPathCheck = all_on_host) -> Tensor:
-    """Applies min_p, top_k and top_p in this order; filtered logits become -inf."""
-    logits = apply_min_p_top_k(logits, params)
-    return apply_top_p(logits, params.top_p, check_all=check_all) if params.top_p < 1 else logits
-
-
-def apply_min_p_top_k(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Applies min_p and top_k, for which the most likely tokens of a row suffice."""
-    if params.min_p > 0:
-        limit = logits.amax(-1, keepdim=True) + torch.log(torch.tensor(params.min_p))
-        logits = logits.masked_fill(logits < limit, NEG_INF)
-    if 0 < params.top_k < logits.shape[-1]:
-        limit = logits.topk(params.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < limit, NEG_INF)
-    return logits
-
-
-def apply_top_p(
+def apply_filters(
     logits: Tensor,
-    p: float,
-    total: Tensor | None = None,
-    num_candidates: int = TOP_CANDIDATES,
+    params: LogitsParams,
     check_all: FastPathCheck = all_on_host,
+    num_candidates: int = TOP_CANDIDATES,
 ) -> Tensor:
-    """Keeps the smallest set of most likely tokens whose probabilities sum to at least `p`, and all tokens tied with
-    the last one.
+    """Applies min_p, top_k and top_p in this order; filtered logits become -inf. Tokens tied with the last one that is
+    kept are kept too.
 
-    `total` [n, 1]: logsumexp of the complete row, if `logits` contain only its most likely tokens. `num_candidates`:
-    number of most likely tokens that are ranked; unless `check_all` confirms that they suffice, all tokens are sorted.
+    `num_candidates`: number of most likely tokens that are ranked; unless `check_all` confirms that they suffice, all
+    tokens are ranked.
     """
-    num_candidates = min(num_candidates, logits.shape[-1])
-    total = logits.logsumexp(-1, keepdim=True) if total is None else total
-    ranked = logits.topk(num_candidates).values
-    if num_candidates < logits.shape[-1] and not check_all(~((ranked - total).exp().sum(-1) < p)):
-        ranked = logits.sort(-1, descending=True).values
+    limit, certain = _threshold(logits, params, num_candidates)
+    if num_candidates < logits.shape[-1] and not check_all(certain):
+        limit, _ = _threshold(logits, params, logits.shape[-1])
+    return logits.masked_fill(logits < limit, NEG_INF)
+
+
+def _threshold(logits: Tensor, params: LogitsParams, num_candidates: int) -> tuple[Tensor, Tensor]:
+    """Returns the smallest logit [n, 1] that the filters keep, and whether the candidates suffice to find it, bool
+    [n, 1]."""
+    vocab = logits.shape[-1]
+    ranked = logits.topk(min(num_candidates, vocab)).values
+    limit, certain = top_k_threshold(ranked, params, vocab)
+    total = logits.masked_fill(logits < limit, NEG_INF).logsumexp(-1, keepdim=True)
+    last, reached = top_p_threshold(ranked.masked_fill(ranked < limit, NEG_INF), total, params)
+    return torch.maximum(limit, last), certain & reached
+
+
+def top_k_threshold(ranked: Tensor, params: LogitsParams, vocab: int) -> tuple[Tensor, Tensor]:
+    """Returns the smallest logit [n, 1] that min_p and top_k keep, and whether the candidates suffice to find it, a
+    bool []. `ranked` [n, c]: the logits of each row's most likely tokens in descending order."""
+    limit = ranked[:, :1] + params.log_min_p
+    limited, enough = limits_top_k(params, vocab), params.top_k <= ranked.shape[-1]
+    kth = params.top_k.clamp(1, ranked.shape[-1]).long().view(1) - 1
+    smallest = ranked.masked_fill(ranked < limit, NEG_INF).index_select(-1, kth)
+    return torch.maximum(limit, smallest.masked_fill(~limited, NEG_INF)), ~limited | enough
+
+
+def limits_top_k(params: LogitsParams, vocab: int) -> Tensor:
+    """Returns whether top_k excludes a token, a bool []."""
+    return (params.top_k > 0) & (params.top_k < vocab)
+
+
+def top_p_threshold(ranked: Tensor, total: Tensor, params: LogitsParams) -> tuple[Tensor, Tensor]:
+    """Returns the smallest logit [n, 1] of the smallest set of most likely tokens whose probabilities sum to at least
+    top_p, and whether the candidates reach that sum, bool [n, 1].
+
+    `ranked` [n, c]: the logits of each row's most likely tokens in descending order. `total` [n, 1]: logsumexp of the
+    complete row.
+    """
     mass = (ranked - total).exp()
     before = mass.cumsum(-1) - mass
-    last = ((before < p).sum(-1, keepdim=True) - 1).clamp_min_(0)  # clamped because comparisons with NaN are false
-    return logits.masked_fill(logits < ranked.gather(-1, last), NEG_INF)
+    # clamped because comparisons with NaN are false
+    last = ((before < params.top_p).sum(-1, keepdim=True) - 1).clamp_min_(0)
+    unlimited = params.top_p >= 1
+    reached = unlimited | ~(mass.sum(-1, keepdim=True) < params.top_p)
+    return ranked.gather(-1, last).masked_fill(unlimited, NEG_INF), reached

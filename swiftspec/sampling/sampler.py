@@ -18,8 +18,10 @@ from torch import Tensor
 
 from swiftspec.backends import reference
 from swiftspec.backends.reference import Scores
+from swiftspec.backends.reference.sampling import calibrated_scores, compute_scores
 from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters
+from swiftspec.sampling.logits_params import PROCESSED, RAW, LogitsParams
 from swiftspec.sampling.noise import TARGET_STREAM, PositionNoise
 
 NoiseRows = Callable[[Tensor, range, torch.dtype], tuple[Tensor, Tensor]]  # signature of PositionNoise.rows
@@ -50,7 +52,7 @@ class ShardedVocab(Protocol):
     def log_top_k(self, scores: Tensor, k: int, /) -> tuple[Tensor, Tensor]: ...
     def values(self, scores: Tensor, tokens: Tensor, /) -> tuple[Tensor, Tensor]: ...
     def count_above(self, scores: Tensor, limits: Tensor, /) -> Tensor: ...
-    def apply_filters(self, logits: Tensor, params: SamplingParams, sure: filters.FastPathCheck, /) -> Tensor: ...
+    def apply_filters(self, logits: Tensor, params: LogitsParams, sure: filters.FastPathCheck, /) -> Tensor: ...
 
 
 class History:
@@ -121,6 +123,11 @@ class Sampler:
         self.noise = self.noise_of(TARGET_STREAM)
         self.noise_rows: NoiseRows = self.noise.rows
         self.check_all = filters.all_on_host  # decides whether filters may use their fast path
+        self.num_candidates = filters.TOP_CANDIDATES  # of filters of whole rows
+        self.greedy, self.filtered = params.greedy, params.filtered
+        self.values = LogitsParams(device)
+        self.values.load(params, noisy=not params.greedy)
+        self._children_values: LogitsParams | None = None  # as `values`, for the scores of `children`
         self.history = History(prompt, vocab, device) if params.penalised else None
         self.bias: Tensor | None = None  # [V] float32; -inf for tokens that are excluded at every position
         # with a grammar, `TokenRules` excludes these tokens, since they may be the only ones that the grammar allows
@@ -153,7 +160,7 @@ class Sampler:
         `logits` [n, >= m]: raw; columns beyond the vocabulary are ignored. `paths`: required if `needs_paths`. Logits
         of greedy requests are neither scaled nor filtered, since that does not change the argmax.
         """
-        p, shard = self.params, self.shard
+        shard = self.shard
         here = slice(0, self.vocab) if shard is None else slice(shard.tokens.start, shard.tokens.stop)
         logits = self._apply_constraint(logits[:, : here.stop - here.start], paths, here)
         if self.bias is not None:
@@ -161,14 +168,14 @@ class Sampler:
         if self.history is not None:
             assert paths is not None
             logits = self.apply_penalties(logits, self.history.prompt[here], self.history.counts(paths)[:, here])
-        if p.greedy:
+        if self.greedy:
             return logits
-        logits = logits / p.temperature
-        return (
-            filters.apply_filters(logits, p, self.check_all)
-            if shard is None
-            else shard.apply_filters(logits, p, self.check_all)
-        )
+        logits = logits / self.values.temperature
+        if not self.filtered:
+            return logits
+        if shard is None:
+            return filters.apply_filters(logits, self.values, self.check_all, self.num_candidates)
+        return shard.apply_filters(logits, self.values, self.check_all)
 
     def _apply_constraint(self, logits: Tensor, paths: Paths | None, here: slice) -> Tensor:
         """Sets the logits [n, m] of tokens that the constraint forbids to -inf. `here`: token ids of the columns."""
@@ -178,21 +185,25 @@ class Sampler:
         return logits.masked_fill(~self.constraint.allowed_mask(paths)[:, here].to(logits.device), filters.NEG_INF)
 
     def apply_penalties(self, logits: Tensor, prompt: Tensor, counts: Tensor) -> Tensor:
-        p = self.params
+        p = self.values
         seen = prompt | (counts > 0)
-        scaled = torch.where(logits > 0, logits / p.repetition_penalty, logits * p.repetition_penalty)
+        scaled = torch.where(logits > 0, logits / p.repetition, logits * p.repetition)
         logits = torch.where(seen, scaled, logits)
         counts = counts.to(logits.dtype)
-        return logits - p.frequency_penalty * counts - p.presence_penalty * (counts > 0)
+        return logits - p.frequency * counts - p.presence * (counts > 0).to(logits.dtype)
 
     def draw(self, logits: Tensor, paths: Paths | None, positions: Tensor) -> Tensor:
         """Samples the target's token after each row, [n]; -1 if the highest score of the row is not finite. `logits`:
         raw. `positions` [n]: absolute positions of the rows."""
-        noisy = not self.params.greedy
         if self.shard is None:
-            return self._ops.draw(*self._operator_inputs(logits, paths, positions if noisy else None, 1.0))
+            at = None if self.greedy else positions
+            return self._ops.draw(*self._operator_inputs(logits, paths, at, self.values))
         shaped = self.process_logits(logits, paths)
-        return self.shard.argmax(shaped + self._noise(shaped, self.shard, positions) if noisy else shaped)
+        if self.greedy:
+            return self.shard.argmax(shaped)
+        noise, rows = self.noise_rows(positions + 1, self.shard.tokens, shaped.dtype)
+        scores = Scores(noise=noise, rows=rows, scalars=self.values.scores[PROCESSED])
+        return self.shard.argmax(compute_scores(shaped, scores))
 
     def children(
         self, logits: Tensor, paths: Paths | None, positions: Tensor, *, k: int, coupled: bool = False, tau: float = 1.0
@@ -206,31 +217,29 @@ class Sampler:
         """
         k = min(k, self.vocab)
         noisy = coupled and not self.params.greedy
+        values = self._children_values = self._children_values or LogitsParams(self.device)
+        values.load(self.params, noisy=noisy, tau=tau)
         if self.shard is None:
-            logits, vocab, scores = self._operator_inputs(logits, paths, positions if noisy else None, tau)
+            logits, vocab, scores = self._operator_inputs(logits, paths, positions if noisy else None, values)
             return self._ops.children(logits, vocab, k, scores)
-        shaped = self.process_logits(logits, paths)
+        shaped, noise, rows = self.process_logits(logits, paths), None, None
         if noisy:
-            shaped = shaped + self._noise(shaped, self.shard, positions)
-        return self.shard.log_top_k(shaped / tau, k)
+            noise, rows = self.noise_rows(positions + 1, self.shard.tokens, shaped.dtype)
+        scores = Scores(noise=noise, rows=rows, scalars=values.scores[PROCESSED])
+        return self.shard.log_top_k(calibrated_scores(shaped, scores), k)
 
     def _operator_inputs(
-        self, logits: Tensor, paths: Paths | None, positions: Tensor | None, tau: float
+        self, logits: Tensor, paths: Paths | None, positions: Tensor | None, values: LogitsParams
     ) -> tuple[Tensor, int, Scores]:
         """Returns the arguments (logits, vocab, scores) of `SamplerOps.draw` and `children`, which apply bias and
         temperature themselves unless penalties or filters require `process_logits`. `positions`: None for no noise."""
-        p, temperature, bias = self.params, 1.0, None
-        if self.history is not None or p.filtered:
+        bias, scalars = None, values.scores[PROCESSED]
+        if self.history is not None or self.filtered:
             logits = self.process_logits(logits, paths)
         else:
             logits = self._apply_constraint(logits[:, : self.vocab], paths, slice(self.vocab))
-            temperature, bias = 1.0 if p.greedy else p.temperature, self.bias
+            bias, scalars = self.bias, values.scores[RAW]
         if positions is None:
-            return logits, self.vocab, Scores(temperature * tau, bias)
+            return logits, self.vocab, Scores(bias=bias, scalars=scalars)
         noise, rows = self.noise_rows(positions + 1, range(self.vocab), logits.dtype)
-        return logits, self.vocab, Scores(temperature, bias, noise, rows, tau)
-
-    def _noise(self, shaped: Tensor, shard: ShardedVocab, positions: Tensor) -> Tensor:
-        """Returns the noise [n, m] of the tokens that follow the rows at `positions` [n]."""
-        block, rows = self.noise_rows(positions + 1, shard.tokens, shaped.dtype)
-        return block[rows]
+        return logits, self.vocab, Scores(bias=bias, noise=noise, rows=rows, scalars=scalars)

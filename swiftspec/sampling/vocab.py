@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters
 from swiftspec.sampling.filters import NEG_INF, FastPathCheck, all_on_host
+from swiftspec.sampling.logits_params import LogitsParams
 
 TOP_CANDIDATES = 64  # most likely tokens that each rank sends for a filter; enough for nearly every filter
 
@@ -93,23 +93,22 @@ class VocabShard:
         """Returns for each row how many of the `scores` [n, m] of all ranks exceed its limit [n, 1], as [n]."""
         return self.group.all_gather((scores > limits).sum(-1).double()).sum(0).long()
 
-    def apply_filters(self, logits: Tensor, params: SamplingParams, check_all: FastPathCheck = all_on_host) -> Tensor:
+    def apply_filters(self, logits: Tensor, params: LogitsParams, check_all: FastPathCheck = all_on_host) -> Tensor:
         """Applies `filters.apply_filters` to this rank's `logits` [n, m]. Gathers whole rows only if `check_all` does
         not confirm that the exchanged top candidates suffice."""
-        if not params.filtered:
-            return logits
-        limit = self._filter_threshold(logits, params, check_all)
-        if limit is not None:
+        limit, certain = self._filter_threshold(logits, params)
+        if check_all(certain):
             return logits.masked_fill(logits < limit, NEG_INF)
         padded = F.pad(logits, (0, self.width - logits.shape[-1]), value=NEG_INF)
         whole = _concat_ranks(self.group.all_gather(padded))[:, : self.vocab]
         return filters.apply_filters(whole, params)[:, self.tokens.start : self.tokens.stop]
 
-    def _filter_threshold(self, logits: Tensor, params: SamplingParams, check_all: FastPathCheck) -> Tensor | None:
-        """Returns the smallest logit [n, 1] that the filters keep, or None if it may be below the exchanged candidates.
+    def _filter_threshold(self, logits: Tensor, params: LogitsParams) -> tuple[Tensor, Tensor]:
+        """Returns the smallest logit [n, 1] that the filters keep, and whether the exchanged candidates suffice to find
+        it, bool [n, 1].
 
-        The merged candidates are the true ranking of the row down to `floor`, the largest of the ranks' last
-        candidates.
+        The merged candidates are the true ranking of the row above `floor`, the largest of the ranks' last candidates,
+        which is -inf if all tokens were exchanged.
         """
         head = _not_empty(logits)
         total = head.logsumexp(-1, keepdim=True)
@@ -117,21 +116,15 @@ class VocabShard:
         head = F.pad(head, (0, TOP_CANDIDATES - head.shape[-1]), value=NEG_INF)
         heads, totals = self.group.all_gather(torch.cat((head, total), -1)).split((TOP_CANDIDATES, 1), -1)
         floor = heads[:, :, -1:].amax(0)
-        ranked = _concat_ranks(heads)
-        if ranked.shape[-1] <= params.top_k < self.vocab:
-            return None
-        kept = filters.apply_min_p_top_k(ranked, params)
-        limit = _smallest_kept(kept)
-        if params.top_p < 1:
-            if kept is ranked:
-                total = totals.logsumexp(0)
-            elif check_all(limit > floor):
-                total = kept.logsumexp(-1, keepdim=True)
-            else:
-                return None
-            limit = _smallest_kept(filters.apply_top_p(kept, params.top_p, total, check_all=check_all))
-        # The merged ranking is complete above the floor, which is -inf if all tokens were exchanged.
-        return limit if check_all(limit > floor) else None
+        ranked = _concat_ranks(heads).sort(-1, descending=True).values
+        limit, certain = filters.top_k_threshold(ranked, params, self.vocab)
+        cut = (params.log_min_p > NEG_INF) | filters.limits_top_k(params, self.vocab)
+        kept = ranked.masked_fill(ranked < limit, NEG_INF)
+        total = torch.where(cut, kept.logsumexp(-1, keepdim=True), totals.logsumexp(0))
+        last, reached = filters.top_p_threshold(kept, total, params)
+        complete = floor == NEG_INF
+        known = (~cut | complete | (limit > floor)) & ((params.top_p >= 1) | complete | (last > floor))
+        return torch.maximum(limit, last), certain & reached & known
 
 
 def _not_empty(x: Tensor) -> Tensor:
@@ -142,7 +135,3 @@ def _not_empty(x: Tensor) -> Tensor:
 def _concat_ranks(parts: Tensor) -> Tensor:
     """Concatenates the gathered columns of all ranks in rank order: [size, n, j] -> [n, size * j]."""
     return parts.transpose(0, 1).flatten(1)
-
-
-def _smallest_kept(kept: Tensor) -> Tensor:
-    return kept.masked_fill(kept == NEG_INF, math.inf).amin(-1, keepdim=True)

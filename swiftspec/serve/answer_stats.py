@@ -107,6 +107,7 @@ def metrics(plan: EngineConfig, stats: Stats, tokens: int, outages: Sequence[Out
         "generation_time_ms": _ms(stats.decode_time),
         **_mean_itl(stats, tokens),
         "tokens_per_second": _share(tokens, stats.decode_time),
+        "graph_captures": stats.graph_captures,
         "speculative_decoding": speculation_stats(plan, stats),
         "mode": plan.mode,
         "split": {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp},

@@ -128,7 +128,7 @@ def open_session(
     llm = _load_llm(settings, resolved, codec, masked, world, phases)
     if warm_up:
         phases.begin("warm-up")
-        _warm_up(llm, phases)
+        _warm_up(llm, sampling, phases)
     phases.ready()
     return Session(
         llm, codec, resolved.model, resolved.draft_model, resolved.built_in,
@@ -136,10 +136,10 @@ def open_session(
     )  # fmt: skip
 
 
-def _warm_up(llm: LLM, phases: StartupProgress) -> None:
-    """Decodes two tokens. Raises NonFiniteLogits if the target's logits are not finite; prints a warning if it must be
-    the draft's, because it proposes nothing."""
-    stats = llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True)).stats
+def _warm_up(llm: LLM, sampling: SamplingParams, phases: StartupProgress) -> None:
+    """Decodes two tokens with the sampling parameters that requests have by default. Raises NonFiniteLogits if the
+    target's logits are not finite; prints a warning if it must be the draft's, because it proposes nothing."""
+    stats = llm.generate([0], replace(sampling, max_tokens=2, ignore_eos=True)).stats
     trees = llm.config.mode in ("serial", "async") and llm.config.verify_batch > 1
     if trees and stats.drafted == 0 and stats.drafter_lost is None:
         phases.warn(f"{llm.draft_model} proposes no tokens, so its logits are not finite: check the draft's weights")
@@ -269,8 +269,8 @@ def _packed_cache_folder(settings: Settings) -> Path | None:
 
 
 class WeightProgress:
-    """Progress callback of the weight loader: shows bytes and rate. The loader does not pass the name of the model, so
-    a call with `done` 0 begins the next one of `names`."""
+    """Progress callback of loading: shows bytes and rate of the weights, and the number of captured CUDA graphs. The
+    weight loader does not pass the name of the model, so a call with `done` 0 begins the next one of `names`."""
 
     def __init__(self, phases: StartupProgress, *names: str) -> None:
         """`names`: titles of the phases in loading order; target weights and draft weights by default."""
@@ -278,6 +278,11 @@ class WeightProgress:
         self._models, self._began = 0, 0.0
 
     def __call__(self, what: str, done: int, count: int) -> None:
+        from swiftspec.runtime.graph_capture import CAPTURE_PHASE  # imports torch
+
+        if what == CAPTURE_PHASE:
+            self._phases.begin(what, f"{done} of {count}")
+            return
         if done == 0:
             self._models, self._began = self._models + 1, time.monotonic()
         rate = done / max(time.monotonic() - self._began, 1e-3)

@@ -47,10 +47,15 @@ def pad_left(rows: MaskRows) -> MaskRows:
     The added columns are True, since they stand for earlier slots, which every row attends to.
     """
     n, width = rows.shape
-    fixed = next((w for w in MASK_WIDTHS if w >= width), -(-width // MASK_WIDTHS[-1]) * MASK_WIDTHS[-1])
+    fixed = padded_width(width)
     padded = np.ones((n, fixed), dtype=np.bool_)
     padded[:, fixed - width :] = rows
     return padded
+
+
+def padded_width(width: int) -> int:
+    """Returns the width of the padded mask: the next of `MASK_WIDTHS`, or a multiple of the largest one."""
+    return next((w for w in MASK_WIDTHS if w >= width), -(-width // MASK_WIDTHS[-1]) * MASK_WIDTHS[-1])
 
 
 def paths(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:

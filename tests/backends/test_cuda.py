@@ -59,7 +59,7 @@ def test_invalid_arguments_raise_before_a_launch(function: Any, change: dict[str
         _C.norm_heads_cuda: {"qkv": torch.zeros(8, 192, dtype=torch.bfloat16), "eps": 1e-6, "stream": 0,
                              "weight": torch.zeros(2, 64, dtype=torch.bfloat16)},
         _C.draw_cuda: {"logits": torch.zeros(2, 8), "vocab": 8, "bias": None, "noise": None, "noise_rows": None,
-                       "temperature": 1.0, "tokens": tokens, "stream": 0},
+                       "temperature": 1.0, "scalars": None, "tokens": tokens, "stream": 0},
         _C.CudaCache: dict.fromkeys(("k", "v"), torch.zeros(2, 1, 2, 4, 64, dtype=torch.bfloat16)),
         _C.CudaTree: dict.fromkeys(arrays, tokens) | {"token": torch.zeros(9), "visible": slots, "node": node,
                                                       "tokens": tokens, "children": 2},

@@ -16,6 +16,7 @@ from swiftspec.backends import reference
 from swiftspec.backends.reference import Scores, noise
 from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters
+from swiftspec.sampling.logits_params import LogitsParams
 
 U32 = 2**32 - 1
 
@@ -227,7 +228,9 @@ def test_filtered_draws_equal_draws_from_filtered_logits(level: str, vocab: int,
         tokens = torch.empty(rows, dtype=torch.int64)
         _C.draw_filtered(logits, vocab, bias, 0.7, params.top_k, params.top_p, params.min_p, keys, tokens)
         whole, scores = (logits[:, :vocab] + bias) / 0.7, logits.clone()
-        kept = filters.apply_filters(whole, params)
+        device_params = LogitsParams("cpu")
+        device_params.load(params, noisy=True)
+        kept = filters.apply_filters(whole, device_params)
         assert torch.equal(tokens, host.draw(kept, vocab, gumbel)), values
         _C.filter_scores(scores, vocab, bias, 0.7, params.top_k, params.top_p, params.min_p)
         assert torch.equal(tokens, host.draw(scores, vocab, gumbel)), values

@@ -139,7 +139,7 @@ def test_a_draft_round_as_one_graph(mode: str, sampling: SamplingParams, grouped
     )
     same_rounds(eager, graphed, sampling, VOCAB, rounds=ROUNDS)
     steps = graphed.executor
-    assert isinstance(steps, GraphExpansionExecutor) and steps.graphs._graph_sets[steps._graph_set].graphs
+    assert isinstance(steps, GraphExpansionExecutor) and steps.graphs._graph_sets["expansions"]
     assert eager.executor.name == "eager"
 
 

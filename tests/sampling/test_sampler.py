@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from swiftspec import _C
 from swiftspec.backends.reference.noise import gumbel, noise_bits, row_key
 from swiftspec.params import SamplingParams
-from swiftspec.sampling.filters import apply_top_p
+from swiftspec.sampling.filters import apply_filters
+from swiftspec.sampling.logits_params import LogitsParams
 from swiftspec.sampling.noise import PositionNoise
 from swiftspec.sampling.sampler import History, Sampler
 
@@ -122,19 +123,24 @@ def test_filters(seed: int, temperature: float, k: int, p: float, m: float) -> N
         torch.testing.assert_close(out, naive_filter(row, params))
 
 
+TOP_P = LogitsParams("cpu")
+TOP_P.load(SamplingParams(top_p=0.9), noisy=True)
+
+
 def test_top_p_considers_more_than_its_first_256_candidates() -> None:
     logits = torch.zeros(1, 1000, dtype=torch.float64) - torch.arange(1000) * 1e-4
-    assert torch.isfinite(apply_top_p(logits, 0.9)).sum() > 850
-    torch.testing.assert_close(apply_top_p(logits, 0.9), naive_filter(logits[0], SamplingParams(top_p=0.9))[None])
+    kept = apply_filters(logits, TOP_P)
+    assert torch.isfinite(kept).sum() > 850
+    torch.testing.assert_close(kept, naive_filter(logits[0], SamplingParams(top_p=0.9))[None])
 
 
 def test_top_p_over_the_whole_row_reads_no_value() -> None:
     logits = 3 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    assert torch.equal(apply_top_p(logits, 0.9, num_candidates=1000), apply_top_p(logits, 0.9))
-    nowhere = logits.to("meta")
-    assert apply_top_p(nowhere, 0.9, num_candidates=1000).shape == (4, 1000)
+    assert torch.equal(apply_filters(logits, TOP_P, num_candidates=1000), apply_filters(logits, TOP_P))
+    nowhere, top_p = logits.to("meta"), LogitsParams("meta")
+    assert apply_filters(nowhere, top_p, num_candidates=1000).shape == (4, 1000)
     with pytest.raises(RuntimeError):
-        apply_top_p(nowhere, 0.9)
+        apply_filters(nowhere, top_p)
 
 
 @given(st.lists(st.integers(0, V - 1), min_size=1, max_size=9), st.lists(st.integers(0, V - 1), max_size=9), st.data())

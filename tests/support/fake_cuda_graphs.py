@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 T = TypeVar("T")
-HOST_READS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select"}
+# operators that wait for the device, have a result whose size depends on values, or copy from pageable memory
+REFUSED = {
+    "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select",
+    "aten::lift_fresh", "aten::_unique2", "aten::unique_dim", "aten::repeat_interleave.Tensor",
+}  # fmt: skip
+INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+OPEN = threading.local()  # `here`: whether this thread records
 
 
 class Rerun:
@@ -35,25 +45,91 @@ class Rerun:
         return out, replay
 
 
+class StorageView:
+    """A tensor that a graph does not own: its address and shape, but not its memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._like = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    def tensor(self) -> Tensor:
+        dtype, offset, size, stride = self._like
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        assert storage is not None, f"a graph reads a tensor of size {[*size]} whose memory has been freed"
+        return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
+
+
 class Recording(TorchDispatchMode):
-    """Records operators with the tensors that they read and write. A replay uses the same tensors."""
+    """Records operators with the tensors that they read and write, and refuses those that a capture on a GPU refuses. A
+    replay uses the same tensors; those that the operators did not create must still exist."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._own: set[int] = set()  # storages that the operators created
+
+    def __enter__(self) -> Any:
+        OPEN.here = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        OPEN.here = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func._schema.name not in HOST_READS, f"{func} waits for the device"
-        out = func(*args, **(kwargs or {}))
-        self._calls.append((func, args, kwargs or {}, out))
+        name, kwargs = func._schema.name, kwargs or {}
+        assert not {name, str(func).replace(".", "::", 1)} & REFUSED, f"{func} waits for the device"
+        if name in INDEXED:
+            masks = [part for part in args[1] if part is not None and part.dtype == torch.bool]
+            assert not masks, f"{func} with a mask waits for the device"
+        out = func(*args, **kwargs)
+        given = {part.untyped_storage()._cdata for part in _tensors([*args, *kwargs.values()])}
+        self._own |= {part.untyped_storage()._cdata for part in _tensors(out)} - (given - self._own)
+        self._calls.append((func, self._held(args), self._held(kwargs), self._held(out)))
         return out
+
+    def _held(self, parts: Any) -> Any:
+        def held(tensor: Tensor) -> Tensor | StorageView:
+            return tensor if tensor.untyped_storage()._cdata in self._own else StorageView(tensor)
+
+        return tree_map_only(Tensor, held, parts)
 
     @torch.inference_mode()
     def run(self) -> None:
-        for func, args, kwargs, out in self._calls:
+        for call in self._calls:
+            func, args, kwargs, out = tree_map_only(StorageView, StorageView.tensor, call)
             for old, new in zip(_tensors(out), _tensors(func(*args, **kwargs)), strict=True):
                 if old.data_ptr() != new.data_ptr():  # neither a view nor in place
                     old.copy_(new)
+
+
+def _refuse_in_recordings(owner: Any, name: str) -> None:
+    """Makes a function raise AssertionError in threads that record."""
+    function = getattr(owner, name)
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        assert not getattr(OPEN, "here", False), f"{name} in a capture"
+        return function(*args, **kwargs)
+
+    setattr(owner, name, checked)
+
+
+for _method in ("tolist", "numpy", "pin_memory"):
+    _refuse_in_recordings(Tensor, _method)
+_refuse_in_recordings(torch, "from_numpy")
+
+
+@contextmanager
+def inside_kernel() -> Iterator[None]:
+    """Returns a context manager for the Python of a kernel's stand-in, which may read values."""
+    recording = getattr(OPEN, "here", False)
+    OPEN.here = False
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        OPEN.here = recording
 
 
 def _tensors(out: Any) -> Iterator[Tensor]:

@@ -1,6 +1,6 @@
 """Writes the trained draft as a GGUF file with matrices in Q4_0 and the tokenizer of the target.
 
-    python -m tools.smollm2_draft.export SmolLM2-135M-Instruct.Q4_1.gguf
+python -m tools.smollm2_draft.export SmolLM2-135M-Instruct.Q4_1.gguf
 """
 
 from __future__ import annotations

@@ -81,6 +81,15 @@ struct BlockResult {
   LogSum sum;
 };
 
+// The arguments with the values of `scalars` in their fields.
+SWIFTSPEC_HD ScoreArgs resolve_scalars(ScoreArgs a) {
+  if (a.scalars == nullptr) return a;
+  a.temperature = static_cast<float>(a.scalars[0]);
+  a.tau = static_cast<float>(a.scalars[1]);
+  if (a.scalars[2] == 0.0) a.noise = nullptr;
+  return a;
+}
+
 SWIFTSPEC_HD float score(const ScoreArgs& a, int64_t row, int64_t column) {
   float x = a.logits[row * a.stride + column];
   if (a.bias != nullptr) x = ieee::add(x, a.bias[column]);

@@ -297,6 +297,7 @@ def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.draw(logits, vocab, scores)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    scores = _with_numbers(scores)
     _C.draw(logits, vocab, scores.bias, *_noise(scores), scores.temperature, tokens)
     return tokens
 
@@ -307,6 +308,7 @@ def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES
         return reference.children(logits, vocab, k, scores)
     count = logits.shape[0]
     tokens, values = torch.empty(count, k, dtype=torch.int64), torch.empty(count, k)
+    scores = _with_numbers(scores)
     _C.children(logits, vocab, scores.bias, *_noise(scores), scores.temperature, scores.tau, tokens, values)
     return tokens, values
 
@@ -337,6 +339,15 @@ def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAUL
 def resample(groups: ResamplingState, uniform: Tensor, threshold: float, width: int) -> None:
     """Native version of `reference.resampling.resample`."""
     _C.resample(**groups.fields(), uniform=uniform, threshold=threshold, width=width)
+
+
+def _with_numbers(scores: Scores) -> Scores:
+    """Returns the same scores with `Scores.scalars` as Python numbers."""
+    if scores.scalars is None:
+        return scores
+    temperature, tau, factor = scores.scalars.tolist()
+    noise, rows = (scores.noise, scores.rows) if factor else (None, None)
+    return Scores(temperature, scores.bias, noise, rows, tau)
 
 
 def _noise(scores: Scores) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -12,13 +12,18 @@ from swiftspec.backends.reference.noise import counters, gumbel, row_bits
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Parameters of the scores ((logits + bias) / temperature + noise) / tau; tau applies only with noise."""
+    """Parameters of the scores ((logits + bias) / temperature + noise) / tau; tau applies only with noise.
+
+    `scalars` [3] float64, on the device: temperature, tau and the factor of the noise, 0 or 1. They are used instead of
+    the fields, and tau applies without noise, too.
+    """
 
     temperature: float = 1.0
     bias: Tensor | None = None  # [vocab] float32
     noise: Tensor | None = None  # [noise rows, vocab], from `gumbel_rows`
     rows: Tensor | None = None  # [rows] int64, index in `noise` for each row of logits
     tau: float = 1.0
+    scalars: Tensor | None = None
 
 
 DEFAULT_SCORES = Scores()
@@ -38,7 +43,7 @@ def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
     """Returns the token [rows] with the highest score per row, the first one of ties; logits [rows, >= vocab]. tau is
     ignored. The token is -1 if a score of the row is NaN or the highest is infinite."""
-    return argmax_token(_compute_scores(logits[:, :vocab], scores))
+    return argmax_token(compute_scores(logits[:, :vocab], scores))
 
 
 def argmax_token(scores: Tensor) -> Tensor:
@@ -49,8 +54,7 @@ def argmax_token(scores: Tensor) -> Tensor:
 
 def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
     """Returns `log_top_k` of the scores of logits [rows, >= vocab]: tokens and log-probabilities, each [rows, k]."""
-    shifted = _compute_scores(logits[:, :vocab], scores)
-    return log_top_k(shifted / scores.tau if scores.noise is not None else shifted, k)
+    return log_top_k(calibrated_scores(logits[:, :vocab], scores), k)
 
 
 def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAULT_SCORES) -> Tensor:
@@ -58,7 +62,7 @@ def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAU
 
     `scores`: bias and temperature; its noise and calibration are ignored. Logits: [rows, >= vocab].
     """
-    shifted = _compute_scores(logits[:, :vocab], Scores(scores.temperature, scores.bias))
+    shifted = compute_scores(logits[:, :vocab], Scores(scores.temperature, scores.bias))
     return shifted.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
 
 
@@ -66,17 +70,27 @@ def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAUL
     """Draws a token per row of logits [rows, >= vocab] with the Gumbel noise of `keys` [rows] (int32, see
     `noise.row_keys`). Returns the tokens [rows], -1 as in `draw`, and their log-probabilities [rows] without the noise,
     NaN if the token is -1."""
-    shifted = _compute_scores(logits[:, :vocab], Scores(scores.temperature, scores.bias))
+    shifted = compute_scores(logits[:, :vocab], Scores(scores.temperature, scores.bias))
     tokens = argmax_token(shifted + gumbel(row_bits(keys, counters(range(vocab), keys.device)), logits.dtype))
     values = shifted.log_softmax(-1).gather(1, tokens.clamp_min(0)[:, None]).squeeze(1)
     return tokens, values.masked_fill(tokens < 0, math.nan)
 
 
-def _compute_scores(logits: Tensor, scores: Scores) -> Tensor:
+def compute_scores(logits: Tensor, scores: Scores) -> Tensor:
+    """Returns the scores [rows, vocab] of logits [rows, vocab], before the division by tau."""
     if scores.bias is not None:
         logits = logits + scores.bias.to(logits.dtype)
-    logits = logits / scores.temperature
+    logits = logits / (scores.temperature if scores.scalars is None else scores.scalars[0])
     if scores.noise is None:
         return logits
     assert scores.rows is not None
-    return logits.add_(scores.noise.index_select(0, scores.rows).to(logits.dtype))
+    noise = scores.noise.index_select(0, scores.rows).to(logits.dtype)
+    return logits.add_(noise) if scores.scalars is None else logits.addcmul_(noise, scores.scalars[2].to(logits.dtype))
+
+
+def calibrated_scores(logits: Tensor, scores: Scores) -> Tensor:
+    """Returns the scores [rows, vocab] of logits [rows, vocab]."""
+    shifted = compute_scores(logits, scores)
+    if scores.scalars is not None:
+        return shifted / scores.scalars[1]
+    return shifted if scores.noise is None else shifted / scores.tau

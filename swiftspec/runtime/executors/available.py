@@ -5,15 +5,23 @@ Which executor of a list runs a request depends only on the features that it sup
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from swiftspec.config import EngineConfig, GroupShape, NativeRoundParams
-from swiftspec.runtime.executors import TreeExecutor
+from swiftspec.runtime.executors import Executor, TreeExecutor
 from swiftspec.runtime.executors.eager import EagerExecutor
-from swiftspec.runtime.executors.graph import CAPTURED_ROWS, Capture, GraphCache, GraphForwardExecutor
+from swiftspec.runtime.executors.graph import (
+    CAPTURED_ROWS,
+    Capture,
+    GraphCache,
+    GraphForwardExecutor,
+    chain_shapes,
+    tree_shapes,
+)
 from swiftspec.runtime.executors.graph_expansions import DeviceTreeLike, GraphExpansionExecutor
 from swiftspec.runtime.executors.graph_verifications import GraphVerificationExecutor
 from swiftspec.runtime.executors.native import NativeExecutor, NativeModel, NativeTree
@@ -84,6 +92,38 @@ def draft_executors(runner: Runner, deps: ExecutorDeps, config: EngineConfig) ->
             executors.append(GraphExpansionExecutor(runner, graphs, on_device))
         executors.append(GraphForwardExecutor(runner, graphs))
     return [*executors, EagerExecutor(runner)], tree
+
+
+def target_captures(executors: Sequence[TreeExecutor], config: EngineConfig) -> list[Callable[[], None]]:
+    """Returns functions that capture the CUDA graphs of all verifications, one each; see
+    `GraphForwardExecutor.forward_captures`. Requests with guidance, and rejection sampling, capture theirs when they
+    need them."""
+    shapes, found = chain_shapes(config.verify_batch), list[Callable[[], None]]()
+    for kind in executors:
+        if isinstance(kind, GraphVerificationExecutor):
+            found += kind.verification_captures(shapes)
+        elif isinstance(kind, GraphForwardExecutor):
+            found += kind.forward_captures(shapes)
+    return found
+
+
+def draft_captures(executors: Sequence[TreeExecutor], config: EngineConfig, slots: int) -> list[Callable[[], None]]:
+    """As `target_captures`, for the expansions of a draft tree of `slots` tree slots."""
+    leaves, found = config.draft_leaves, list[Callable[[], None]]()
+    for kind in executors:
+        if isinstance(kind, GraphExpansionExecutor):
+            found += kind.expansion_captures(config.max_draft_steps)
+        elif isinstance(kind, GraphForwardExecutor):
+            # a root is expanded with up to `leaves` pending tokens
+            shapes = {*chain_shapes(leaves + 1), *tree_shapes(leaves, slots)}
+            found += kind.forward_captures(sorted(shapes))
+    return found
+
+
+def graph_captures(executors: Sequence[Executor]) -> int:
+    """Returns the number of CUDA graphs that the executors of a role have captured."""
+    kinds = GraphForwardExecutor, GraphPopulationExecutor
+    return next((kind.graphs.captures for kind in executors if isinstance(kind, kinds)), 0)
 
 
 def population_executors(

@@ -2,8 +2,8 @@
 
 All calls of torch's CUDA graph API are in this module.
 
-A graph reads and writes tensors at fixed addresses. Everything that is fixed when it is captured, such as shapes and a
-temperature, is part of its key. The shape of a forward is the number of rows per sequence, padded to one of
+A graph reads and writes tensors at fixed addresses. Its key contains shapes only: the parameters of a request are in
+tensors (sampling/logits_params.py). The shape of a forward is the number of rows per sequence, padded to one of
 `CAPTURED_ROWS`, and the width of the mask window, which tree/mask.py has already padded. Padding rows repeat the last
 row: they write the same KV to the same slots, and their logits are unused.
 """
@@ -12,26 +12,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import partial
 from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from swiftspec.model.batch import Batch, HostBatch
-from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import FEATURES, ExecutorRequest, Features
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.noise import PositionNoise
+from swiftspec.sampling.sampler import Sampler
+from swiftspec.tree.mask import padded_width
 
 T = TypeVar("T")
 RowOutputs = tuple[Tensor, Tensor | None]  # a tensor with one row per row of a batch, such as logits; hidden states
 
 CAPTURED_ROWS = (1, 2, 4, 8, 16, 32)  # rows per sequence of captured batches; larger batches run eagerly
-MAX_GRAPH_SETS = 5  # graph sets that are kept: forwards, and four combinations of logits parameters
 WARM_UP_RUNS = 2  # runs before a capture, since one-time set-up and tuning must not be captured
 INT64_BYTES = 8
 FORWARD_GRAPHS, ROUND_GRAPHS = "forwards", "rounds"  # graph sets: forwards of a model, rounds of a population
@@ -73,11 +74,13 @@ class GraphInputs:
         self._mask = flat[INT64_BYTES * words :].view(np.bool_).reshape(sequences, rows, width)
 
     def fill(self, batch: HostBatch) -> None:
-        """Copies a batch of at most `rows` rows per sequence to the device, padded by repetitions of its last row. All
-        forwards over the previous batch must have finished."""
-        count = rows_per_sequence(batch)
+        """Copies a batch of at most `rows` rows per sequence and a mask of at most `width` slots to the device, padded
+        by repetitions of its last row and, on the left, by slots that every row attends to. All forwards over the
+        previous batch must have finished."""
+        count, width = rows_per_sequence(batch), batch.mask.shape[1]
+        self._mask[..., :-width] = True
         parts = (batch.tokens, batch.positions, batch.slots, batch.mask)
-        for to, part in zip((*self._columns, self._mask), parts, strict=True):
+        for to, part in zip((*self._columns, self._mask[..., -width:]), parts, strict=True):
             each = part.reshape(len(self._kv_len), count, *part.shape[1:])
             to[:, :count], to[:, count:] = each, each[:, -1:]
         self._kv_len[:] = batch.kv_len
@@ -93,51 +96,68 @@ class CapturedGraph:
     inputs: GraphInputs | None = None
 
 
-@dataclass(slots=True)
-class _GraphSet:
-    """Graphs that are evicted together. `owner`: the object whose tensors they were captured with."""
+class BatchShape(NamedTuple):
+    """Shape of a captured batch of one sequence: rows, and width of the mask window."""
 
-    owner: Any
-    graphs: dict[Hashable, CapturedGraph] = field(default_factory=dict)
+    rows: int
+    width: int
+
+
+class BatchKey(NamedTuple):
+    """Key of a captured forward: rows per sequence, width of the mask window, and the shape of further inputs."""
+
+    rows: int
+    width: int
+    shape: Hashable = None
 
 
 class GraphCache:
-    """Cache of the CUDA graphs of one model. A function is captured when its key first occurs.
+    """Cache of the CUDA graphs of one model, in named graph sets. A function is captured when its key first occurs,
+    unless `capture_ahead` has captured a graph that can run it.
 
-    Graphs belong to graph sets. At most MAX_GRAPH_SETS sets are kept; the least recently used one is evicted with all
-    its graphs. All graphs are dropped when the KV cache that they read and write is reallocated (`bind`).
+    All graphs are dropped when the KV cache that they read and write is reallocated (`bind`). `captures`: number of
+    graphs captured so far.
     """
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
-        self._graph_sets: dict[Hashable, _GraphSet] = {}
+        self._graph_sets: dict[Hashable, dict[Hashable, CapturedGraph]] = {}
+        self._complete: set[Hashable] = set()  # graph sets whose graphs were captured ahead
         self._bound: Tensor | None = None
+        self.captures = 0
 
     def bind(self, buffer: Tensor) -> None:
         """Sets the buffer that all graphs read and write. Drops all graphs if it is not the previous one, since they
         hold its address."""
         if self._bound is not buffer:
             self._graph_sets.clear()
+            self._complete.clear()
             self._bound = buffer
-
-    def open(self, name: Hashable, make: Callable[[], T]) -> T:
-        """Marks the graph set `name` as most recently used. If it does not exist, creates it with the object that
-        `make` returns, whose tensors its graphs may read and write. Returns the object of the set."""
-        graph_set = self._graph_sets.pop(name, None) or _GraphSet(make())
-        if len(self._graph_sets) == MAX_GRAPH_SETS:
-            del self._graph_sets[next(iter(self._graph_sets))]
-        self._graph_sets[name] = graph_set
-        return graph_set.owner
 
     def evict(self, name: Hashable) -> None:
         """Drops the graph set `name`, if it exists."""
         self._graph_sets.pop(name, None)
 
+    def mark_complete(self, name: Hashable) -> None:
+        """Declares that the graph set `name` contains graphs for all shapes: a smaller batch than the captured ones is
+        padded from now on, and not captured."""
+        self._complete.add(name)
+
     def run(self, name: Hashable, key: Hashable, work: Callable[[], Tensor], state: Sequence[Tensor] = ()) -> Tensor:
         """Returns the output of `work`, from a replay of the graph `key` of the graph set `name`. It is valid until the
         next run, since all graphs share their memory. `state`: tensors that `work` changes; they are restored after
         the warm-up runs of a capture."""
-        graphs = self._graph_sets[name].graphs
+        graph = self.ensure(name, key, work, state)
+        graph.replay()
+        return graph.out
+
+    def ensure(
+        self, name: Hashable, key: Hashable, work: Callable[[], Any], state: Sequence[Tensor] = (),
+        inputs: GraphInputs | None = None,
+    ) -> CapturedGraph:  # fmt: skip
+        """Returns the graph `key` of the graph set `name`. Captures it if it does not exist; parameters as in `run`.
+        `inputs`: the batch that `work` reads."""
+        graphs = self._graph_sets.setdefault(name, {})
         if key not in graphs:
             before = [tensor.clone() for tensor in state]
 
@@ -145,31 +165,41 @@ class GraphCache:
                 for tensor, value in zip(state, before, strict=True):
                     tensor.copy_(value)
 
-            graphs[key] = CapturedGraph(*self._capture(work, restore))
-        graphs[key].replay()
-        return graphs[key].out
+            graphs[key] = CapturedGraph(*self._capture(work, restore), inputs)
+            self.captures += 1
+        return graphs[key]
 
     def run_batch(
         self, name: Hashable, batch: HostBatch, work: Callable[[Batch], RowOutputs], device: torch.device,
         shape: Hashable = None,
     ) -> RowOutputs:  # fmt: skip
-        """As `run`, for a `work` over a batch of at most CAPTURED_ROWS[-1] rows per sequence. The graph's key is the
-        shape of the padded batch, and `shape`, the shape of other inputs of `work`. Returns the outputs [rows, ...] for
-        the rows of the first sequence, without padding."""
-        graphs = self._graph_sets[name].graphs
-        rows, width = padded_rows(rows_per_sequence(batch)), batch.mask.shape[1]
-        key = rows, width, shape
-        captured = graphs.get(key)
+        """As `run`, for a `work` over a batch of at most CAPTURED_ROWS[-1] rows per sequence. `shape`: the shape of
+        other inputs of `work`. Returns the outputs [rows, ...] for the rows of the first sequence, without padding."""
+        key, count = self.batch_key(name, batch, shape), rows_per_sequence(batch)
+        captured = self._graph_sets.setdefault(name, {}).get(key)
         if captured is None:
-            inputs = GraphInputs(rows, width, batch.kv_len.shape[0], device)
+            inputs = GraphInputs(key.rows, key.width, batch.kv_len.shape[0], device)
             inputs.fill(batch)  # the warm-up runs read it
-            captured = graphs[key] = CapturedGraph(*self._capture(lambda: work(inputs.batch)), inputs)
+            captured = self.ensure(name, key, lambda: work(inputs.batch), inputs=inputs)
         else:
             assert captured.inputs is not None
             captured.inputs.fill(batch)
         captured.replay()
-        (out, hidden), count = captured.out, rows_per_sequence(batch)
+        out, hidden = captured.out
         return out[:count], None if hidden is None else hidden[:count]
+
+    def batch_key(self, name: Hashable, batch: HostBatch, shape: Hashable = None) -> BatchKey:
+        """Returns the key of the graph that runs a batch: the smallest one that was captured ahead and is large enough,
+        or one of the batch's own size."""
+        own = BatchKey(padded_rows(rows_per_sequence(batch)), batch.mask.shape[1], shape)
+        graphs = self._graph_sets.get(name, {})
+        if own in graphs or name not in self._complete:
+            return own
+        larger = [
+            key for key in graphs
+            if isinstance(key, BatchKey) and key.shape == shape and key.rows >= own.rows and key.width >= own.width
+        ]  # fmt: skip
+        return min(larger, default=own, key=lambda key: (key.rows, key.width))
 
 
 def rows_per_sequence(batch: HostBatch) -> int:
@@ -177,12 +207,32 @@ def rows_per_sequence(batch: HostBatch) -> int:
     return len(batch) // len(batch.kv_len)
 
 
-def logits_key(sampling: SamplingParams) -> str:
-    """Returns a key that is equal for requests whose logits are processed alike, so that one graph, which holds the
-    parameters by value, can run all of them."""
-    ends = {"prompt_logprobs": None, "max_tokens": None, "stop": (), "stop_token_ids": (), "ignore_eos": False}
-    rounds = {"verify_batch": None, "draft_steps": None}
-    return repr(replace(sampling, seed=0, negative_prompt_ids=(), **ends, **rounds))
+def chain_shapes(most: int) -> list[BatchShape]:
+    """Returns the shapes of captured batches of up to `most` rows that attend to each other only: verifications, and
+    chains of tokens."""
+    rows = [rows for rows in CAPTURED_ROWS if rows <= padded_rows(min(most, CAPTURED_ROWS[-1]))]
+    return [BatchShape(count, padded_width(count)) for count in rows]
+
+
+def tree_shapes(rows: int, slots: int) -> list[BatchShape]:
+    """Returns the shapes of captured batches of up to `rows` rows of a tree of up to `slots` slots."""
+    widths = {padded_width(width) for width in range(1, slots + 1)}
+    return [BatchShape(padded_rows(rows), width) for width in sorted(widths)] if rows <= CAPTURED_ROWS[-1] else []
+
+
+def load_bias(buffer: Tensor, sampler: Sampler) -> None:
+    """Copies the bias of a request to the buffer [vocab] that graphs read."""
+    if sampler.bias is None:
+        buffer.zero_()
+    else:
+        buffer.copy_(sampler.bias)
+
+
+def blank_batch(rows: int, width: int) -> HostBatch:
+    """Returns a batch of one sequence to capture a forward with: rows at the beginning of an empty cache."""
+    slots = np.arange(rows)
+    zeros = np.zeros(rows, np.int64)
+    return HostBatch(zeros, slots, slots, np.ones((rows, width), np.bool_), zeros, np.array([rows]))
 
 
 def padded_rows(rows: int) -> int:
@@ -201,6 +251,8 @@ class GraphForwardExecutor(EagerExecutor):
         super().__init__(runner)
         self.graphs = graphs
         self._supported = self.SUPPORTED | {"guidance"} if guided else self.SUPPORTED
+        # guidance scale s, read by graphs over two sequences
+        self._scale = torch.ones((), dtype=torch.float64, device=runner.model.device)
 
     def supports(self, required: Features) -> bool:
         return required <= self._supported
@@ -208,17 +260,34 @@ class GraphForwardExecutor(EagerExecutor):
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)
         self.graphs.bind(self.runner.cache.kv.k)
-        guidance = self.runner.guidance
-        self._forwards = FORWARD_GRAPHS if guidance is None else (FORWARD_GRAPHS, guidance.scale)
-        self.graphs.open(self._forwards, lambda: None)
+        if self.runner.guidance is not None:
+            self._scale.fill_(self.runner.guidance.scale)
+
+    def forward_captures(self, shapes: Sequence[BatchShape]) -> list[Callable[[], None]]:
+        """Returns functions that each capture a forward over a batch of one of these shapes, for requests without
+        guidance. They must be called in this order, without an open request, and on all ranks of a group."""
+
+        def capture(shape: BatchShape) -> None:
+            self.open_cache()
+            self.graphs.run_batch(FORWARD_GRAPHS, blank_batch(*shape), self.model_forward, self._device)
+            if shape == shapes[-1]:
+                self.graphs.mark_complete(FORWARD_GRAPHS)
+
+        return [partial(capture, shape) for shape in shapes]
+
+    def open_cache(self) -> None:
+        """Prepares the KV cache for captures without a request."""
+        self.runner.cache.reset(1)
+        self.runner.guidance = None
+        self.graphs.bind(self.runner.cache.kv.k)
 
     def forward(self, batch: HostBatch) -> Tensor:
         if rows_per_sequence(batch) > CAPTURED_ROWS[-1]:
             return super().forward(batch)
-        device, began = self.runner.model.device, time.perf_counter()
-        logits = self.run_batch(self._forwards, batch, self.model_forward)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        began = time.perf_counter()
+        logits = self.run_batch(FORWARD_GRAPHS, batch, self.model_forward)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         self.runner.record_step(began, len(batch))
         return logits
 
@@ -226,15 +295,19 @@ class GraphForwardExecutor(EagerExecutor):
         self, graph_set: Hashable, batch: HostBatch, work: Callable[[Batch], RowOutputs], shape: Hashable = None
     ) -> Tensor:
         """As `GraphCache.run_batch`, which also returns the hidden states; these are left in `Runner.hidden`."""
-        out, self.runner.hidden = self.graphs.run_batch(graph_set, batch, work, self.runner.model.device, shape)
+        out, self.runner.hidden = self.graphs.run_batch(graph_set, batch, work, self._device, shape)
         return out
+
+    @property
+    def _device(self) -> torch.device:
+        return self.runner.model.device
 
     def model_forward(self, batch: Batch) -> RowOutputs:
         """Runs the operators of a forward, which a graph captures, and returns the logits and the hidden states. With
         guidance the logits of the conditional and the unconditional row of each token are combined into one."""
         (logits, hidden), guidance = self.runner.model.forward(batch, self.runner.cache), self.runner.guidance
         assert logits is not None
-        return logits if guidance is None else guidance.combine(logits), hidden
+        return logits if guidance is None else guidance.combine(logits, self._scale), hidden
 
 
 class StaticNoiseBuffer:

@@ -8,16 +8,26 @@ own graph and computes the same tree.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from swiftspec.backends.reference import Scores
+from swiftspec.backends.reference.sampling import calibrated_scores
 from swiftspec.model.batch import Batch
 from swiftspec.runtime.executors import ExecutorRequest, Features
-from swiftspec.runtime.executors.graph import GraphCache, GraphForwardExecutor, StaticNoiseBuffer
+from swiftspec.runtime.executors.graph import (
+    CapturedGraph,
+    GraphCache,
+    GraphForwardExecutor,
+    StaticNoiseBuffer,
+    load_bias,
+)
 from swiftspec.runtime.runner import Runner
+from swiftspec.sampling.logits_params import PROCESSED, RAW, LogitsParams
 from swiftspec.sampling.noise import PositionNoise
 from swiftspec.tree.tree import DraftTree
 
@@ -39,7 +49,9 @@ class DeviceTreeLike(Protocol):
     """A draft tree that is expanded on the device; backends/cuda/tree.py implements and documents it."""
 
     children: int
+    expansions_left: int
     rows: Any
+    state: Tensor  # the whole tree
     logprob: Tensor
 
     def upload(self, tree: Any, /) -> None: ...
@@ -54,7 +66,7 @@ class GraphExpansionExecutor(GraphForwardExecutor):
     tokens."""
 
     name = "graph"
-    SUPPORTED: Features = frozenset({"greedy", "sampled"})
+    SUPPORTED: Features = frozenset({"greedy", "sampled", "logit bias"})
 
     def __init__(self, runner: Runner, graphs: GraphCache, tree: DeviceTreeLike) -> None:
         super().__init__(runner, graphs)
@@ -64,21 +76,30 @@ class GraphExpansionExecutor(GraphForwardExecutor):
         self._staged = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._sequence = torch.zeros(len(tree.rows.tokens), dtype=torch.int64, device=device)
         self._noise = StaticNoiseBuffer(runner.vocab, torch.float32, device)
+        self._values, self._bias = LogitsParams(device), torch.zeros(runner.vocab, device=device)
 
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)
-        shape, params = request.expansion, request.sampler.params
+        shape, sampler = request.expansion, request.sampler
         assert shape is not None
-        temperature = 1.0 if params.greedy else params.temperature
-        self._noisy = shape.coupled and not params.greedy
-        self._graph_set = "expansions", temperature, shape.tau, self._noisy  # graph set; a graph holds these by value
-        self.graphs.open(self._graph_set, lambda: None)
+        self._noisy = shape.coupled and not sampler.params.greedy
+        self._values.load(sampler.params, noisy=self._noisy, tau=shape.tau)
+        load_bias(self._bias, sampler)
+
+    def expansion_captures(self, steps: int) -> list[Callable[[], None]]:
+        """Returns functions that each capture a graph of at most `steps` expansions. See `forward_captures`."""
+
+        def capture(count: int) -> None:
+            self.open_cache()
+            self._graph(count)
+
+        return [partial(capture, count) for count in powers_of_two(steps)]
 
     def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
         if tree.expanded == 0 and count > 0:
             super().expand(tree, pending, 1)
             count -= 1
-        if tree.expanded > 0 and 1 < count <= self.expansions_that_fit(tree):
+        if tree.expanded > 0 and 0 < count <= self.expansions_that_fit(tree):
             self._expand_on_device(tree, count)
         else:
             super().expand(tree, pending, count)
@@ -98,16 +119,22 @@ class GraphExpansionExecutor(GraphForwardExecutor):
         self._numbers.copy_(self._staged, non_blocking=True)
         self._tree.upload(tree)
         with self.runner.translate_peer_errors():
-            self.graphs.run(self._graph_set, count, lambda: self._expansions(count))
+            self._tree.restore()
+            for power in binary_parts(count):
+                self._graph(power).replay()
             self._tree.download(tree)
         cache.append_tree(count * len(self._sequence))
         for _ in range(count):
             self.runner.record_step(began, len(self._sequence))
             began = time.perf_counter()
 
+    def _graph(self, count: int) -> CapturedGraph:
+        """Returns the graph of `count` expansions."""
+        return self.graphs.ensure("expansions", count, lambda: self._expansions(count), (self._tree.state,))
+
     def _expansions(self, count: int) -> Tensor:
         prefix, end = self._numbers.split(1)
-        self._tree.restore()
+        self._tree.expansions_left = count  # `expansions_that_fit` has checked the real number
         for _ in range(count):
             rows = self._tree.best_leaves(prefix)
             batch = Batch(rows.tokens, rows.positions, rows.slots, rows.mask, self._sequence, end)
@@ -118,18 +145,25 @@ class GraphExpansionExecutor(GraphForwardExecutor):
     def _children(self, logits: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         """As `Sampler.children`, with the same operations, for a graph. `after` [w]: absolute positions of the
         children."""
-        _, temperature, tau, _ = self._graph_set
-        runner, count = self.runner, self._tree.children
-        if runner.shard is None:
-            if not self._noisy:
-                return runner.ops.children(logits, runner.vocab, count, Scores(temperature * tau))
-            noise, rows = self._noise.rows(after, range(runner.vocab), torch.float32)
-            return runner.ops.children(logits, runner.vocab, count, Scores(temperature, None, noise, rows, tau))
-        scores = logits[:, : len(runner.shard.tokens)] / temperature
-        if self._noisy:
-            noise, rows = self._noise.rows(after, runner.shard.tokens, torch.float32)
-            scores = scores + noise[rows]
-        return runner.shard.log_top_k(scores / tau, count)
+        runner, count, shard = self.runner, self._tree.children, self.runner.shard
+        noise, rows = self._noise.rows(after, range(runner.vocab) if shard is None else shard.tokens, torch.float32)
+        if shard is None:
+            scores = Scores(bias=self._bias, noise=noise, rows=rows, scalars=self._values.scores[RAW])
+            return runner.ops.children(logits, runner.vocab, count, scores)
+        bias = self._bias[shard.tokens.start : shard.tokens.stop].to(logits.dtype)
+        shaped = logits[:, : len(shard.tokens)] + bias
+        scores = Scores(noise=noise, rows=rows, scalars=self._values.scores[PROCESSED])
+        return shard.log_top_k(calibrated_scores(shaped / self._values.temperature, scores), count)
+
+
+def binary_parts(count: int) -> list[int]:
+    """Returns the powers of two that sum to `count`, the largest first."""
+    return [1 << bit for bit in reversed(range(count.bit_length())) if count >> bit & 1]
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Returns the powers of two up to `most`."""
+    return [1 << bit for bit in range(most.bit_length())]
 
 
 def _depth(tree: DraftTree) -> int:

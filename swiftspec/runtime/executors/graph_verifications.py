@@ -1,10 +1,10 @@
 """Graph executor of verifications: the target's forward, the logits processing and a token for every node are one CUDA
 graph; with rejection sampling also the acceptance of every node's children.
 
-The graph holds by value the batch's shape and the request's logits parameters. The batch, the noise and the tokens that
-penalties count are in tensors at fixed addresses. The host copies a batch to the device, waits for the copy of the
-result and reads tokens. Sampling uses the operators of `Sampler.draw`, so results are bitwise identical to the eager
-executor's.
+The batch, the noise, the logits parameters, the bias and the tokens that penalties count are in tensors at fixed
+addresses. The host copies a batch to the device, waits for the copy of the result and reads tokens. Sampling uses the
+operators of `Sampler.draw`, so results are bitwise identical to the eager executor's. Requests without filters and
+penalties have graphs of their own, in which one kernel samples.
 
 A filter ranks only the most likely tokens if they suffice. The graph assumes that they do and marks rows where they do
 not as UNDECIDED. Such a batch is sampled again eagerly, from the logits that the graph has left in its buffer.
@@ -13,8 +13,9 @@ not as UNDECIDED. Such a batch is sampled again eagerly, from the logits that th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +29,14 @@ from swiftspec.runtime.async_copy import AsyncCopy
 from swiftspec.runtime.executors import Accepted, ExecutorRequest, Features
 from swiftspec.runtime.executors.graph import (
     CAPTURED_ROWS,
+    BatchKey,
+    BatchShape,
     GraphCache,
     GraphForwardExecutor,
     RowOutputs,
     StaticNoiseBuffer,
-    logits_key,
+    blank_batch,
+    load_bias,
     padded_rows,
     rows_per_sequence,
 )
@@ -57,17 +61,38 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         # of the logits and the noise
         dtype = torch.float64 if runner.model.dtype == torch.float64 else torch.float32
         self._noise = StaticNoiseBuffer(runner.vocab, dtype, runner.model.device)
+        self._samplers: dict[bool, GraphSampler] = {}  # by whether it applies penalties and filters
 
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)
         params, accept = request.sampler.params, request.accept
         self._rejection = accept if isinstance(accept, RejectionSampling) else None
-        self._shape: Any = None  # shape of the graph's inputs other than the batch: of the packed draft probabilities
-        self._graph_set = "verifications", logits_key(params), self._rejection is not None
-        self._draws = self.graphs.open(self._graph_set, lambda: _GraphSampler(self.runner, params, self._noise))
-        self._draws.share_history(request.sampler)
+        self._shape: Hashable = None  # shape of the graph's inputs other than the batch: of the packed probabilities
+        self._select(params.filtered or params.penalised)
+        self._draws.open(request.sampler)
         if self._rejection is not None:
             self._draws.rejection.uniform_stream_key.copy_(self._rejection.uniform_stream_key)
+
+    def _select(self, processed: bool) -> None:
+        """Selects the sampler and the graph set of a request."""
+        if processed not in self._samplers:
+            self._samplers[processed] = GraphSampler(self.runner, self._noise, processed)
+        self._draws = self._samplers[processed]
+        self._graph_set = "verifications", processed, self._rejection is not None
+
+    def verification_captures(self, shapes: Sequence[BatchShape]) -> list[Callable[[], None]]:
+        """Returns functions that each capture a verification of a batch of one of these shapes, by token comparison.
+        See `forward_captures`."""
+
+        def capture(processed: bool, shape: BatchShape) -> None:
+            self.open_cache()
+            self._rejection, self._shape = None, None
+            self._select(processed)
+            self.run_batch(self._graph_set, blank_batch(*shape), self._tokens)
+            if shape == shapes[-1]:
+                self.graphs.mark_complete(self._graph_set)
+
+        return [partial(capture, processed, shape) for processed in (False, True) for shape in shapes]
 
     def verify(self, proposal: Proposal) -> Accepted:
         runner, began, self._logits = self.runner, time.perf_counter(), None
@@ -100,9 +125,9 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         self._shape = numbers.shape, width
         return self.run_batch(self._graph_set, batch, lambda placed: self._verdicts(placed, packed, width), self._shape)
 
-    def _key(self, batch: Batch | HostBatch) -> tuple[Any, ...]:
-        """Returns the key that `GraphCache.run_batch` uses for the graph of this batch."""
-        return padded_rows(len(batch) // len(batch.kv_len)), batch.mask.shape[1], self._shape
+    def _key(self, batch: HostBatch) -> BatchKey:
+        """Returns the key of the graph that has run this batch."""
+        return self.graphs.batch_key(self._graph_set, batch, self._shape)
 
     def _tokens(self, batch: Batch) -> RowOutputs:
         return self._shaped(batch, self._draws.sampler.draw)
@@ -120,35 +145,45 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         found = draw(logits, ancestors, batch.positions[: len(logits)])
         if draws.assumptions:
             # keep a reference, so that the graph's memory is not reused
-            draws.logits[self._key(batch)] = logits
+            key = BatchKey(len(batch) // len(batch.kv_len), batch.mask.shape[1], self._shape)
+            draws.logits[key] = logits
         while draws.assumptions:
             holds = draws.assumptions.pop().view(-1)
             found = found.masked_fill(~(holds if found.dim() == 1 else holds.unsqueeze(1)), UNDECIDED)
         return found, hidden
 
 
-class _GraphSampler:
-    """The sampling tensors and rules that the graphs of one set were captured with. Requests with the same logits
-    parameters use them one after the other. Sampling does not synchronise with the device."""
+class GraphSampler:
+    """The sampler that graphs are captured with, whose tensors `open` sets for each request. Sampling does not
+    synchronise with the device. `processed`: whether it applies penalties and filters."""
 
-    def __init__(self, runner: Runner, params: SamplingParams, noise: StaticNoiseBuffer) -> None:
-        self.sampler = runner.sampler(params, ())
-        self.sampler.noise_rows, self.sampler.check_all = noise.rows, self._assume
+    def __init__(self, runner: Runner, noise: StaticNoiseBuffer, processed: bool) -> None:
+        device = runner.model.device
+        sampler = self.sampler = runner.sampler(SamplingParams(), ())
+        sampler.noise_rows, sampler.check_all, sampler.filtered = noise.rows, self._assume, processed
+        # added to the logits of every request, since graphs with and without bias would be twice as many
+        self._bias = sampler.bias = torch.zeros(runner.vocab, device=device)
         self.history: DeviceHistory | None = None
-        if params.penalised:
-            self.history = self.sampler.history = DeviceHistory((), runner.vocab, runner.model.device)
-        self.rejection = RejectionSampling(self.sampler)
+        if processed:
+            self.history = sampler.history = DeviceHistory((), runner.vocab, device)
+        self.rejection = RejectionSampling(sampler)
         self.rejection.noise_rows = noise.rows
         self._packed: dict[tuple[int, ...], Tensor] = {}  # packed draft probabilities, by shape
         self.assumptions: list[Tensor] = []  # bools that a draw assumed to be True, [rows] or [rows, 1] each
-        self.logits: dict[tuple[Any, ...], Tensor] = {}  # logits of graphs with assumptions, by `_key`
+        self.logits: dict[BatchKey, Tensor] = {}  # logits of graphs with assumptions
 
-    def share_history(self, sampler: Sampler) -> None:
-        """Copies the token counts for a request's penalties into the tensors that graphs read, and makes `sampler`
-        count in these tensors from then on."""
-        if self.history is not None and sampler.history is not None:
-            self.history.load(sampler.history)
-            sampler.history = self.history
+    def open(self, sampler: Sampler) -> None:
+        """Sets the tensors that graphs read to the parameters of a request's `sampler`, and makes it count tokens in
+        these tensors from then on."""
+        params = sampler.params
+        self.sampler.values.load(params, noisy=not params.greedy)
+        load_bias(self._bias, sampler)
+        if self.history is not None:
+            if sampler.history is None:
+                self.history.clear()
+            else:
+                self.history.load(sampler.history)
+                sampler.history = self.history
 
     def place(self, numbers: Tensor) -> Tensor:
         """Copies packed draft probabilities (`rejection.pack_draft_probs`) into the tensor that graphs read."""
@@ -181,6 +216,11 @@ class AncestorPaths:
 
 class DeviceHistory(History):
     """A `History` whose tensors stay the same across requests, and which also counts the tokens of `AncestorPaths`."""
+
+    def clear(self) -> None:
+        """Removes all tokens."""
+        self.prompt.zero_()
+        self.output.zero_()
 
     def load(self, other: History) -> None:
         """Copies the contents of another history."""

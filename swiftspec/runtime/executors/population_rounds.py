@@ -151,5 +151,4 @@ class GraphPopulationExecutor(EagerPopulationExecutor):
         if program.key != self._key:
             self.graphs.evict(ROUND_GRAPHS)  # the tensors that its graphs hold no longer exist
             self._key = program.key
-        self.graphs.open(ROUND_GRAPHS, lambda: None)
         return AsyncCopy(self.graphs.run(ROUND_GRAPHS, (width, groups), partial(program, width, groups), program.state))

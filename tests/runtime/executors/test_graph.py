@@ -23,10 +23,10 @@ from swiftspec.runtime.executors import ExecutorRequest
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.graph import (
     CAPTURED_ROWS,
-    MAX_GRAPH_SETS,
     GraphCache,
     GraphForwardExecutor,
     GraphInputs,
+    RowOutputs,
 )
 from swiftspec.tree import mask as tree_mask
 from tests.support.fake_cuda_graphs import Rerun
@@ -65,7 +65,6 @@ def test_every_input_is_copied_and_padding_rows_repeat_the_last(sequences: int) 
 def test_a_few_shapes_cover_all_numbers_of_rows() -> None:
     capture = Rerun()
     graphs = GraphCache(capture)
-    graphs.open("forwards", lambda: None)
 
     def forwards(batch: HostBatch) -> list[float]:
         found, hidden = graphs.run_batch("forwards", batch, lambda placed: (placed.tokens.float(), None), CPU)
@@ -80,28 +79,46 @@ def test_a_few_shapes_cover_all_numbers_of_rows() -> None:
     assert capture.captures == len(CAPTURED_ROWS) + 1
 
 
-def test_the_least_recently_used_family_is_evicted_with_its_buffer() -> None:
-    capture = Rerun()
-    graphs, buffers, owners = GraphCache(capture), [torch.zeros(3), torch.zeros(3)], []
+def test_graphs_are_dropped_with_their_buffer_or_their_set() -> None:
+    graphs, buffers = GraphCache(Rerun()), [torch.zeros(3), torch.zeros(3)]
 
-    def run(name: int, buffer: int = 0) -> int:
-        before = capture.captures
+    def captured(name: int, buffer: int = 0) -> int:
+        before = graphs.captures
         graphs.bind(buffers[buffer])
-        owners.append(graphs.open(name, object))
         graphs.run(name, "key", lambda: buffers[buffer] + 1)
-        return capture.captures - before
+        return graphs.captures - before
 
-    assert [run(name) for name in range(MAX_GRAPH_SETS)] == [1] * MAX_GRAPH_SETS
-    assert run(0) == 0 and owners[-1] is owners[0], "the owner of a graph set stays as long as the set"
-    assert run(MAX_GRAPH_SETS) == 1 and run(0) == 0 and run(1) == 1, "the one that rested longest went"
-    assert run(0, 1) == 1 and owners[-1] is not owners[0], "they know the buffer by its address"
+    assert [captured(0), captured(1), captured(0), captured(1)] == [1, 1, 0, 0]
+    assert captured(0, 1) == 1, "graphs know the buffer by its address"
     graphs.evict(0)
-    assert run(0, 1) == 1
+    assert captured(0, 1) == 1 and captured(0, 1) == 0
+
+
+def test_a_complete_graph_set_pads_smaller_batches() -> None:
+    """On the right by rows, on the left by slots that all rows attend to. A set that is not complete captures them."""
+    graphs = GraphCache(Rerun())
+
+    def work(placed: Batch) -> RowOutputs:
+        return (placed.tokens + placed.mask.sum(1) / 1024).double(), None
+
+    def run(rows: int, width: int) -> int:
+        batch, before = random_batch(rows, width, 7), graphs.captures
+        found, _ = graphs.run_batch("forwards", batch, work, CPU)
+        padding = graphs.batch_key("forwards", batch).width - width
+        seen = torch.from_numpy(batch.mask).sum(1) + padding
+        assert torch.equal(found, (torch.from_numpy(batch.tokens) + seen / 1024).double())
+        return graphs.captures - before
+
+    assert [run(8, 8), run(8, 16), run(8, 32), run(3, 16)] == [1, 1, 1, 1]
+    graphs.mark_complete("forwards")
+    assert [run(rows, width) for rows, width in ((3, 16), (2, 8), (8, 16), (5, 32), (1, 32))] == [0] * 5
+    assert run(16, 8) == 1, "no captured batch is as large"
+    graphs.bind(torch.zeros(1))
+    assert run(2, 8) == 1
 
 
 def test_the_run_before_a_capture_restores_the_state() -> None:
     graphs, state = GraphCache(Rerun()), torch.zeros(2)
-    graphs.open("rounds", lambda: None)
     for count in (1, 2, 3):
         assert graphs.run("rounds", "key", lambda: state.add_(1), [state]).tolist() == [count, count]
 

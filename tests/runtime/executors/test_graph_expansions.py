@@ -6,6 +6,7 @@ they are given. tests/native/test_cuda_code.py compares the kernels' own code wi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,11 @@ from swiftspec.backends.cuda import tree as cuda_tree
 from swiftspec.config import EngineConfig
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors.graph import FORWARD_GRAPHS
-from swiftspec.runtime.executors.graph_expansions import GraphExpansionExecutor
+from swiftspec.runtime.executors.graph_expansions import GraphExpansionExecutor, binary_parts, powers_of_two
+from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from tests.support.cases import fast_first
-from tests.support.fake_cuda_graphs import Rerun
+from tests.support.fake_cuda_graphs import Rerun, RerunWithoutReads, inside_kernel
 from tests.support.roles import make_drafter, make_runner, request_start
 from tests.support.same_rounds import same_rounds, weights_by_path
 from tests.support.thread_group import ThreadGroup, on_ranks, peers
@@ -44,6 +45,7 @@ class CudaTree:
         self.slots, self.mask = views["slots"], views["mask"]
         self.children = children
 
+    @inside_kernel()
     def leaves(self, prefix: Tensor, _: int) -> None:
         w, start, (count, first) = len(self.node), int(prefix[0]), self.used.tolist()
         leaves = [i for i in range(count) if self.slot[i] < 0 and self.weight[i] > -np.inf]
@@ -62,6 +64,7 @@ class CudaTree:
             self.slot[i] = first + row
         self.used[1] = first + w
 
+    @inside_kernel()
     def add(self, tokens: Tensor, values: Tensor, _: int) -> None:
         assert tokens.shape == values.shape == (len(self.node), self.children)
         for row, parent in enumerate(self.node.tolist()):
@@ -91,22 +94,16 @@ def drafters(checkpoint: Path, config: EngineConfig, group: Any = None) -> tuple
     """One that synchronises with the host, one that does not."""
     model = load_model(checkpoint, dtype=torch.float32, ops=unfused, max_positions=256, group=group)
     with_tree: Any = SimpleNamespace(**vars(unfused) | {"device_tree": cuda_tree.device_tree})
-    capture = Rerun()
+    capture = RerunWithoutReads()
     runners = [make_runner(model, ops, context=128, tree_slots=8 * W * D) for ops in (unfused, with_tree)]
     return make_drafter(runners[0], config), make_drafter(runners[1], config, capture), capture
 
 
-def grown(drafter: LocalDrafter) -> list[Any]:
-    """The graph sets that a drafter has for successive expansions."""
-    found: list[Any] = []
-    for kind in drafter.executors:
-        if isinstance(kind, GraphExpansionExecutor):
-            found += [
-                name
-                for name, graph_set in kind.graphs._graph_sets.items()
-                if name != FORWARD_GRAPHS and graph_set.graphs
-            ]
-    return found
+def grown(drafter: LocalDrafter) -> list[int]:
+    """Returns the numbers of expansions that a drafter has graphs of."""
+    kinds = [kind for kind in drafter.executors if isinstance(kind, GraphExpansionExecutor)]
+    counts: list[Any] = [count for kind in kinds for count in kind.graphs._graph_sets.get("expansions", {})]
+    return sorted(counts)
 
 
 def expansions(drafter: LocalDrafter) -> list[str]:
@@ -169,8 +166,20 @@ def test_a_group_whose_messages_are_too_long_runs_phase_by_phase(checkpoint: Pat
     assert on_ranks(2, work) == [["graph forwards", "graph"]] * 2
 
 
-def test_a_graph_contains_the_calibration(checkpoint: Path) -> None:
-    config = EngineConfig(verify_batch=K, draft_leaves=W, draft_steps=D, calibration=1.7)
-    given = drafters(checkpoint, config)
-    same_rounds(*given[:2], SAMPLING[0], 64)
-    assert [family[2] for family in grown(given[1])] == [1.7]
+def test_requests_capture_no_graph_after_the_start(checkpoint: Path) -> None:
+    """Over a mix of temperatures, biases and numbers of expansions. The calibration is the configuration's."""
+    config = EngineConfig(verify_batch=K, draft_leaves=W, draft_steps=7, calibration=1.7)
+    host, ours, capture = drafters(checkpoint, config)
+    capture_graphs(None, ours, config, None)
+    before = capture.captures
+    assert grown(ours) == [1, 2, 4] and before == num_captures(None, ours)
+    for number, sampling in enumerate([*SAMPLING, replace(SAMPLING[1], logit_bias={3: 2.0, 9: -1.0}, min_tokens=3)]):
+        host.draft_steps = ours.draft_steps = 7 - number
+        same_rounds(host, ours, sampling, 64)
+    assert capture.captures == before
+
+
+def test_the_parts_of_a_number_of_expansions() -> None:
+    assert [binary_parts(count) for count in (1, 6, 7, 8)] == [[1], [4, 2], [4, 2, 1], [8]]
+    for most in range(1, 20):
+        assert {part for count in range(1, most + 1) for part in binary_parts(count)} == {*powers_of_two(most)}

@@ -17,12 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.backends import unfused
+from swiftspec.config import EngineConfig
 from swiftspec.messages import DraftProbs, Proposal
 from swiftspec.model.batch import HostBatch
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors.graph import CAPTURED_ROWS, MAX_GRAPH_SETS, GraphForwardExecutor, GraphInputs
+from swiftspec.runtime.executors.graph import CAPTURED_ROWS, GraphForwardExecutor, GraphInputs, chain_shapes
 from swiftspec.runtime.executors.graph_verifications import AncestorPaths, DeviceHistory, GraphVerificationExecutor
+from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.vocab import TOP_CANDIDATES
 from swiftspec.tree import mask as tree_mask
@@ -200,9 +202,9 @@ def test_guided_requests_in_one_graph(checkpoint: Path, size: int, name: str) ->
         same_verifications(steps, graphed, guided, VOCAB, rounds=4)
         assert in_one_graph(graphed)
         before = capture.captures
-        same_verifications(steps, graphed, replace(guided, guidance_scale=2.5), VOCAB, rounds=2)
+        same_verifications(steps, graphed, replace(guided, guidance_scale=2.5), VOCAB, rounds=4)
         scored = replace(guided, guidance_scale=3.0, logprobs=0)
-        assert capture.captures > before  # the scale is captured by value
+        assert capture.captures == before
         same_verifications(steps, graphed, scored, VOCAB, rounds=2)
         assert type(graphed.executor) is GraphForwardExecutor
         return capture.captures
@@ -210,26 +212,39 @@ def test_guided_requests_in_one_graph(checkpoint: Path, size: int, name: str) ->
     assert work(None) > 0 if size == 1 else len(set(on_ranks(size, work))) == 1
 
 
-def test_graphs_are_kept_for_a_few_logits_keys(checkpoint: Path) -> None:
-    """Every parameter is part of the key, except the seed."""
-    _, verifier, capture = verifiers(checkpoint)
+def mixed_sampling(dice: np.random.Generator) -> SamplingParams:
+    """Random parameters of a request without guidance, each of them set in some requests."""
 
-    def captured(sampling: SamplingParams) -> int:
-        before = capture.captures
-        verifier.open(request_start(PROMPT, sampling, request=0))
-        verifier.verify(draft_proposal(0, 0, 5, (9,), (-1,)))
-        verifier.close()
-        return capture.captures - before
+    def some(value: Any, otherwise: Any) -> Any:
+        return value if dice.random() < 0.4 else otherwise
 
-    ways = [replace(SAMPLED, temperature=0.5 + step / 10) for step in range(MAX_GRAPH_SETS)]
-    assert [captured(way) for way in ways[:-1]] == [1] * len(ways[:-1])
-    assert [captured(replace(way, seed=9)) for way in ways[:-1]] == [0] * len(ways[:-1])
-    assert captured(ways[0]) == 0 and captured(ways[-1]) == 1
-    assert captured(ways[0]) == 0 and captured(ways[1]) == 1, "the one that rested longest goes"
-    fields = {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "logit_bias": {3: 1.0}, "repetition_penalty": 1.1}
-    for name, value in (fields | {"presence_penalty": 0.1, "frequency_penalty": 0.1, "temperature": 0}).items():
-        captured(SAMPLED)
-        assert captured(GREEDY if name == "temperature" else replace(SAMPLED, **{name: value})) == 1, name
+    return SamplingParams(
+        temperature=float(dice.choice([0.0, 0.6, 1.3])), seed=int(dice.integers(9)), top_k=some(20, 0),
+        top_p=some(0.8, 1.0), min_p=some(0.02, 0.0), logit_bias=some(BIAS, {}),
+        repetition_penalty=some(1.2, 1.0), presence_penalty=some(0.3, 0.0), frequency_penalty=some(0.4, 0.0),
+        min_tokens=some(2, 0), logprobs=some(2, None), bad_words_ids=some(((3,), (4, 5)), ()),
+    )  # fmt: skip
+
+
+def test_requests_capture_no_graph_after_the_start(checkpoint: Path) -> None:
+    """Over a mix of all sampling parameters, in proposals of all sizes."""
+    steps, graphed, capture = verifiers(checkpoint)
+    config = EngineConfig("serial", verify_batch=11)
+    capture_graphs(graphed, None, config, None)
+    before, dice = capture.captures, np.random.default_rng(4)
+    assert before == 3 * len(chain_shapes(11))
+    for _ in range(200):
+        sampling = mixed_sampling(dice)
+        for verifier in (steps, graphed):
+            verifier.open(request_start(PROMPT, sampling, request=0))
+        nodes = int(dice.integers(1, 12))
+        parents = (-1, *(int(dice.integers(0, node)) for node in range(1, nodes)))
+        proposal = draft_proposal(0, 0, len(PROMPT) - 1, tuple(dice.integers(0, VOCAB, nodes).tolist()), parents)
+        assert graphed.verify(proposal) == steps.verify(proposal), sampling
+        for verifier in (steps, graphed):
+            verifier.settle()
+            verifier.close()
+    assert capture.captures == before == num_captures(graphed, None)
 
 
 @given(st.integers(1, 8), st.data())

@@ -99,6 +99,7 @@ class PrometheusMetrics:
         self._prefill.observe(timings["prompt_ms"] / 1e3)
         self._decode.observe(decode_s)
         self._cached_tokens.inc(timings["cache_n"])
+        self._graph_captures.inc(metrics["graph_captures"])
         verify, draft = (metrics[f"{model}_busy"] * decode_s for model in ("target", "draft"))
         exclusive_draft = 0.0 if metrics["mode"] == "async" else draft  # mode async drafts during verification
         for phase, seconds in (
@@ -143,6 +144,9 @@ class PrometheusMetrics:
     def _create_request_metrics(self) -> None:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
         self._cached_tokens = self._counter("prefix_cache_hits", "Prompt tokens supplied by the prefix cache.")
+        self._graph_captures = self._counter(
+            "graph_captures", "CUDA graphs captured during requests; each capture interrupts the GPU."
+        )
         self._generated_tokens = self._counter("generation_tokens", "Generated tokens.")
         self._success = self._labelled(
             "request_success", "Requests that were decoded, by finish reason.", ["finished_reason"]

@@ -1,0 +1,33 @@
+"""Captures the CUDA graphs of a process before its first request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from swiftspec.config import EngineConfig
+from swiftspec.runtime.executors.available import draft_captures, graph_captures, target_captures
+from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.verifier import LocalVerifier
+
+CAPTURE_PHASE = "CUDA graphs"  # description that `Progress` receives
+Progress = Callable[[str, int, int], None]  # description, step, number of steps
+
+
+def capture_graphs(
+    verifier: LocalVerifier | None, drafter: LocalDrafter | None, config: EngineConfig, progress: Progress | None
+) -> None:
+    """Captures the graphs of the models in this process, so that no request waits for a capture, which also stops all
+    other work on the GPU. No request may be open. All ranks of a group must call it at about the same time, since the
+    captured forwards communicate."""
+    captures = [] if verifier is None else target_captures(verifier.executors, config)
+    if drafter is not None:
+        captures += draft_captures(drafter.executors, config, drafter.tree.slots)
+    for step, capture in enumerate(captures):
+        if progress is not None:
+            progress(CAPTURE_PHASE, step, len(captures))
+        capture()
+
+
+def num_captures(verifier: LocalVerifier | None, drafter: LocalDrafter | None) -> int:
+    """Returns the number of graphs that the models in this process have captured."""
+    return sum(graph_captures(role.executors) for role in (verifier, drafter) if role is not None)
