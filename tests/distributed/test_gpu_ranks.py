@@ -3,6 +3,7 @@ whose communicator must not be closed while captured graphs live."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -42,7 +43,12 @@ OPTIONS: Any = {"dtype": "float32", "device": "cuda", "set_torch_threads": False
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_pair(tmp_path_factory.mktemp("pair"))
+    """With eight heads, which six ranks can share."""
+    folders = make_pair(tmp_path_factory.mktemp("pair"))
+    for folder in folders:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8, "num_key_value_heads": 4}))
+    return folders
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,7 @@ def wait_in_vain(rank: int, size: int, file: str) -> None:
 
 def refuse(rank: int, size: int, file: str) -> None:
     os.environ["SWIFTSPEC_PEERS"] = "0"
-    with pytest.raises(PeerAccessError, match="^GPU rank 0: SWIFTSPEC_PEERS=0$"):
+    with pytest.raises(PeerAccessError, match=r"^GPU rank 0: SWIFTSPEC_PEERS=0$"):
         open_peers(rank, size, file, 0.5)
     print("refused")
 

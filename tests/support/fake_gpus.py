@@ -152,8 +152,10 @@ class GpuTensors(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is Tensor.device.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+        if func == Tensor.device.__get__:  # pyright: ignore[reportAttributeAccessIssue]
             return _tag(args[0]) or CPU
+        if func is torch.device:
+            return func(*args, **kwargs)
         kwargs.pop("pin_memory", None)
         if func in self.MOVES and isinstance(args[-1], str):
             args = (*args[:-1], torch.device(args[-1]))
@@ -185,6 +187,9 @@ class JoinedThreads(ThreadGroup):
     def __init__(self, name: str, *rest: Any) -> None:
         super().__init__(*rest)
         self.name = name
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return super().all_gather(x.cpu()).to(x.device)
 
     def close(self) -> None: ...
     def abort(self) -> None: ...
