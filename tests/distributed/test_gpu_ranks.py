@@ -34,7 +34,7 @@ from swiftspec.runtime.overlapped import ThreadedVerifier
 from tests.support.fake_gpus import FakeGpus, GpuTensors, JoinedThreads, ThreadJoin, on_gpu_ranks
 from tests.support.toy_pair import make_pair
 
-PROMPT, ANSWER = [5, 60, 70, 8], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPT, ANSWER = [5, 60, 70, 8], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 GPU_1 = torch.device("cuda", 1)
 SERIAL = EngineConfig("serial", target_tp=2, draft_tp=-1, verify_batch=4, draft_leaves=2, draft_steps=2)
 SHAPE: Any = {"verify_batch": 4, "draft_leaves": 2, "draft_steps": 2}
@@ -49,6 +49,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8, "num_key_value_heads": 4}))
     return folders
+
+
+@pytest.fixture(autouse=True)
+def no_slow_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection looks at all objects of the test process, and each rank makes one."""
+    monkeypatch.setattr(leave, "gc", SimpleNamespace(collect=lambda: 0))
 
 
 @pytest.fixture(scope="module")

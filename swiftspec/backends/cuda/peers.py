@@ -122,6 +122,7 @@ class PeerCollectives:
             reason = " ".join(str(error).split()) or type(error).__name__
         for rank, problem in enumerate(self._exchange(step, reason.encode())):
             if problem:
+                found.clear()  # memory that the traceback would otherwise keep open
                 raise PeerAccessError(f"GPU rank {rank}: {problem.decode()}")
         return found[0]
 

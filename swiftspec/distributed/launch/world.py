@@ -140,7 +140,8 @@ def available_cores() -> set[int]:
 
 
 def cores_near_gpu(pci_address: str | None, cores: Collection[int]) -> set[int]:
-    """Returns those of `cores` that are on the NUMA node of a GPU; all of them if the system does not tell, or none is.
+    """Returns those of `cores` that are on the NUMA node of a GPU; all of them if the system does not list
+    its cores, or none of them is there.
 
     `pci_address`: of the GPU; None: unknown.
     """

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-from weakref import ref
 
 import torch
 from numpy.typing import NDArray
@@ -135,7 +134,7 @@ class NativeExecutor(EagerExecutor):
     def __init__(self, runner: Runner, fused: NativeModel) -> None:
         super().__init__(runner)
         self._fused, self._group = fused, runner.model.group
-        self._bound: ref[Tensor] | None = None  # the cache's keys, whose address `_rounds` holds
+        self._bound: Tensor | None = None  # the cache's keys, whose address `_rounds` holds
 
     def supports(self, required: Features) -> bool:
         return required <= self.SUPPORTED
@@ -143,9 +142,9 @@ class NativeExecutor(EagerExecutor):
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)
         kv = self.runner.cache.kv
-        if self._bound is None or self._bound() is not kv.k:
+        if self._bound is not kv.k:
             self._rounds: NativeTreeRounds = self._fused.rounds(kv)
-            self._bound = ref(kv.k)
+            self._bound = kv.k
         sampler = request.sampler
         p = sampler.params
         temperature = 1.0 if p.greedy else p.temperature

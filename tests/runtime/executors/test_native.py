@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import ref
 
 import numpy as np
 import pytest
@@ -303,14 +302,3 @@ def test_invalid_arguments_are_refused(checkpoint: Path) -> None:
         rounds.expand(tree.native, 0, [], 1, 2, scoring, False, 1.0, lambda nodes: np.zeros((1, 1), np.uint8))
     with pytest.raises(ValueError, match="does not have"):
         tree.reroot(3)
-
-
-def test_a_reallocated_cache_frees_its_old_buffer_first(checkpoint: Path) -> None:
-    runner = make_runner(checkpoint, torch.float32)
-    verifier = roles.make_verifier(runner)
-    verifier.open(request_start(PROMPT, SAMPLINGS[0]))
-    keys = ref(runner.cache.kv.k)
-    runner.cache.reset(2)
-    assert keys() is None
-    verifier.open(request_start(PROMPT, SAMPLINGS[-1]))
-    assert verifier.verify(draft_proposal(1, 0, len(PROMPT) - 1, (PROMPT[-1],), (-1,))).tokens
