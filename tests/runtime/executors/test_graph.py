@@ -51,15 +51,16 @@ def random_batch(rows: int, width: int, seed: int, sequences: int = 1) -> HostBa
 def test_a_reallocated_cache_frees_its_old_buffer_first() -> None:
     """Otherwise a change of the number of sequences would need memory for both buffers of keys."""
     graphs, keys = GraphCache(Rerun()), torch.zeros(2)
-    graphs.bind(keys)
-    graphs.open("set", lambda: None)
     old = ref(keys)
-    graphs.bind(keys)
-    assert graphs.open("set", lambda: 1) is None  # kept, with the same buffer
+    for captures in (1, 1):
+        graphs.bind(keys)
+        graphs.run("set", 0, lambda: torch.zeros(1))
+        assert graphs.captures == captures, "graphs of the same buffer are kept"
     del keys
     assert old() is None
     graphs.bind(torch.zeros(2))
-    assert graphs.open("set", lambda: 1) == 1
+    graphs.run("set", 0, lambda: torch.zeros(1))
+    assert graphs.captures == 2
 
 
 @pytest.mark.parametrize("sequences", [1, 2])
