@@ -145,8 +145,9 @@ def test_other_threads_set_the_device(
         return ThreadedVerifier(verifier)._thread.submit(gpus.current).result()
 
     def load() -> LLM:
+        options: Any = {**OPTIONS, "device": "cuda:1"}
         with gpus.rank(1):
-            return LLM(*pair, EngineConfig("serial", **SHAPE), **{**OPTIONS, "device": "cuda:1"})
+            return LLM(*pair, EngineConfig("serial", **SHAPE), **options)
 
     def decode(llm: LLM) -> list[int]:
         with GpuTensors():

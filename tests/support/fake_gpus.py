@@ -151,7 +151,7 @@ class GpuTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = {**(kwargs or {})}
         if func == Tensor.device.__get__:  # pyright: ignore[reportAttributeAccessIssue]
             return _tag(args[0]) or CPU
         if func is torch.device:
@@ -167,8 +167,8 @@ class GpuTensors(TorchFunctionMode):
         assert len(tags) <= 1, f"{func} of tensors on {tags}"
         assert not tags or func is not Tensor.numpy, "the memory of a GPU as an array"
         device = next(iter(named or tags), CPU)
-        args, kwargs = tree_map_only(torch.device, lambda device: CPU, (args, kwargs))
-        out = func(*args, **kwargs)
+        placed: Any = tree_map_only(torch.device, lambda device: CPU, (args, kwargs))
+        out = func(*placed[0], **placed[1])
         if func in self.MOVES and out is args[0] and device != (_tag(out) or CPU):
             out = out.clone()
         for each in tree_iter(out):

@@ -105,7 +105,7 @@ def test_two_processes_decode_without_environment_variables(tmp_path: Path, addr
 
 
 def test_cores_of_a_gpus_numa_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Those of the job on the GPU's node; all of the job's if the system does not list them, or none is on that node."""
+    """Those of the job on the GPU's node; all of the job's if the system does not list them or none is there."""
     assert parse_cpu_list("0-3,8\n") == {0, 1, 2, 3, 8} and parse_cpu_list("\n") == set()
     monkeypatch.setattr(world_module, "PCI_DEVICES", tmp_path)
     near = {"0000:3b:00.0": "0-3,8-11", "0000:af:00.0": "64-127", "0001:00:00.0": "what"}
