@@ -69,9 +69,14 @@ class FakeGpus:
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
-        before, self.here.current = self.current(), torch.device(device).index
-        yield
-        self.here.current = before
+        before = vars(self.here).get("current")
+        self.here.current = torch.device(device).index
+        try:
+            yield
+        finally:
+            del self.here.current
+            if before is not None:
+                self.here.current = before
 
     def check(self, what: str, device: int) -> int:
         """The device, after a check that it is the current one of a thread that has set it, and the rank's."""
