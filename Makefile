@@ -6,6 +6,9 @@
 #   make test PYTHON=/path/to/python3.12     another interpreter
 #   make test TORCH="torch==2.12.0"          another torch
 #
+# With an NVIDIA GPU, a torch of the interpreter that runs on it is used. Otherwise one is installed that fits the
+# driver (tools/torch_choice.py); for a driver below CUDA 13, set TORCH_INDEX to the address of PyTorch's wheel index.
+#
 # Without an NVIDIA GPU the version of torch is pinned to 2.13.0. On Linux x86 the plain registry build of torch brings
 # gigabytes of CUDA libraries along; where an index or folder of CPU wheels is configured for pip (PIP_EXTRA_INDEX_URL,
 # PIP_FIND_LINKS), pip picks the CPU build (2.13.0+cpu) by itself, as it ranks above the plain one.
@@ -17,6 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PYTHON ?=
 VENV_FLAGS ?=
 TORCH ?=
+TORCH_INDEX ?=
 ARGS ?=
 
 NATIVE := setup.py CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
@@ -63,20 +67,25 @@ $(VENV)/.created:
 	  if "$$name" -c "$$new_enough" 2>/dev/null; then python=$$name; break; fi; \
 	done; \
 	if [ -z "$$python" ]; then echo "swiftspec needs Python 3.11 or later; found none (set PYTHON=...)" >&2; exit 1; fi; \
-	echo "== creating $(VENV) with $$($$python --version)"; \
-	$$python -m venv --clear $(VENV_FLAGS) $(VENV)
+	echo "== creating $(VENV) with $$($$python --version)"; flags="$(VENV_FLAGS)"; \
+	if [ -z "$$flags$(TORCH)" ] && nvidia-smi -L >/dev/null 2>&1 && $$python -m tools.torch_choice --works; then \
+	  flags=--system-site-packages; \
+	fi; \
+	$$python -m venv --clear $$flags $(VENV)
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.created
-	@torch="$(TORCH)"; \
-	if [ -z "$$torch" ]; then \
-	  if nvidia-smi -L >/dev/null 2>&1; then torch="torch>=2.11"; else torch="torch==2.13.0"; fi; \
-	fi; \
-	echo "== installing $$torch"; $(PIP) install "$$torch"
+	@if [ -n "$(TORCH)" ] || ! nvidia-smi -L >/dev/null 2>&1 || ! $(BIN)/python -m tools.torch_choice --works; then \
+	  torch="$(TORCH)"; [ -n "$$torch" ] || torch="$$($(BIN)/python -m tools.torch_choice --index "$(TORCH_INDEX)")"; \
+	  echo "== installing $$torch"; set -f; $(PIP) install $$torch; \
+	fi
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml $(NATIVE)
-	@echo "== building and installing swiftspec"; $(PIP) install -e .
+	@echo "== building and installing swiftspec"; \
+	arch=$$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | tr -d . | paste -sd, -); \
+	if [ -n "$$arch" ]; then echo "== if nvcc is found, compiling the CUDA kernels for sm_$$arch takes minutes"; fi; \
+	$(PIP) install -e .
 	@$(BIN)/python -c 'from swiftspec import _C; print("==", _C.build_info)'
 	@touch $@
 

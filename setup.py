@@ -28,8 +28,9 @@ DEFAULT_ARCH = 90
 
 
 def find_nvcc() -> str | None:
-    """The CUDA compiler: CUDACXX, then PATH, then the usual installation folders."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    """The CUDA compiler: CUDACXX, then PATH, then the usual installation folders, then pip's packages."""
+    homes: list[str | None] = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    homes += sorted(map(str, Path(sysconfig.get_path("purelib"), "nvidia").glob("*")), reverse=True)
     candidates = [os.environ.get("CUDACXX"), "nvcc", *(f"{home}/bin/nvcc" for home in homes if home)]
     return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
@@ -91,7 +92,7 @@ def select_archs(requested: str, gpus: list[int]) -> list[int]:
 
 
 def cuda_problem(nvcc: str | None, archs: list[int], gpus: list[int]) -> str | None:
-    """Why CUDA cannot be built here, or None. Compiles a small kernel to detect an old or broken toolkit."""
+    """Why CUDA cannot be built here, or None. Builds a small program to detect an old, broken or incomplete toolkit."""
     if not archs:
         return (
             f"compute capability {gpus[0] // 10}.{gpus[0] % 10} is not supported; supported are 8.x, 9.0, 10.x and 12.x"
@@ -104,8 +105,8 @@ def cuda_problem(nvcc: str | None, archs: list[int], gpus: list[int]) -> str | N
         return f"{nvcc} does not support {', '.join(missing)}; install a newer CUDA toolkit or set SWIFTSPEC_CUDA_ARCHS"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cu"
-        source.write_text("#include <cstdint>\n__global__ void probe(uint32_t* out) { *out = 1; }\n")
-        command = [nvcc, "-std=c++20", f"-arch=sm_{archs[0]}", "-c", str(source), "-o", f"{folder}/probe.o"]
+        source.write_text("#include <cstdint>\n__global__ void probe(uint32_t* out) { *out = 1; }\nint main() {}\n")
+        command = [nvcc, "-std=c++20", f"-arch=sm_{archs[0]}", str(source), "-o", f"{folder}/probe"]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode == 0:
         return None
@@ -131,10 +132,13 @@ def choose_cuda() -> tuple[str | None, list[int], str]:
 
 
 def require_tools() -> None:
-    """Raises SystemExit with one line if the compiler or Python's headers are missing, before CMake runs."""
+    """Raises SystemExit with one line if a build tool or Python's headers are missing, before CMake runs."""
     chosen = os.environ.get("CXX", "").split(" ")[0]
     if not any(shutil.which(name) for name in (chosen, "c++", "g++", "clang++")):
         raise SystemExit("swiftspec: no C++ compiler found; install g++ or clang++, or set CXX")
+    missing = [name for name in ("cmake", "ninja") if shutil.which(name) is None]
+    if missing:
+        raise SystemExit(f"swiftspec: {' and '.join(missing)} not found; install with: pip install {' '.join(missing)}")
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         raise SystemExit("swiftspec: Python.h not found; install the development headers of this Python")
 
@@ -148,6 +152,8 @@ class CMakeBuild(build_ext):
         require_tools()
         nvcc, archs, info = choose_cuda()
         print(f"swiftspec: {info}", file=sys.stderr, flush=True)
+        if nvcc:
+            print(f"swiftspec: compiling with {nvcc}, which takes minutes", file=sys.stderr, flush=True)
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         tag = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}-{'cuda' if nvcc else 'host'}"
         build_dir = ROOT / "build" / f"cmake-{tag}"

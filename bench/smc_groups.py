@@ -142,7 +142,7 @@ def plain(llm: LLM, at_once: int, forwards: int = 8) -> float:
 
     work: Callable[[], object] = forward
     if population.executors[0].name == "graph":
-        _, work = CudaCapture(Lock())(forward)
+        _, work = CudaCapture(Lock(), device)(forward)
     for _ in range(forwards):
         began = time.perf_counter()
         work()

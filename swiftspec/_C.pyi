@@ -459,14 +459,20 @@ class CudaChannel:
 class CudaInbox:
     """Zeroed memory of the current GPU that other processes can open."""
     def __init__(self, bytes: int) -> None: ...
+    def clear(self) -> None:
+        """Zeroes it."""
     def handle(self) -> bytes:
         """The IPC handle with which another process opens it."""
+    def read(self, offset: int, bytes: int) -> bytes:
+        """Bytes of it, within the first 2 MiB."""
     @property
     def address(self) -> int: ...
 
 class CudaPeerInbox:
     """The inbox of another process, mapped for the current GPU."""
     def __init__(self, handle: bytes) -> None: ...
+    def write(self, offset: int, data: bytes) -> None:
+        """Copies bytes into its first 2 MiB."""
     @property
     def address(self) -> int: ...
 

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
+import torch
+
 from swiftspec.backends.cpu.packed_weight_cache import BackgroundWriter
 from swiftspec.batching.decoding import BatchRequest
 from swiftspec.builder.load_options import LoadOptions
@@ -29,6 +31,8 @@ from swiftspec.observe.recorder import TraceListener
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
 
+CPU = torch.device("cpu")
+
 
 class LLMBase:
     """The decoding interface of `LLM`, on roles that are already built.
@@ -44,18 +48,20 @@ class LLMBase:
         writer: BackgroundWriter | None = None,
         pause: CancelCheck | None = None,
         note: Callable[[str], object] = lambda line: None,
+        device: torch.device = CPU,
     ) -> None:
         """`load_time`: seconds that loading took.
         `writer`: background thread that writes packed weights to the disk cache between requests; None without a disk
         cache.
         `pause`: cancellation check that the runners of the roles call before each prefill chunk.
         `note`: receives a line if hardly any token of the draft is accepted.
+        `device`: device of the models of this process.
         """
         self.roles, self.load_time, self.writer = roles, load_time, writer
         self.config = roles.config
         monitor = DraftMonitor(note)
         self.engine = LockedEngine(
-            roles.decoding, roles.limits, writer, pause, lambda stats: monitor.add_rounds(stats.verified)
+            roles.decoding, roles.limits, writer, pause, lambda stats: monitor.add_rounds(stats.verified), device
         )
 
     @property
@@ -209,7 +215,7 @@ class LLM(LLMBase):
         began = time.perf_counter()
         roles = build_roles(models, config, world, options.get("progress"), _drafter_elsewhere(options))
         writer = None if models.cache is None else models.cache.writer
-        super().__init__(roles, time.perf_counter() - began, writer, models.cancel_check, note)
+        super().__init__(roles, time.perf_counter() - began, writer, models.cancel_check, note, models.device)
         worker = options.get("draft_worker")
         self.model, self.device = Path(target), models.device
         self.dtype, self.threads = models.dtype, models.threads

@@ -1,24 +1,26 @@
 """All checks that need an NVIDIA GPU, in one call of less than nine minutes. Not run on a GPU yet.
 
-    python -m tools.gpu_check --output DIR [--budget 530]       everything once
-    python -m tools.gpu_check --output DIR --compare            switches alternately off and on
+    python -m tools.gpu_check [--output DIR] [--budget 530]     everything once
+    python -m tools.gpu_check --compare                         switches alternately off and on
     python -m tools.gpu_check --dry-run                         the steps and their limits
 
 Measures the GPU's constants, builds the extension in place if a usable one is missing, decodes a few tokens, runs
 tests/gpu, measures operators, decodes with the demo models and with their width-expanded versions, and checks for
 memory errors. Each step is a process with its own time limit; a step that fails, hangs or leaves child processes behind
-does not stop the others. The limits of all mandatory steps fit into the budget; the optional steps after them use the
-remaining time. Requires torch, numpy, safetensors, setuptools, pytest, hypothesis, cmake, ninja, pybind11, nvcc and a
-C++ compiler, but no network and none of the front end's packages. docs/guides/gpu.md explains
-how to interpret the results.
+does not stop the others. The limits of all mandatory steps fit into the budget; a step may also use what the steps
+before it have saved, a build all that is left. The optional steps use the remaining time. Requires torch, numpy,
+safetensors, setuptools, pytest, hypothesis, cmake, ninja, pybind11, nvcc and a C++ compiler, but no network and none of
+the front end's packages. docs/guides/gpu.md explains how to interpret the results.
 
 After every step, writes <gpu>-step.json (steps and decodes), <gpu>-kernels.json (operators), <gpu>-constants.json,
-<gpu>-many-rows.json and <gpu>-logs.tar.gz to DIR. At the end, prints the results compared with the targets.
+<gpu>-many-rows.json and <gpu>-logs.tar.gz to DIR, by default profiles/. At the end, prints the results compared with
+the targets.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shlex
 import signal
@@ -33,6 +35,8 @@ from tools.gpu.report import report
 from tools.gpu.steps import ROOT, SCRATCH, build, comparison, plan, slug
 
 FIRST_LOOK = 120.0  # seconds to import torch and to find the GPU
+SLOW_LOOK = 20.0  # seconds; a first look that takes longer means that each of the steps' processes starts slowly
+NEEDED = ("torch", "numpy", "safetensors", "pytest", "hypothesis")  # modules; a build needs more (tools/gpu/build.py)
 
 MACHINE = """
 import json, sys, torch
@@ -59,21 +63,29 @@ def machine() -> dict[str, Any] | None:
     return json.loads(said) | {"date": time.strftime("%Y-%m-%d")} if said else None
 
 
+def missing_modules() -> list[str]:
+    """Returns the modules that the steps need and this Python lacks."""
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="folder for the results")
+    parser.add_argument("--output", type=Path, default=ROOT / "profiles", help="folder for the results")
     parser.add_argument("--compare", action="store_true", help="only measure each switch, alternating off and on")
     parser.add_argument("--budget", type=float, default=530.0, help="total seconds for all steps")
     parser.add_argument("--dry-run", action="store_true", help="print the steps and time limits, run nothing")
     args = parser.parse_args()
-    if args.output is None and not args.dry_run:
-        parser.error("specify the folder for the results with --output DIR, such as profiles")
+    if not args.dry_run and (missing := missing_modules()):
+        print(f"gpu_check: this Python lacks {', '.join(missing)}: pip install {' '.join(missing)}", file=sys.stderr)
+        return 2
     began = time.monotonic()
     found = None if args.dry_run else machine()
+    if found is not None and time.monotonic() - began > SLOW_LOOK:
+        print("gpu_check: the GPU takes long to start; `nvidia-smi -pm 1` keeps its driver loaded", file=sys.stderr)
     if found is None and not args.dry_run:
         print("gpu_check: PyTorch finds no NVIDIA GPU; list the steps with --dry-run", file=sys.stderr)
         return 2
-    output, name = (args.output or ROOT).resolve(), slug(found["gpu"]) if found is not None else "GPU"
+    output, name = args.output.resolve(), slug(found["gpu"]) if found is not None else "GPU"
     steps = [build(), *comparison()] if args.compare else plan(output, name)
     name += "-compared" if args.compare else ""
     if found is None:

@@ -59,6 +59,21 @@ std::unique_ptr<cuda::PeerInbox> open_inbox(const std::string& handle) {
   return std::make_unique<cuda::PeerInbox>(wanted);
 }
 
+void check_range(int64_t offset, int64_t bytes) {
+  check(offset >= 0 && bytes >= 1 && offset <= cuda::kAllocationBytes - bytes, "outside the first 2 MiB of an inbox");
+}
+
+py::bytes read_inbox(const cuda::Inbox& inbox, int64_t offset, int64_t bytes) {
+  check_range(offset, bytes);
+  return {inbox.read(offset, bytes)};
+}
+
+void write_inbox(cuda::PeerInbox& inbox, int64_t offset, const py::bytes& data) {
+  const std::string bytes = data;
+  check_range(offset, static_cast<int64_t>(bytes.size()));
+  inbox.write(offset, bytes);
+}
+
 template <class T>
 uintptr_t address_of(const T& memory) {
   return reinterpret_cast<uintptr_t>(memory.data());
@@ -141,10 +156,13 @@ void bind_cuda_peers(py::module_& m) {
   py::class_<cuda::Inbox>(m, "CudaInbox", "Zeroed memory of the current GPU that other processes can open.")
       .def(py::init(&make_inbox), py::arg("bytes"))
       .def_property_readonly("address", &address_of<cuda::Inbox>)
-      .def("handle", &handle_of, "The IPC handle with which another process opens it.");
+      .def("handle", &handle_of, "The IPC handle with which another process opens it.")
+      .def("read", &read_inbox, py::arg("offset"), py::arg("bytes"), "Bytes of it, within the first 2 MiB.")
+      .def("clear", &cuda::Inbox::clear, "Zeroes it.");
   py::class_<cuda::PeerInbox>(m, "CudaPeerInbox", "The inbox of another process, mapped for the current GPU.")
       .def(py::init([](const py::bytes& handle) { return open_inbox(handle); }), py::arg("handle"))
-      .def_property_readonly("address", &address_of<cuda::PeerInbox>);
+      .def_property_readonly("address", &address_of<cuda::PeerInbox>)
+      .def("write", &write_inbox, py::arg("offset"), py::arg("data"), "Copies bytes into its first 2 MiB.");
   py::class_<ErrorWord>(m, "CudaWord", "8 bytes of shared memory that the ranks' hosts and GPUs see, zero at first.")
       .def(py::init(&make_error_word), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("seconds"))
       .def("view", &ErrorWord::view, "A view of the memory, valid as long as this object.");

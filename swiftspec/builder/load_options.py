@@ -162,12 +162,18 @@ def resolve_cache_dtype(name: CacheName, ops: OpsName, device: torch.device) -> 
 
 
 def rank_device(device: torch.device, ranks: RankLayout | None, share: bool) -> torch.device:
-    """Returns the device of this rank: with device cuda, its own GPU among those of its machine, otherwise `device`.
-    Raises UserError if there are more ranks than GPUs and `share` is False."""
-    if device.type != "cuda" or device.index is not None or ranks is None:
+    """Returns the device of this rank: with device cuda, its own GPU among those of its machine, otherwise `device`. A
+    GPU has an index. Raises UserError if there are more ranks than GPUs and `share` is False.
+
+    If only one GPU is visible, the launcher may have hidden the other ranks' from each rank. Whether it has is checked
+    when the ranks compare their configurations (`RankConfig.gpu`).
+    """
+    if device.type != "cuda" or device.index is not None:
         return device
+    if ranks is None:
+        return torch.device("cuda", torch.cuda.current_device())
     count = torch.cuda.device_count()
-    if ranks.local_size > count and not share:
+    if ranks.local_size > count > 1 and not share:
         raise UserError(
             f"{ranks.local_size} ranks on a machine with {count} GPUs: start fewer ranks, or share GPUs with"
             " --share-gpus"

@@ -16,9 +16,11 @@ from swiftspec.errors import NonFiniteLogits, UserError, truncated_repr
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck, Cancelled
+from swiftspec.runtime.current_device import on_device
 from swiftspec.settings_schema import coerce, require
 
 Piece = TypeVar("Piece")
+CPU = torch.device("cpu")
 OUT_OF_MEMORY = "not enough memory for this request: use a smaller max_model_len, or disable guidance"
 
 
@@ -44,14 +46,16 @@ class LockedEngine(Engine):
         background: BackgroundWork | None = None,
         cancel_check: CancelCheck | None = None,
         on_finished: Callable[[Stats], object] = lambda stats: None,
+        device: torch.device = CPU,
     ) -> None:
         """`background`: work that is paused while a request runs.
         `cancel_check`: the check that the runners of `decoding` call before each prefill chunk.
         `on_finished`: called with the statistics of each request when it ends.
+        `device`: device of the models, which becomes the current one of whatever thread decodes, while it does.
         """
         super().__init__(decoding, limits)
         self._background, self._cancel_check = background, cancel_check if cancel_check is not None else CancelCheck()
-        self._on_finished = on_finished
+        self._on_finished, self._device = on_finished, device
         self._lock = threading.RLock()  # held during a round
         self._open: tuple[Generator[Any], int] | None = None  # the running request and its thread
         self._closed = False
@@ -171,7 +175,8 @@ class LockedEngine(Engine):
         with self._lock:
             self._closed = True
             if self._open is not None:
-                self._open[0].close()
+                with on_device(self._device):
+                    self._open[0].close()
 
     def _rounds(self, chunks: Generator[Piece], cancelled: Callable[[], bool]) -> Generator[Piece]:
         """Yields the chunks, and holds the engine's lock while each of them is decoded. Background work is paused
@@ -184,7 +189,8 @@ class LockedEngine(Engine):
                     self._open = chunks, threading.get_ident()
                     self._cancel_check.cancelled = cancelled
                     try:
-                        chunk = next(chunks, None)
+                        with on_device(self._device):
+                            chunk = next(chunks, None)
                     except Cancelled:
                         return
                     except (MemoryError, RuntimeError) as error:
@@ -196,7 +202,8 @@ class LockedEngine(Engine):
                 yield chunk
         finally:
             with self._lock:
-                chunks.close()
+                with on_device(self._device):
+                    chunks.close()
                 if self._open is not None and self._open[0] is chunks:
                     self._open = None
                 if self._background is not None and self._open is None:

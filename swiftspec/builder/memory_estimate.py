@@ -78,5 +78,5 @@ def check_memory(needs: Iterable[MemoryEstimate], device: torch.device) -> None:
         f" {chunk / BYTES_PER_GB:.1f} for prefill), but"
         f" {torch.cuda.get_device_name(device)} has {free / BYTES_PER_GB:.1f} GB free:"
         " use a smaller max_model_len, int4 weights,"
-        f" {'' if held[0].cache_dtype else 'kv_cache_dtype fp8, '}or more GPUs"
+        f" {'' if held[0].cache_dtype else 'kv_cache_dtype fp8, '}or more GPUs (--target-tp N)"
     )

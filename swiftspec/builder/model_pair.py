@@ -8,12 +8,14 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from swiftspec import __version__
 from swiftspec.backends import cpu, cuda
 from swiftspec.backends.cpu.packed_weight_cache import PackedWeightCache
+from swiftspec.backends.cuda.devices import gpu_uuid, why_gpu_unused
 from swiftspec.backends.reference import resampling
 from swiftspec.backends.reference.resampling import Resample
 from swiftspec.batching.chains import make_chains
@@ -54,6 +56,7 @@ from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.observe import step_time_emulation
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
 from swiftspec.runtime.cancellation import CancelCheck
+from swiftspec.runtime.current_device import set_current_device
 from swiftspec.runtime.executors import available
 from swiftspec.runtime.executors.available import ExecutorDeps
 from swiftspec.runtime.executors.graph import CudaCapture
@@ -101,6 +104,7 @@ class ModelPair:
     hidden_layers: tuple[int, ...] = ()  # layers of the target after which forwards keep the hidden states
     cancel_check: CancelCheck = field(default_factory=CancelCheck)  # shared by the runners of this process
     capture_lock: Lock = field(default_factory=Lock)  # serialises graph captures of this process
+    captures: WeakSet[CudaCapture] = field(default_factory=WeakSet)  # of the runners of this process
 
     @staticmethod
     def create(
@@ -114,6 +118,7 @@ class ModelPair:
         vocab = _vocab_size(Path(target), draft_path, options.get("vocab_size"), masked)
         share = options.get("share_device", False)
         device = rank_device(hardware.resolve_device(options.get("device", "auto")), ranks, share)
+        set_current_device(device)
         if plan.overlap_on_one_gpu and device.type != "cuda":
             raise UserError(f"mode async on one rank requires a GPU, not {device}: start two ranks")
         ops, load = options.get("ops", "auto"), options.get("load", load_model)
@@ -132,7 +137,10 @@ class ModelPair:
             grammar_compiler(Path(target), ends, vocab), options.get("only"), options.get("sessions", 1),
             masked, _hidden_layers(config, options),
         )  # fmt: skip
-        models.check_operators(plan, options.get("note") or (lambda line: None))
+        note = options.get("note") or (lambda line: None)
+        if device.type == "cpu" and options.get("device", "auto") == "auto" and (why := why_gpu_unused()) is not None:
+            note(f"the models run on the CPU although this machine has a GPU: {why}")
+        models.check_operators(plan, note)
         return models
 
     def check_operators(self, plan: EngineConfig, note: Callable[[str], None]) -> None:
@@ -194,7 +202,8 @@ class ModelPair:
             "version": __version__,
         }
         files = {} if self.draft is None else {"draft": _model_fingerprint(self.draft)}
-        return RankConfig(settings, files, {"target": _model_fingerprint(self.target)} if target else {})
+        group_files = {"target": _model_fingerprint(self.target)} if target else {}
+        return RankConfig(settings, files, group_files, None if self.share_device else gpu_uuid(self.device))
 
     def trace_metadata(self, plan: EngineConfig) -> dict[str, object]:
         """Returns the description of a run for the first line of a trace."""
@@ -270,12 +279,23 @@ class ModelPair:
         hook = None if times is None else step_time_emulation.make_hook(times, 1 if group is None else group.size)
         captures = self.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0
         priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
-        capture = partial(CudaCapture, self.capture_lock, priority) if captures else None
+        capture = partial(self._new_capture, priority) if captures else None
         prefix_tokens = self._prefix_cache_tokens(plan) // self.sessions if plan.num_sequences == 1 else 0
         return LoadedModel(
             model, ops, self.vocab_size, context, prefix_tokens, self.grammars.compile, self.grammars.eos_token_ids,
             hook, capture,
         )  # fmt: skip
+
+    def _new_capture(self, priority: int) -> CudaCapture:
+        """Returns a capture for a runner. `priority`: CUDA priority of its graphs."""
+        capture = CudaCapture(self.capture_lock, self.device, priority)
+        self.captures.add(capture)
+        return capture
+
+    def release_graphs(self) -> None:
+        """Frees all CUDA graphs of this process; see `CudaCapture.release`."""
+        for capture in list(self.captures):
+            capture.release()
 
     def _context(self, plan: EngineConfig) -> int:
         return self.max_model_len + plan.verify_batch  # the last round may overshoot

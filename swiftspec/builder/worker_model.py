@@ -182,4 +182,4 @@ def make_worker(model: WorkerModel, name: str, vocabulary: VocabularyIdentity, f
         group.end_session(followers.pop(role))
 
     sessions = WorkerSessions(open_session, limits.sessions, limits.idle_timeout_s, on_end=close_session)
-    return Worker(model.side, info, sessions, files)
+    return Worker(model.side, info, sessions, files, models.device)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from swiftspec.backends.cuda.devices import pci_address
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import SteppedDrafter, measure_verification_time, steps_for
 from swiftspec.distributed.collectives.join import RankGroup, join_group
+from swiftspec.distributed.collectives.leave import leave_group
 from swiftspec.distributed.group.leader import (
     FollowerGroup,
     LeaderDrafter,
@@ -23,7 +26,7 @@ from swiftspec.distributed.group.leader import (
 )
 from swiftspec.distributed.launch.config_check import RankConfig, RankRole, check_consistent, report_startup_error
 from swiftspec.distributed.launch.supervision import Heartbeat, RankTable
-from swiftspec.distributed.launch.world import World, pin_to_cores
+from swiftspec.distributed.launch.world import World, cores_near_gpu, pin_to_cores
 from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter
 from swiftspec.distributed.remote.draft_group import DraftGroupRecovery
 from swiftspec.distributed.remote.reconnect import Reconnector
@@ -82,6 +85,9 @@ class RoleBuilder(Protocol):
         have no such kernel."""
         ...
 
+    def release_graphs(self) -> None:
+        """Frees all CUDA graphs that the roles of this process have captured. All replays must have finished."""
+
     def verifier(
         self, config: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None, /
     ) -> LocalVerifier: ...
@@ -134,6 +140,7 @@ class EngineRank:
         self.drafter: LocalDrafter | None = None
         self.scheduler: BatchScheduler | None = None
         self._group: RankGroup | None = None
+        self._team: FollowerGroup | None = None  # of rank 0 or of the draft's leader
         self.recovery: Reconnector | None = None  # set on rank 0 if a supervisor restarts a lost draft group
         error: str | None = None
         try:
@@ -173,6 +180,7 @@ class EngineRank:
         progress: Progress | None,
     ) -> None:
         """Joins this rank's group, loads its shard of the group's models and builds their roles."""
+        pin_near_gpu(self._world, builder.device)
         if here.group_size > 1:
             self._group = join_group(
                 self._world, here.group, here.group_rank, here.group_size, device=builder.device,
@@ -216,7 +224,7 @@ class EngineRank:
     def _follower_group(self) -> FollowerGroup:
         """Returns the followers of this leader, and makes its cancellation check send them PREFILL_CONTINUE before each
         prefill chunk."""
-        team = FollowerGroup(self._connections.followers)
+        team = self._team = FollowerGroup(self._connections.followers)
         self._builder.cancel_check.on_continue = partial(team.broadcast, Opcode.PREFILL_CONTINUE)
         return team
 
@@ -257,9 +265,10 @@ class EngineRank:
                 ).run()  # fmt: skip
             else:  # a follower
                 self._follow(leader)
-            comes_again = False
-        finally:
-            self.leave(restarting=comes_again)
+        except BaseException:
+            self.leave(restarting=comes_again, lost=True)
+            raise
+        self.leave()
 
     def _follow(self, leader: Transport) -> None:
         """Executes the leader's commands until SHUTDOWN.
@@ -279,17 +288,40 @@ class EngineRank:
             self.drafter = None
             wait_for_shutdown(leader)
 
-    def leave(self, *, restarting: bool = False) -> None:
-        """Sends SHUTDOWN to the ranks that this rank leads, closes the connections and leaves the group.
+    def leave(self, *, restarting: bool = False, lost: bool = False) -> None:
+        """Sends SHUTDOWN to the ranks that this rank leads, closes the connections, frees the captured graphs and
+        leaves the group. The roles cannot be used afterwards.
 
         `restarting`: this rank and its followers are about to be restarted, so SHUTDOWN is not sent.
+        `lost`: a rank is lost, or this one has failed. Never raises then, so that no other error replaces this one.
+
+        If a rank is lost or the ranks of the group have diverged, the communicator is aborted, and the process has to
+        exit next (`leave_group`).
         """
+        lost = lost or restarting or (self._team is not None and self._team.broken is not None)
+        with suppress(Exception) if lost else nullcontext():
+            self._disconnect(shutdown=not restarting)
+        if self._group is None:
+            return
+        problem = leave_group(self._group, self._builder.device, self._builder.release_graphs, lost=lost)
+        if lost:
+            return  # roles and group keep their GPU memory, which kernels may still use
+        self.verifier = self.drafter = self.scheduler = self._group = None
+        if problem is not None:
+            self._world.log(f"rank {self._world.rank} could not leave its group: {problem}")
+
+    def _disconnect(self, *, shutdown: bool) -> None:
+        """Ends the job on rank 0 if `shutdown` is set, and closes the connections."""
         if self.recovery is not None:
             self.recovery.close()
-        self._connections.close(shutdown=not restarting)
-        if self._world.rendezvous is not None and self._world.rank == 0 and not restarting:
+        self._connections.close(shutdown=shutdown)
+        if self._world.rendezvous is not None and self._world.rank == 0 and shutdown:
             self._world.rendezvous.end_job()
         pin_to_cores(set(self._world.cores))
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+
+
+def pin_near_gpu(world: World, device: torch.device) -> None:
+    """Pins the calling thread, and the threads that it starts, to the cores of its GPU's NUMA node, which ranks with
+    GPUs of the same node share. Without a GPU, the thread keeps the cores that `World` has reserved for this rank."""
+    if device.type == "cuda":
+        pin_to_cores(cores_near_gpu(pci_address(device), world.cores))

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives.join import RankGroup, join_group
+from swiftspec.distributed.collectives.leave import leave_group
 from swiftspec.distributed.group.command_stream import CommandStream
 from swiftspec.distributed.group.follower_dispatch import Action, FollowerDispatcher
 from swiftspec.distributed.group.leader import FollowerGroup, dispatch_loop
-from swiftspec.distributed.launch.config_check import RankConfig, check_consistent, report_startup_error
+from swiftspec.distributed.launch.config_check import check_consistent, report_startup_error
 from swiftspec.distributed.launch.supervision import Heartbeat
 from swiftspec.distributed.launch.world import World, pin_to_cores
-from swiftspec.distributed.rank_startup import RoleBuilder
+from swiftspec.distributed.rank_startup import RoleBuilder, pin_near_gpu
 from swiftspec.distributed.transport.codec import (
     Message,
     Words,
@@ -215,13 +217,15 @@ class WorkerRank:
         with report_startup_error(world):
             facts = builder.rank_config(plan, **held)
         self._world = world = world.next_engine()
-        check_consistent(world, plan, RankConfig({**facts.settings, **settings}, facts.files, facts.group_files))
+        check_consistent(world, plan, replace(facts, settings={**facts.settings, **settings}))
         self._connections = Connections.connect(world, plan)
         vocab, *masked = self._connections.broadcast_vocab(builder.vocab_size, builder.masked_tokens)
         self._group: RankGroup | None = None
+        self.worker_group = WorkerGroup(self._connections.followers)
         error, kinds = None, set[str]()
         try:
-            builder = builder.with_vocab(vocab, tuple(masked))
+            self._builder = builder = builder.with_vocab(vocab, tuple(masked))
+            pin_near_gpu(world, builder.device)
             self._group = join_group(
                 world, "target", world.rank, world.size, device=builder.device, share_device=builder.share_device,
                 width=builder.peer_all_reduce_width(**held),
@@ -236,7 +240,6 @@ class WorkerRank:
         except UserError:
             self.leave()
             raise
-        self.worker_group = WorkerGroup(self._connections.followers)
 
     def run_follower(self, make: MakeFollower) -> None:
         """Runs the main loop of any rank except rank 0, until SHUTDOWN. Raises RankLost if rank 0 is gone without
@@ -252,13 +255,22 @@ class WorkerRank:
 
         try:
             dispatch_loop(leader, orders, FollowerSessionRegistry(made).decode, Heartbeat())
-        finally:
-            self.leave()
+        except BaseException:
+            self.leave(lost=True)
+            raise
+        self.leave()
 
-    def leave(self) -> None:
-        """Closes the connections and leaves the group. Rank 0 first sends SHUTDOWN to the other ranks."""
+    def leave(self, *, lost: bool = False) -> None:
+        """Closes the connections, frees the captured graphs and leaves the group. Rank 0 first sends SHUTDOWN to the
+        other ranks. `lost`: see `EngineRank.leave`."""
+        lost = lost or self.worker_group.broken is not None
         self._connections.close(shutdown=True)
         pin_to_cores(set(self._world.cores))
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        if self._group is None:
+            return
+        problem = leave_group(self._group, self._builder.device, self._builder.release_graphs, lost=lost)
+        if lost:
+            return  # the sessions keep their GPU memory, which kernels may still use
+        self._group = None
+        if problem is not None:
+            self._world.log(f"rank {self._world.rank} could not leave its group: {problem}")

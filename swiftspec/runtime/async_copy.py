@@ -13,9 +13,10 @@ class AsyncCopy:
     def __init__(self, tensor: Tensor) -> None:
         pinned = tensor.device.type == "cuda"
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor, non_blocking=True)
-        self._event = torch.cuda.Event() if pinned else None
-        if self._event is not None:
-            self._event.record()
+        self._event: torch.cuda.Event | None = None
+        if pinned:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))  # the stream of the copy
 
     def read(self) -> NDArray:
         if self._event is not None:

@@ -16,6 +16,7 @@ import torch
 from swiftspec.config import EngineConfig
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.current_device import set_current_device
 from swiftspec.runtime.executors import TreeExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
@@ -96,8 +97,9 @@ class ThreadedVerifier:
 
     def __init__(self, verifier: LocalVerifier) -> None:
         self.verifier = verifier
-        self._on_stream = StreamContext(verifier.runner.model.device)
-        self._thread = ThreadPoolExecutor(1, "verifier")
+        device = verifier.runner.model.device
+        self._on_stream = StreamContext(device)
+        self._thread = ThreadPoolExecutor(1, "verifier", set_current_device, (device,))
         self._running: Future[VerifyResult] | None = None
 
     @property

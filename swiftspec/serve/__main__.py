@@ -12,7 +12,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from swiftspec.distributed.launch.launcher import LaunchedRank, launched, own_rank
 from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST, JobEnded
@@ -91,9 +92,24 @@ def run_guarded(run: Callable[[bool], int], grace_s: float = SIGNAL_GRACE_S, *, 
 
 def exit_process(code: int) -> NoReturn:
     """Exits the process with `code`. Ignores termination signals from here on: one that arrives during the
-    interpreter's shutdown would change the exit code."""
+    interpreter's shutdown would change the exit code.
+
+    After a failure, or if this process could not leave its process group, it exits without the interpreter's shutdown,
+    which would wait for threads, GPU kernels and communicators that may never end after the loss of another rank.
+    """
     ignore_signals()
+    if code != 0 or _in_process_group():
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):  # no stream, or closed, or its reader has exited
+                stream.flush()
+        os._exit(code)
     sys.exit(code)
+
+
+def _in_process_group() -> bool:
+    """Returns whether this process is in a process group of torch. Does not import torch."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _warn_of_unknown_variables() -> None:
@@ -143,8 +159,9 @@ def _dispatch(argv: Sequence[str], first: bool) -> int:
     settings, ranks = command.settings, 1
     if here is None:
         has_draft = built_in_models(settings.model) is not None or settings.draft_model is not None
-        gpu = settings.device == "cuda"
-        ranks = requested_ranks(settings.mode, settings.target_tp, settings.draft_tp, has_draft=has_draft, gpu=gpu)
+        ranks = requested_ranks(
+            settings.mode, settings.target_tp, settings.draft_tp, has_draft=has_draft, runs_on_gpu=settings.runs_on_gpu
+        )
     if settings.port is not None:
         return _supervise_server(command, here, ranks, argv)
     if here is None and ranks == 1:

@@ -13,13 +13,12 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-import torch
-
 from swiftspec.builder.locked_engine import token_ids
 from swiftspec.engine import Completion, Stats, TokenChunk
 from swiftspec.llm import LLM
 from swiftspec.messages import Logprob
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.current_device import set_current_device
 from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.http.engine_link.engine_client import EngineRequest
 from swiftspec.serve.http.engine_link.engine_loop import EngineLoop, engine_info
@@ -145,8 +144,7 @@ class AsyncEngine(RequestQueue):
         """Runs the decoding thread."""
         reason = "it was closed"
         try:
-            if self.llm.device.type == "cuda":  # the current device is a property of the thread
-                torch.cuda.set_device(self.llm.device)
+            set_current_device(self.llm.device)
             EngineLoop(self.llm, self._link, on_stats=self._on_stats).run()
         except Exception as error:
             LOG.exception("the engine has failed")

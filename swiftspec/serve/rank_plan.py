@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from swiftspec.config import EngineConfig
 from swiftspec.params import SamplingParams
 from swiftspec.settings_schema import require
@@ -51,19 +53,20 @@ def split_ranks(
 
 
 def requested_ranks(
-    mode: str | None, target_tp: int | None, draft_tp: int | None, *, has_draft: bool, gpu: bool = False
-) -> int:
+    mode: str | None, target_tp: int | None, draft_tp: int | None, *, has_draft: bool,
+    runs_on_gpu: Callable[[], bool] = lambda: False,
+) -> int:  # fmt: skip
     """Returns the number of ranks that --target-tp and --draft-tp request, for a command that no launcher has started.
     Raises UserError if it exceeds MAX_LOCAL_RANKS.
 
-    `has_draft`: a draft model is given, or used by default. `gpu`: --device is cuda, so that one rank can run both
-    models.
+    `has_draft`: a draft model is given, or used by default. `runs_on_gpu`: returns whether the models run on a GPU, so
+    that one rank can run both; called only if the number of ranks depends on it.
     """
     ranks = target_tp or 1
     if mode is None and has_draft and (ranks > 1 or draft_tp):
         mode = "async"
     if mode == "async" and (target_tp, draft_tp) != (None, None):
-        one_gpu = gpu and ranks == 1 and draft_tp is None
+        one_gpu = ranks == 1 and draft_tp is None and runs_on_gpu()
         ranks += draft_tp if draft_tp is not None else 0 if one_gpu else 1
     require(
         ranks <= MAX_LOCAL_RANKS,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import traceback
 from typing import NoReturn
 
 from swiftspec.serve.__main__ import exit_process, run_guarded, run_rank
@@ -24,7 +25,12 @@ def main() -> NoReturn:
 
         return run_rank(parse_command(argv), first, supervisor)
 
-    exit_process(run_guarded(run, supervised=True))
+    try:
+        code = run_guarded(run, supervised=True)
+    except Exception:  # an internal error; the interpreter's shutdown may wait for a GPU or for other ranks
+        traceback.print_exc()
+        code = 1
+    exit_process(code)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +59,8 @@ def test_a_build_without_cuda_is_refused(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("built", "driver", "message"),
     [(None, 0, "without CUDA"), ("13.0", 0, "no NVIDIA driver"), ("13.0", 13000, "no usable GPU"),
-     ("13.0", 12040, "driver supports CUDA 12.4, but this PyTorch needs 13.0; install a newer driver")],
+     ("13.0", 12040, "driver supports CUDA 12.4, but this PyTorch needs 13.0; install a newer driver, or a PyTorch"
+                      " built for CUDA 12")],
 )  # fmt: skip
 def test_without_a_gpu_the_message_names_what_is_missing(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, built: str | None, driver: int, message: str
@@ -107,3 +110,48 @@ def test_a_driver_that_is_too_old_for_the_kernels_is_reported(machine: Machine) 
     assert machine.refusal() == (
         "the CUDA operators cannot use A GPU: device: CUDA driver version is insufficient for CUDA runtime version"
     )
+
+
+class Driver:
+    """The driver's library, which finds `gpus` GPUs or fails with `error`."""
+
+    def __init__(self, gpus: int, error: int = 0) -> None:
+        self.gpus, self.error = gpus, error
+
+    def cuInit(self, flags: int) -> int:
+        return self.error
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = self.gpus
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "told"),
+    [(None, False), (Driver(2), True), (Driver(0), False), (Driver(0, 100), False), (Driver(0, 803), True)],
+)
+def test_an_unused_gpu_is_explained(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, driver: Driver | None, told: bool
+) -> None:
+    """If the driver finds one, or fails; not if there is no driver or CUDA_VISIBLE_DEVICES hides all GPUs."""
+
+    def load(name: str) -> Driver:
+        if driver is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return driver
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12040, raising=False)
+    assert devices.why_gpu_unused() is None  # torch uses it
+    machine.torch(is_available=lambda: False)
+    why = devices.why_gpu_unused()
+    assert (why is not None and "driver supports CUDA 12.4" in why) == told
+
+
+def test_pci_addresses_are_written_as_linux_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, data = torch.device("cuda", 0), {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**data))
+    assert devices.pci_address(gpu) == "0000:3b:00.0"
+    del data["pci_domain_id"]  # an older torch
+    assert devices.pci_address(gpu) is None

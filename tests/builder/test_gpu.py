@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "RTX 4090")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(cuda, "require_usable", torch.device)
 
 
@@ -69,7 +71,7 @@ def test_too_little_memory_is_reported_before_loading() -> None:
     assert str(error.value) == (
         "the models need 67.3 GB of GPU memory (32.1 for weights, 34.4 for the KV cache of 131072 tokens, 0.9 for"
         " prefill), but RTX 4090 has 23.5 GB free: use a smaller max_model_len, int4 weights, kv_cache_dtype fp8, or"
-        " more GPUs"
+        " more GPUs (--target-tp N)"
     )
 
 
@@ -125,3 +127,28 @@ def test_unsupported_models_use_torch_operators_with_a_message(pair: Path, monke
     assert select_operators("auto", large, BF16, GPU) is unfused
     with pytest.raises(UserError, match="T4 has 7"):
         select_operators("cuda", large, BF16, GPU)
+
+
+def test_auto_that_ends_on_the_cpu_of_a_machine_with_a_gpu_is_reported(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the reason. A CPU that was asked for is not."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(assembled, "why_gpu_unused", lambda: "the driver is too old")
+    for device, count in (("auto", 1), ("cpu", 0)):
+        lines: list[str] = []
+        wanted: Any = {"device": device, "ops": "reference", "note": lines.append}
+        assert ModelPair.create(pair, None, EngineConfig("ar"), None, wanted).device.type == "cpu"
+        assert lines == ["the models run on the CPU although this machine has a GPU: the driver is too old"] * count
+
+
+def test_awq_runs_in_bfloat16_on_a_gpu(pair: Path, tmp_path: Path) -> None:
+    """AutoAWQ's configurations say float16, which the CUDA operators do not support; an unset dtype is auto, in Python
+    as for the command."""
+    config = json.loads((pair / "config.json").read_text())
+    for name in ("torch_dtype", "dtype"):
+        config.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(config | AWQ | {"torch_dtype": "float16"}))
+    for dtype in (None, "auto"):
+        options: Any = {"device": "cuda:0", "dtype": dtype, "ops": "unfused"}
+        assert ModelPair.create(tmp_path, None, EngineConfig("ar"), None, options).dtype == BF16

@@ -42,7 +42,7 @@ ROUNDS, VOCAB = (1, 136) if EMULATED else (20, 4096)
 
 
 def new_capture() -> Capture:
-    return Rerun() if EMULATED else CudaCapture(Lock())
+    return Rerun() if EMULATED else CudaCapture(Lock(), torch.device("cuda", torch.cuda.current_device()))
 
 
 @real
@@ -50,7 +50,7 @@ def new_capture() -> Capture:
 def test_replay_equals_eager_twice_in_a_row(dtype: torch.dtype) -> None:
     model = load_model(DEMO / "target", dtype=dtype, device="cuda", ops=unfused, max_positions=256)
     runners = [make_runner(model, unfused, context=160, tree_slots=32) for _ in range(2)]
-    both = EagerExecutor(runners[0]), GraphForwardExecutor(runners[1], GraphCache(CudaCapture(Lock())))
+    both = EagerExecutor(runners[0]), GraphForwardExecutor(runners[1], GraphCache(CudaCapture(Lock(), DEVICE)))
     noise = np.random.default_rng(1)
     prefix = noise.integers(0, 4096, 70).tolist()
     for steps in both:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from swiftspec.backends.cuda import linear as ops
-from swiftspec.backends.cuda.peers import PeerCollectives
+from swiftspec.backends.cuda.peers import PeerAccessError, PeerCollectives
 from swiftspec.distributed.collectives.peers import PeerMemoryGroup
 from swiftspec.params import SamplingParams
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
@@ -112,6 +113,13 @@ def wait_in_vain(rank: int, size: int, file: str) -> None:
     gave_up.touch()
 
 
+def refuse(rank: int, size: int, file: str) -> None:
+    os.environ["SWIFTSPEC_PEERS"] = "0"
+    with pytest.raises(PeerAccessError, match=r"^GPU rank 0: SWIFTSPEC_PEERS=0$"):
+        open_peers(rank, size, file, 0.5)
+    print("refused")
+
+
 def on_ranks(work: str, size: int, file: Path) -> list[str]:
     """Returns the output of the ranks. They exit without cleanup, like a rank that has lost its GPU."""
     code = "import os, sys\nfrom tests.gpu import test_peers\n"
@@ -144,5 +152,9 @@ def test_particles_of_a_group_use_one_graph_per_round(tmp_path: Path, size: int)
 
 
 def test_a_missing_process_is_named(tmp_path: Path) -> None:
-    line = "GPU rank 0 waited too long for rank 1 (slot 0, epoch 0)\n"
-    assert on_ranks("wait_in_vain", 2, tmp_path / "store") == [line, ""]
+    line = "GPU rank 0 waited too long for rank 1 (slot 0, epoch 0); if rank 1 was not ended, SWIFTSPEC_PEERS=0 avoids"
+    assert on_ranks("wait_in_vain", 2, tmp_path / "store") == [f"{line} peer memory\n", ""]
+
+
+def test_peer_memory_can_be_switched_off(tmp_path: Path) -> None:
+    assert on_ranks("refuse", 2, tmp_path / "store") == ["refused\n"] * 2

@@ -15,7 +15,7 @@ from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph import CudaCapture
 from swiftspec.smc.group_result import GroupResult
-from tests.gpu.device import EMULATED, most, needs_kernels, real
+from tests.gpu.device import DEVICE, EMULATED, most, needs_kernels, real
 from tests.gpu.test_graph import VOCAB, group_of_one, new_capture, random_model
 from tests.support.roles import SequentialScheduler, make_runner, make_scheduler, request_start
 
@@ -33,7 +33,7 @@ def test_replay_equals_eager_twice_in_a_row(exact: int, shaped: dict[str, Any]) 
     workers: list[SequentialScheduler] = []
     for captured in (False, True):
         turn = Lock()
-        captures = (CudaCapture(turn), CudaCapture(turn)) if captured else (None, None)
+        captures = (CudaCapture(turn, DEVICE), CudaCapture(turn, DEVICE)) if captured else (None, None)
         target, draft = (make_runner(model, unfused, context=256, tree_slots=768) for model in models)
         config = PopulationConfig(4, 4, 0.5, 1.0, exact)
         workers.append(make_scheduler(target, draft, config, max_tokens=128, lag=1, captures=captures))

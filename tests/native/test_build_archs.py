@@ -131,3 +131,22 @@ def test_one_file_holds_all_architectures(tmp_path: Path) -> None:
 def test_the_extension_contains_what_its_build_info_lists() -> None:
     assert _C.__file__ is not None
     assert listed(_C.__file__) == set(_C.cuda_archs)
+
+
+def test_nvcc_from_pip_is_found_last(build: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "nvidia/cu13/bin/nvcc"
+    compiler.parent.mkdir(parents=True)
+    compiler.touch(0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == str(compiler) else None)
+    assert build["find_nvcc"]() == str(compiler)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    assert build["find_nvcc"]() == "nvcc"
+
+
+def test_missing_build_tools_are_named(build: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None if name in ("cmake", "ninja") else name)
+    with pytest.raises(SystemExit, match="cmake and ninja not found; install with: pip install cmake ninja"):
+        build["require_tools"]()

@@ -116,7 +116,7 @@ def test_the_draft_has_priority_on_a_shared_gpu(checkpoint: Path, monkeypatch: p
     assert len(list(islice(decode(drafter, verifier), 4))) == 4
     assert set(seen) == {DRAFT_STREAM_PRIORITY} and len(seen) > 4 and streams.now == 0
     for priority in (DRAFT_STREAM_PRIORITY, 0):
-        CudaCapture(Lock(), priority)
+        CudaCapture(Lock(), torch.device("cuda", 0), priority)
     assert streams.made == [DRAFT_STREAM_PRIORITY, DRAFT_STREAM_PRIORITY, 0]
 
 

@@ -54,6 +54,6 @@ def test_the_number_of_ranks_follows_from_the_flags(
 
 
 def test_one_gpu_is_one_rank_and_an_excessive_number_is_refused() -> None:
-    assert requested_ranks("async", 1, None, has_draft=True, gpu=True) == 1
+    assert requested_ranks("async", 1, None, has_draft=True, runs_on_gpu=lambda: True) == 1
     with pytest.raises(UserError, match="640 ranks exceed the limit of 64 per command: start them with torchrun"):
         requested_ranks("ar", 640, None, has_draft=False)

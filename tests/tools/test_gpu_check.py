@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from bench.data.heldout import DEMO
-from tools.gpu import steps
+from tools import gpu_check
+from tools.gpu import build, steps
 from tools.gpu.steps import ROOT, plan, slug
 from tools.width_expand.shapes import FIELDS, grown_config
 
@@ -108,6 +109,40 @@ def test_without_a_gpu_one_line_is_printed() -> None:
 )
 def test_files_are_named_as_the_predictor_names_gpus(gpu: str, name: str) -> None:
     assert slug(gpu) == name
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_an_extension_for_another_gpu_is_built_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], usable: bool
+) -> None:
+    """It is usable only if it runs on this GPU, not if it contains CUDA code. Without the tools of a build, one line
+    names them."""
+    assert "require_usable" in build.LOOK
+    reason = "the CUDA operators were built for sm_80, but an H100 needs sm_90"
+    monkeypatch.setattr(build, "look", lambda: (usable, "CUDA kernels built for sm_90" if usable else reason))
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    assert build.main() == (0 if usable else 1)
+    lines = capsys.readouterr().out.splitlines()
+    if usable:
+        assert lines == ["reusing the existing build: CUDA kernels built for sm_90"]
+    else:
+        assert lines == [
+            f"building, since the existing extension is not usable: {reason}",
+            "a build needs cmake, ninja, pybind11, setuptools: pip install cmake ninja pybind11 setuptools",
+        ]
+
+
+def test_missing_modules_are_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in the .venv of `make chat`, which has no pytest."""
+    monkeypatch.setattr(sys, "argv", ["gpu_check"])
+    found = gpu_check.importlib.util.find_spec
+    lacks = ("pytest", "hypothesis")
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None if name in lacks else found(name))
+    assert gpu_check.main() == 2
+    assert capsys.readouterr().err == "gpu_check: this Python lacks pytest, hypothesis: pip install pytest hypothesis\n"
 
 
 @pytest.fixture(scope="module")

@@ -85,16 +85,18 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def run_all(steps: Sequence[Step], budget: float, file: Path, machine: dict[str, Any]) -> dict[str, Any]:
     """Runs the steps sequentially. After each, writes all results to `file` and packs the logs next to it.
 
+    A step may take longer than its limit by what the steps before it did not use (`time_for`).
     If the smoke test passes without kernels that start early and fails with them, all later steps run without them.
     """
     whole: dict[str, Any] = {"machine": machine, "steps": [], "decodes": []}
     began = time.monotonic()
     environment: dict[str, str] = {}
-    for step in steps:
+    for index, step in enumerate(steps):
         left = budget - (time.monotonic() - began)
         print(f"== {step.name}: {shlex.join(step.command)}", flush=True)
         around = replace(step, environment={**environment, **step.environment})
-        outcome = run(around, min(step.limit, left)) if left > 1 else Outcome(step.name, "not begun", 0.0, "")
+        limit = time_for(step, steps[index + 1 :], left)
+        outcome = run(around, limit) if left > 1 else Outcome(step.name, "not begun", 0.0, "")
         print(outcome.tail, flush=True)
         print(f"== {step.name}: {outcome.state}, {outcome.seconds:.0f} s", flush=True)
         if step.name == SMOKE and outcome.state != "ok" and whole["steps"][-1]["state"] == "ok":
@@ -109,6 +111,16 @@ def run_all(steps: Sequence[Step], budget: float, file: Path, machine: dict[str,
         file.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
         pack_logs(file.with_name(f"{file.stem.removesuffix('-step')}-logs.tar.gz"))
     return whole
+
+
+def time_for(step: Step, later: Sequence[Step], left: float) -> float:
+    """Returns the seconds that a step may take: its limit, or for a required step more if more of the `left` seconds
+    remain than the required ones of the `later` steps need; all of them if it is patient."""
+    if step.patient:
+        return left
+    reserved = sum(each.limit for each in later if not each.extra)
+    saved = left - reserved if step.stretches and not step.extra else 0.0
+    return min(max(step.limit, saved), left)
 
 
 def pack_logs(file: Path) -> None:

@@ -2,26 +2,30 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdlib>
 #include <cstring>
+#include <stdexcept>
 
 #include "cuda/check.cuh"
 
 namespace swiftspec::cuda {
-namespace {
-
-// Allocation granularity: the driver may place smaller allocations in a shared block, and a handle opens the whole
-// block.
-constexpr int64_t kAllocationBytes = 2 << 20;
-
-}  // namespace
 
 static_assert(sizeof(PeerHandle) == sizeof(cudaIpcMemHandle_t));
 
-Inbox::Inbox(int64_t bytes) {
-  const auto size = static_cast<size_t>((bytes + kAllocationBytes - 1) / kAllocationBytes * kAllocationBytes);
-  check(cudaMalloc(&data_, size), "inbox");
-  check(cudaMemset(data_, 0, size), "inbox");
-  check(cudaDeviceSynchronize(), "inbox");
+namespace {
+
+// SWIFTSPEC_PEERS=0 makes groups sum by a library, for links that lose writes only now and then.
+void check_switch() {
+  const char* value = std::getenv("SWIFTSPEC_PEERS");
+  if (value != nullptr && std::strcmp(value, "0") == 0) throw std::runtime_error("SWIFTSPEC_PEERS=0");
+}
+
+}  // namespace
+
+Inbox::Inbox(int64_t bytes) : bytes_((bytes + kAllocationBytes - 1) / kAllocationBytes * kAllocationBytes) {
+  check_switch();
+  check(cudaMalloc(&data_, static_cast<size_t>(bytes_)), "inbox");
+  clear();
 }
 
 Inbox::~Inbox() { cudaFree(data_); }
@@ -34,6 +38,17 @@ PeerHandle Inbox::handle() const {
   return handle;
 }
 
+std::string Inbox::read(int64_t offset, int64_t bytes) const {
+  std::string out(static_cast<size_t>(bytes), '\0');
+  check(cudaMemcpy(out.data(), static_cast<const char*>(data_) + offset, out.size(), cudaMemcpyDeviceToHost), "inbox");
+  return out;
+}
+
+void Inbox::clear() {
+  check(cudaMemset(data_, 0, static_cast<size_t>(bytes_)), "inbox");
+  check(cudaDeviceSynchronize(), "inbox");
+}
+
 PeerInbox::PeerInbox(const PeerHandle& handle) {
   cudaIpcMemHandle_t native;
   std::memcpy(&native, handle.data(), sizeof native);
@@ -41,6 +56,12 @@ PeerInbox::PeerInbox(const PeerHandle& handle) {
 }
 
 PeerInbox::~PeerInbox() { cudaIpcCloseMemHandle(data_); }
+
+void PeerInbox::write(int64_t offset, const std::string& bytes) {
+  char* to = static_cast<char*>(data_) + offset;
+  check(cudaMemcpy(to, bytes.data(), bytes.size(), cudaMemcpyHostToDevice), "a peer's inbox");
+  check(cudaDeviceSynchronize(), "a peer's inbox");
+}
 
 PinnedMemory::PinnedMemory(void* data, int64_t bytes) : data_(data) {
   check(cudaHostRegister(data, static_cast<size_t>(bytes), cudaHostRegisterPortable | cudaHostRegisterMapped), "pin");

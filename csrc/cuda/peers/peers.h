@@ -10,7 +10,12 @@ namespace swiftspec::cuda {
 
 using PeerHandle = std::array<char, 64>;
 
+// Allocation granularity: the driver may place smaller allocations in a shared block, and a handle opens the whole
+// block. Every inbox has at least this size.
+constexpr int64_t kAllocationBytes = 2 << 20;
+
 // Zeroed memory of the current device that other processes can open. Free it only after all of them have closed it.
+// Throws if the environment variable SWIFTSPEC_PEERS is 0.
 class Inbox {
  public:
   explicit Inbox(int64_t bytes);
@@ -19,9 +24,12 @@ class Inbox {
   Inbox& operator=(const Inbox&) = delete;
   void* data() const { return data_; }
   PeerHandle handle() const;
+  std::string read(int64_t offset, int64_t bytes) const;
+  void clear();  // zeroes all of it
 
  private:
   void* data_ = nullptr;
+  int64_t bytes_;
 };
 
 // The inbox of another process, mapped for the current device.
@@ -32,6 +40,8 @@ class PeerInbox {
   PeerInbox(const PeerInbox&) = delete;
   PeerInbox& operator=(const PeerInbox&) = delete;
   void* data() const { return data_; }
+  // Copies `bytes` to the first kAllocationBytes of the inbox, and waits until they have left this device.
+  void write(int64_t offset, const std::string& bytes);
 
  private:
   void* data_ = nullptr;

@@ -1,6 +1,8 @@
-"""Checks whether the CUDA operators can run on a GPU, and explains in one line why not."""
+"""Checks whether the CUDA operators can run on a GPU, and explains in one line why not. Also identifies GPUs."""
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 
@@ -8,6 +10,8 @@ from swiftspec import _C
 from swiftspec.errors import UserError
 
 MIN_COMPUTE_CAPABILITY = (8, 0)  # Ampere
+DRIVER_LIBRARY = "libcuda.so.1"
+CUDA_ERRORS_WITHOUT_GPU = (34, 100)  # CUresult: the library is the toolkit's stub; the driver finds no GPU
 
 
 def require_usable(device: torch.device | str) -> torch.device:
@@ -59,5 +63,43 @@ def why_no_gpu() -> str:
     needed = torch.version.cuda
     if 0 < driver // 1000 < int(needed.partition(".")[0]):
         has = f"{driver // 1000}.{driver % 1000 // 10}"
-        return f"the NVIDIA driver supports CUDA {has}, but this PyTorch needs {needed}; install a newer driver"
+        return (
+            f"the NVIDIA driver supports CUDA {has}, but this PyTorch needs {needed}; install a newer driver, or a"
+            f" PyTorch built for CUDA {has.partition('.')[0]}"
+        )
     return "no NVIDIA driver is installed" if driver == 0 else "the driver reports no usable GPU"
+
+
+def why_gpu_unused() -> str | None:
+    """Returns why torch cannot use the GPU of this machine, in one line; None if it can, or if the driver shows this
+    process no GPU."""
+    return why_no_gpu() if not torch.cuda.is_available() and _driver_shows_gpu() else None
+
+
+def _driver_shows_gpu() -> bool:
+    """Returns whether the NVIDIA driver itself, without torch, finds a GPU or fails at it. False without a driver, and
+    if CUDA_VISIBLE_DEVICES hides all GPUs."""
+    try:
+        driver = ctypes.CDLL(DRIVER_LIBRARY)
+    except OSError:
+        return False
+    error = driver.cuInit(0)
+    if error != 0:
+        return error not in CUDA_ERRORS_WITHOUT_GPU
+    count = ctypes.c_int()
+    return driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value > 0
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """Returns the UUID of a GPU, the same in all processes; None for a CPU."""
+    return None if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Returns the PCI address of a GPU as Linux writes it, such as "0000:3b:00.0"; None if torch does not report it."""
+    data = torch.cuda.get_device_properties(device)
+    numbers = [getattr(data, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if not all(isinstance(number, int) for number in numbers):
+        return None
+    domain, bus, slot = numbers
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"

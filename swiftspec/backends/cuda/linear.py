@@ -155,7 +155,8 @@ class PeerCommunicator:
         if found is None:
             return None
         rank, source, slot, epoch = found
-        return f"GPU rank {rank} waited too long for rank {source} (slot {slot}, epoch {epoch})"
+        where = f"GPU rank {rank} waited too long for rank {source} (slot {slot}, epoch {epoch})"
+        return f"{where}; if rank {source} was not ended, SWIFTSPEC_PEERS=0 avoids peer memory"
 
 
 @dataclass(frozen=True, slots=True)

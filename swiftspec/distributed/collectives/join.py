@@ -11,6 +11,7 @@ from swiftspec.distributed.collectives.peers import PeerMemoryGroup
 from swiftspec.distributed.collectives.shm import SharedMemoryGroup
 from swiftspec.distributed.collectives.torch_dist import TorchDistGroup
 from swiftspec.distributed.launch.world import World
+from swiftspec.runtime.current_device import set_current_device
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # longest wait for a blocked peer; one that has exited is detected earlier
 RankGroup = TorchDistGroup | PeerMemoryGroup | SharedMemoryGroup
@@ -28,9 +29,8 @@ def join_group(
     store, timeout = world.store, COLLECTIVE_TIMEOUT
     if world.one_machine and device.type == "cpu":
         return SharedMemoryGroup.join(store, name, rank, size, spin=world.spin, timeout=timeout)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # NCCL uses the current device
+    set_current_device(device)  # NCCL uses the current device
     if device.type == "cuda" and not share_device:
         width = width if world.one_machine else 0
-        return peers.join(store, name, rank, size, device=device, timeout=timeout, width=width)
+        return peers.join(store, name, rank, size, device=device, timeout=timeout, width=width, log=world.log)
     return TorchDistGroup.join(store, name, rank, size, device=device, timeout=timeout, share_device=share_device)

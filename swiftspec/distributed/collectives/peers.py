@@ -7,6 +7,7 @@ kernel. NCCL performs all other collectives.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -82,19 +83,30 @@ class PeerMemoryGroup:
         self._peers.free()
         self._group.close()
 
+    def abort(self) -> None:
+        """Leaves a group of which a rank is lost or blocked, without waiting for the others. The memory stays mapped,
+        since kernels may still wait for lines in it."""
+        self._group.abort()
+
 
 def join(
-    store: Store, name: str, rank: int, size: int, *, device: torch.device, timeout: timedelta, width: int
-) -> TorchDistGroup | PeerMemoryGroup:
-    """Joins an NCCL group. Returns a `PeerMemoryGroup` on top of it if `width` > 0 and the GPUs support peer access,
-    which most consumer GPUs do not; otherwise returns the NCCL group. `width`: see `PeerMemoryGroup.join`."""
+    store: Store, name: str, rank: int, size: int, *, device: torch.device, timeout: timedelta, width: int,
+    log: Callable[[str], None] = lambda line: None,
+) -> TorchDistGroup | PeerMemoryGroup:  # fmt: skip
+    """Joins an NCCL group. Returns a `PeerMemoryGroup` on top of it if `width` > 0 and the GPUs exchange data through
+    peer memory, which most consumer GPUs do not; otherwise returns the NCCL group.
+
+    `width`: see `PeerMemoryGroup.join`. `log`: receives, on rank 0, the reason why the group uses NCCL only.
+    """
     group = TorchDistGroup.join(store, name, rank, size, device=device, timeout=timeout)
     if width == 0:
         return group
     try:
         return PeerMemoryGroup.join(store, group, width=width, device=device)
-    except PeerAccessError:
+    except PeerAccessError as error:
+        if rank == 0:
+            log(f"group {name} sums by NCCL, without peer memory: {error}")
         return group
     except BaseException:
-        group.close()
+        group.abort()  # the other ranks may wait in another call
         raise

@@ -63,3 +63,7 @@ class SharedMemoryGroup:
     def close(self) -> None:
         """Leaves the group."""
         self.memory.close()
+
+    def abort(self) -> None:
+        """Leaves a group of which a rank is lost or blocked."""
+        self.memory.close()

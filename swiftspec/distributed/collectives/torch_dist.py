@@ -12,6 +12,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from swiftspec.errors import RankLost
 
+# What NCCL reports if it cannot allocate its shared memory, among other causes. Docker's default is 64 MB.
+NCCL_SYSTEM_ERROR = re.compile("unhandled system error|ncclSystemError")
+NCCL_SYSTEM_ADVICE = (
+    "NCCL needs about 1 GB in /dev/shm: in a container use --shm-size=1g or --ipc=host; NCCL_DEBUG=INFO shows the cause"
+)
+
 
 class TorchDistGroup:
     """A `TensorParallelGroup` over torch's default process group: Gloo for CPU tensors, NCCL for CUDA tensors. If ranks
@@ -53,7 +59,10 @@ class TorchDistGroup:
             )
         except (dist.DistError, RuntimeError) as error:
             raise RankLost(f"group {name}: rank {rank} of {size} could not join ({_line(error)})") from error
-        return TorchDistGroup(name, rank, size, nccl)
+        group = TorchDistGroup(name, rank, size, nccl)
+        if nccl:  # connects the ranks in its first collective, which takes seconds and may fail
+            group.all_gather(torch.zeros(1, device=device))
+        return group
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gathers `x` of all ranks in rank order: [size, *x.shape]."""
@@ -80,8 +89,16 @@ class TorchDistGroup:
         return None  # a lost peer has raised RankLost already
 
     def close(self) -> None:
-        """Leaves the group. The process may then join another group."""
+        """Leaves the group. The process may then join another group. NCCL waits for the other ranks, and for all CUDA
+        graphs that contain its collectives to be freed."""
         dist.destroy_process_group()
+
+    def abort(self) -> None:
+        """Leaves a group of which a rank is lost or blocked, without waiting for the others."""
+        if self._nccl:
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
 
 
 def sum_in_rank_order(parts: Tensor) -> Tensor:
@@ -99,7 +116,8 @@ def sum_in_rank_order(parts: Tensor) -> Tensor:
 def _line(error: BaseException) -> str:
     """Returns torch's error message on one line, without source location and advice."""
     text = " ".join(str(error).split())
-    return re.sub(r"^\[[^\]]*\] ", "", text).partition(". ")[0] or type(error).__name__
+    line = re.sub(r"^\[[^\]]*\] ", "", text).partition(". ")[0] or type(error).__name__
+    return f"{line}; {NCCL_SYSTEM_ADVICE}" if NCCL_SYSTEM_ERROR.search(text) else line
 
 
 def nccl_version() -> str | None:

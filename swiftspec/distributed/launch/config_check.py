@@ -42,11 +42,13 @@ class RankConfig:
     `settings`: values by name, which must be the same on all ranks of the job.
     `files`: fingerprints of model directories by model name, which must be the same on all ranks of the job.
     `group_files`: fingerprints that must be the same only on the ranks of one group.
+    `gpu`: UUID of the rank's GPU, which must be another one on each rank; None: a CPU, or a GPU that ranks may share.
     """
 
     settings: Mapping[str, Any]
     files: Mapping[str, str]
     group_files: Mapping[str, str]
+    gpu: str | None = None
 
 
 def settings_of(plan: EngineConfig) -> dict[str, Any]:
@@ -102,9 +104,22 @@ def _validator(own: int, mine: Entry, plan: EngineConfig) -> Validator:
                 line = _file_difference(leader, said[leader], rank, theirs, "group_files")
             if line is not None:
                 return line
-        return None
+        return _shared_gpu(said)
 
     return validate
+
+
+def _shared_gpu(said: dict[int, Entry]) -> str | None:
+    """Returns an error message if two ranks use the same GPU, else None."""
+    owners: dict[str, int] = {}
+    for rank, entry in said.items():
+        gpu = entry.get("gpu")
+        if isinstance(gpu, str) and owners.setdefault(gpu, rank) != rank:
+            return (
+                f"ranks {owners[gpu]} and {rank} use the same GPU: start at most one rank per GPU, or share GPUs with"
+                " --share-gpus"
+            )
+    return None
 
 
 def _file_difference(here: int, mine: Entry, there: int, theirs: Entry, part: str) -> str | None:

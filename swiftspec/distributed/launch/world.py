@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -30,6 +31,7 @@ from swiftspec.distributed.launch.supervision import SupervisorLink
 from swiftspec.errors import RankLost, UserError
 from swiftspec.settings_schema import require
 
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 REJOIN_TIMEOUT_S = 20.0  # seconds for ranks that are all alive to pass the startup barrier and connect
 
 
@@ -67,8 +69,8 @@ class World:
         `rank`, `size`: number of this rank, and number of ranks.
         `store_address`: HOST:PORT at which rank 0 serves the store; a free port of rank 0's machine.
         `local_rank`, `local_size`: rank among the ranks of this machine, and their number, if the job has several
-            machines. With device "cuda" a rank takes the GPU of its local rank. If the launcher has hidden the others,
-            load the models on "cuda:0".
+            machines. With device "cuda" a rank takes the GPU of its local rank, or the only one that the launcher shows
+            it.
         `cores`: cores of this machine that its ranks share; None: all.
         `log`: receives lines about missing ranks.
 
@@ -135,6 +137,28 @@ def available_cores() -> set[int]:
     """Returns the cores that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)  # missing on some platforms
     return affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
+
+
+def cores_near_gpu(pci_address: str | None, cores: Collection[int]) -> set[int]:
+    """Returns those of `cores` that are on the NUMA node of a GPU; all of them if the system does not list
+    its cores, or none of them is there.
+
+    `pci_address`: of the GPU; None: unknown.
+    """
+    try:
+        text = (PCI_DEVICES / str(pci_address) / "local_cpulist").read_text(encoding="ascii")
+        return set(cores) & parse_cpu_list(text) or set(cores)
+    except (OSError, ValueError):
+        return set(cores)
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """Returns the cores of a list as Linux writes it: "0-3,8" is 0, 1, 2, 3 and 8. Raises ValueError on other text."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found |= {*range(int(first), int(last or first) + 1)}
+    return found
 
 
 def pin_to_cores(cores: set[int]) -> None:

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from swiftspec.distributed.remote.answer_queue import AnswerQueue
 from swiftspec.distributed.remote.served_roles import Execute, ServedRole
 from swiftspec.distributed.remote.server import SessionServer
@@ -31,8 +33,10 @@ from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.transport import Receiver
 from swiftspec.errors import UserError
 from swiftspec.runtime.cancellation import Cancelled
+from swiftspec.runtime.current_device import set_current_device
 from swiftspec.runtime.fallback_drafter import FAILURES
 
+CPU = torch.device("cpu")
 REPORTED_ERRORS = (SessionGone, WorkerFull, Cancelled, UserError, ValueError, *FAILURES)  # others are internal errors
 
 
@@ -45,9 +49,10 @@ class Worker:
         model_info: ModelInfo,
         sessions: WorkerSessions[ServedRole],
         files: tuple[Path, ...] = (),
+        device: torch.device = CPU,
     ) -> None:
-        """`files`: paths of the tokenizer files, which clients can read."""
-        self.side, self.model_info, self.sessions, self.files = side, model_info, sessions, files
+        """`files`: paths of the tokenizer files, which clients can read. `device`: device of the model."""
+        self.side, self.model_info, self.sessions, self.files, self.device = side, model_info, sessions, files, device
         self.lock = FairLock()  # held during each use of the model
 
     def serve(self, receiver: Receiver, cancelled: Callable[[], bool] | None = None) -> Iterator[Frame]:
@@ -91,6 +96,7 @@ class WorkerServer(SessionServer):
         self._session: WorkerSession[ServedRole] | None = None
 
     def _execute(self, frame: Frame | None) -> Iterable[Answer]:
+        set_current_device(self._worker.device)  # for each message, since a stream passes from thread to thread
         if frame is None:
             return self._execute_in_session(None)
         kind, words = frame

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakSet, ref
 
 import numpy as np
 import torch
@@ -123,16 +124,16 @@ class GraphCache:
         self._capture = capture
         self._graph_sets: dict[Hashable, dict[Hashable, CapturedGraph]] = {}
         self._complete: set[Hashable] = set()  # graph sets whose graphs were captured ahead
-        self._bound: Tensor | None = None
+        self._bound: ref[Tensor] | None = None  # weak, so that a reallocated KV cache frees its old buffer first
         self.captures = 0
 
     def bind(self, buffer: Tensor) -> None:
         """Sets the buffer that all graphs read and write. Drops all graphs if it is not the previous one, since they
         hold its address."""
-        if self._bound is not buffer:
+        if self._bound is None or self._bound() is not buffer:
             self._graph_sets.clear()
             self._complete.clear()
-            self._bound = buffer
+            self._bound = ref(buffer)
 
     def evict(self, name: Hashable) -> None:
         """Drops the graph set `name`, if it exists."""
@@ -341,18 +342,21 @@ class StaticNoiseBuffer:
 
 
 class CudaCapture:
-    """A `Capture` on the current CUDA device. Its graphs share one memory pool, since they never run concurrently.
+    """A `Capture` on a CUDA device. Its graphs share one memory pool, since they never run concurrently.
 
     `lock`: serialises the captures of two threads. During a capture the other thread may launch kernels and wait for
     its own stream.
+    `device`: the device of the captured work, with an index. It must be the current device of each thread that
+    captures, since torch captures on the current device and would leave the work of another one out of the graph.
     `priority`: CUDA priority of the graphs' kernels on whatever stream they are replayed; lower values are scheduled
     first.
     """
 
-    def __init__(self, lock: Lock, priority: int = 0) -> None:
-        self._pool, self._lock = torch.cuda.graph_pool_handle(), lock
+    def __init__(self, lock: Lock, device: torch.device, priority: int = 0) -> None:
+        self._pool, self._lock, self._device = torch.cuda.graph_pool_handle(), lock, device
         # a stream of its own: libraries keep separate state for it, which the warm-up runs allocate before the capture
-        self._stream = torch.cuda.Stream(priority=priority)
+        self._stream = torch.cuda.Stream(device, priority)
+        self._graphs = WeakSet[torch.cuda.CUDAGraph]()  # those in use
         self._first: torch.cuda.CUDAGraph | None = (
             None  # keeps the pool alive: a pool without graphs cannot be used again
         )
@@ -360,7 +364,9 @@ class CudaCapture:
     def __call__(
         self, work: Callable[[], T], restore: Callable[[], None] = _nothing, /
     ) -> tuple[T, Callable[[], None]]:
-        side, current = self._stream, torch.cuda.current_stream()
+        if torch.cuda.current_device() != self._device.index:
+            raise RuntimeError(f"a capture on {self._device}, but GPU {torch.cuda.current_device()} is current")
+        side, current = self._stream, torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
         with self._lock:
             side.wait_stream(current)
@@ -370,6 +376,17 @@ class CudaCapture:
                     restore()
             current.wait_stream(side)
             with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-                self._first = self._first or graph
                 out = work()
+            self._graphs.add(graph)
+            self._first = self._first or graph  # only now: a graph whose capture failed keeps no pool alive
         return out, graph.replay
+
+    def release(self) -> None:
+        """Frees all graphs; none can be replayed any more. A graph refers to the communicator whose collectives it
+        contains, and NCCL destroys a communicator only after all such graphs have been freed. All replays must have
+        finished."""
+        with self._lock:
+            self._first = None
+            for graph in list(self._graphs):
+                graph.reset()
+            self._graphs.clear()

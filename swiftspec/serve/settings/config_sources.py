@@ -24,6 +24,7 @@ from swiftspec.serve.settings.settings import (
 
 NON_SETTING_VARIABLES = (  # read by the build, the tests and the kernels
     "SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS", "SWIFTSPEC_WERROR", "SWIFTSPEC_EARLY_STARTS", "SWIFTSPEC_FEW_STAGES",
+    "SWIFTSPEC_PEERS",
     "SWIFTSPEC_EMULATED", "SWIFTSPEC_EMULATED_CASES", "SWIFTSPEC_EMULATED_SEED", "SWIFTSPEC_TEST_EPOCHS",
 )  # fmt: skip
 

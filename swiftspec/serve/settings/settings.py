@@ -101,9 +101,8 @@ class Settings(SettingsFields):
                 " remove one of them"
             )
         try:
-            target_tp, draft_tp = split_ranks(
-                mode, ranks, self.target_tp, self.draft_tp, single_rank_ok=self.device == "cuda" or apart
-            )
+            alone = apart or (mode == "async" and ranks == 1 and self.runs_on_gpu())
+            target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp, single_rank_ok=alone)
             return EngineConfig(
                 mode=mode, target_tp=target_tp, draft_tp=draft_tp,
                 population=PopulationConfig(**self._config_values(PopulationConfig)),
@@ -111,6 +110,14 @@ class Settings(SettingsFields):
             )  # fmt: skip
         except UserError as error:
             raise UsageError(str(error)) from None
+
+    def runs_on_gpu(self) -> bool:
+        """Returns whether the models run on a GPU. Imports torch if the device is auto."""
+        if self.device != "auto":
+            return self.device == "cuda"
+        from swiftspec.builder.hardware import resolve_device
+
+        return resolve_device("auto").type == "cuda"
 
     def _explicitly_set(self, part: str) -> list[str]:
         """Returns the names of the settings that were given explicitly and that apply to a part of the engine, such as

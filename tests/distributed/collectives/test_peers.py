@@ -40,15 +40,22 @@ CPU = torch.device("cpu")
 @dataclass
 class Machine:
     """A machine with GPUs, of which those in `blind` (a, b) cannot reach each other. Replaces `_C`; the current device
-    is per thread."""
+    is per thread. `broken`: (step, GPU) at which the driver fails. `deaf`: (writer, reader) whose writes are lost."""
 
     blind: set[tuple[str, str]] = field(default_factory=set)
     opened: dict[str, set[str]] = field(default_factory=dict)  # owner -> ranks that have its memory open
     freed: dict[str, set[str]] = field(default_factory=dict)  # owner -> ranks that had it open then
     channels: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     still: set[str] = field(default_factory=set)  # ranks whose kernels have ended
+    broken: tuple[str, str] | None = None
+    deaf: tuple[str, str] | None = None
+    memory: dict[str, bytearray] = field(default_factory=dict)  # the beginning of each inbox
     here: local = field(default_factory=local)
     lock: Lock = field(default_factory=Lock)
+
+    def fail_at(self, step: str) -> None:
+        if self.broken == (step, self.here.bus):
+            raise RuntimeError(f"{step}: invalid\nargument")
 
     def cuda_bus_id(self) -> str:
         return self.here.bus
@@ -60,12 +67,15 @@ class Machine:
         return ranks * lines
 
     def CudaInbox(self, size: int) -> Any:
+        self.fail_at("inbox")
         return Inbox(self, self.here.bus, size)
 
     def CudaPeerInbox(self, handle: bytes) -> Any:
+        self.fail_at("open")
         return PeerInbox(self, handle.decode(), self.here.bus)
 
     def CudaWord(self, name: str, rank: int, size: int, seconds: float) -> Any:
+        self.fail_at("pin")
         word = bytearray(8)
         return SimpleNamespace(name=name, view=lambda: memoryview(word))
 
@@ -81,10 +91,17 @@ class Inbox:
     def __init__(self, machine: Machine, bus: str, size: int) -> None:
         self.machine, self.bus = machine, bus
         self.address = 1000 * int(bus) + int(bus)
-        machine.opened[bus] = set()
+        machine.opened[bus], machine.memory[bus] = set(), bytearray(256)
 
     def handle(self) -> bytes:
+        self.machine.fail_at("handle")
         return self.bus.encode()
+
+    def read(self, offset: int, size: int) -> bytes:
+        return bytes(self.machine.memory[self.bus][offset : offset + size])
+
+    def clear(self) -> None:
+        self.machine.memory[self.bus][:] = bytes(256)
 
     def __del__(self) -> None:
         with self.machine.lock:
@@ -96,6 +113,10 @@ class PeerInbox:
         self.machine, self.owner, self.viewer = machine, owner, viewer
         self.address = 1000 * int(viewer) + int(owner)
         machine.opened[owner].add(viewer)
+
+    def write(self, offset: int, data: bytes) -> None:
+        if self.machine.deaf != (self.viewer, self.owner):
+            self.machine.memory[self.owner][offset : offset + len(data)] = data
 
     def __del__(self) -> None:
         with self.machine.lock:
@@ -164,6 +185,7 @@ def test_every_rank_sees_every_inbox_in_rank_order(machine: Machine, size: int) 
             peers.PEER_TIMEOUT_S,
         )
     assert machine.freed == {str(rank): set() for rank in range(size)}, "each when all others had closed it"
+    assert not any(map(any, machine.memory.values())), "the messages that tried the links are cleared"
 
 
 def test_gpus_without_peer_access_are_refused_where_kernels_are_required(machine: Machine) -> None:
@@ -185,6 +207,39 @@ def test_gpus_without_peer_access_use_the_library(machine: Machine, monkeypatch:
         return joined is group, group.closed
 
     assert on_gpus(machine, 4, work) == [(True, False)] * 4
+
+
+REASONS = {
+    "inbox": "GPU rank 1: inbox: invalid argument", "handle": "GPU rank 1: handle: invalid argument",
+    "open": "GPU rank 1: open: invalid argument", "pin": "GPU rank 1: pin: invalid argument",
+    "link": "GPU rank 1: what rank 2 writes to its GPU memory does not arrive",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", REASONS)
+def test_whatever_fails_while_joining_all_ranks_use_the_library(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """IPC handles that one rank cannot make or open, memory that it cannot pin, or a link that loses what one rank
+    writes: no rank waits for another, rank 0 prints the reason, and all memory is freed after it was closed."""
+    monkeypatch.setattr(peers.TorchDistGroup, "join", lambda store, name, *_, **__: store.group)
+    monkeypatch.setattr(cuda_peers, "PROBE_TIMEOUT_S", 0.1)
+    machine.still = {"0", "1", "2"}  # no kernel has run
+    if step == "link":
+        machine.deaf = ("2", "1")
+    else:
+        machine.broken = (step, "1")
+    lines: list[str] = []
+
+    def work(group: Gloo, store: Any) -> bool:
+        stands_in: Any = SimpleNamespace(set=store.set, get=store.get, group=group)
+        ranks = {"device": CPU, "timeout": timedelta(1), "width": 64, "log": lines.append}
+        return peers.join(stands_in, "target", group.rank, 3, **ranks) is group
+
+    assert on_gpus(machine, 3, work) == [True] * 3
+    assert lines == [f"group target sums by NCCL, without peer memory: {REASONS[step]}"]
+    assert all(not openers for openers in machine.freed.values())
+    assert all(not any(memory) for memory in machine.memory.values()), "zeroed again"
 
 
 def test_more_ranks_than_the_kernels_sum_over(machine: Machine) -> None:
@@ -266,7 +321,7 @@ def test_a_peer_that_never_arrives_is_named(machine: Machine, tmp_path: Path, wo
 
     model.forward = fail
     kind, text = (
-        (RankLost, r"^group target: GPU rank 0 waited too long for rank 2 \(slot 1, epoch 5\)$")
+        (RankLost, r"^group target: GPU rank 0 waited too long for rank 2 \(slot 1, epoch 5\); .* SWIFTSPEC_PEERS=0 ")
         if word
         else (RuntimeError, "CUDA error")
     )

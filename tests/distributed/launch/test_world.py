@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from swiftspec import LLM, SamplingParams
+from swiftspec.distributed.launch import world as world_module
 from swiftspec.distributed.launch.startup_barrier import Timeouts
-from swiftspec.distributed.launch.world import World, available_cores, require_equal
+from swiftspec.distributed.launch.world import World, available_cores, cores_near_gpu, parse_cpu_list, require_equal
 from swiftspec.errors import UserError
 from tests.support.tiny_checkpoints import make_pair
 
@@ -101,3 +102,17 @@ def test_two_processes_decode_without_environment_variables(tmp_path: Path, addr
     assert [rank.returncode for rank in ranks] == [0, 0]
     alone = LLM(target, draft, dtype=torch.float64).generate([5, 6, 7], SamplingParams(**SAMPLING))
     assert json.loads(outputs[0]) == alone.token_ids
+
+
+def test_cores_of_a_gpus_numa_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of the job on the GPU's node; all of the job's if the system does not list them or none is there."""
+    assert parse_cpu_list("0-3,8\n") == {0, 1, 2, 3, 8} and parse_cpu_list("\n") == set()
+    monkeypatch.setattr(world_module, "PCI_DEVICES", tmp_path)
+    near = {"0000:3b:00.0": "0-3,8-11", "0000:af:00.0": "64-127", "0001:00:00.0": "what"}
+    for address, text in near.items():
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "local_cpulist").write_text(text + "\n")
+    cores = range(2, 10)
+    assert cores_near_gpu("0000:3b:00.0", cores) == {2, 3, 8, 9}
+    for address in ("0000:af:00.0", "0001:00:00.0", "0000:00:00.0", None):
+        assert cores_near_gpu(address, cores) == {*cores}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -45,6 +46,21 @@ def random_batch(rows: int, width: int, seed: int, sequences: int = 1) -> HostBa
     tokens, positions, slots = noise.integers(0, 1 << 40, (3, rows))
     lengths, sequence = noise.integers(0, 1 << 40, sequences), np.arange(rows) * sequences // rows
     return HostBatch(tokens, positions, slots, noise.random((rows, width)) < 0.5, sequence, lengths)
+
+
+def test_a_reallocated_cache_frees_its_old_buffer_first() -> None:
+    """Otherwise a change of the number of sequences would need memory for both buffers of keys."""
+    graphs, keys = GraphCache(Rerun()), torch.zeros(2)
+    old = ref(keys)
+    for captures in (1, 1):
+        graphs.bind(keys)
+        graphs.run("set", 0, lambda: torch.zeros(1))
+        assert graphs.captures == captures, "graphs of the same buffer are kept"
+    del keys
+    assert old() is None
+    graphs.bind(torch.zeros(2))
+    graphs.run("set", 0, lambda: torch.zeros(1))
+    assert graphs.captures == 2
 
 
 @pytest.mark.parametrize("sequences", [1, 2])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
@@ -35,6 +36,18 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path, monkeypatc
     settings = parse_command(["--config", str(file), "--top-p", "0.3"]).settings
     assert (settings.top_p, settings.min_p, settings.seed, settings.top_k) == (0.3, 0.2, 1, None)
     assert (settings.model, settings.verify_batch, settings.proposal) == (None, 8, None)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_one_gpu_runs_both_models_in_mode_async(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+    """Also if --device is not set; without a GPU the mode requires two ranks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    plan = Settings(mode="async", device=device).make_plan(True)
+    assert (plan.target_tp, plan.draft_tp, plan.overlap_on_one_gpu) == (1, 0, True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if device == "auto":
+        with pytest.raises(UsageError, match="mode async requires at least two ranks"):
+            Settings(mode="async").make_plan(True)
 
 
 def test_lists_and_objects_from_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

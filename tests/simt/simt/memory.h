@@ -62,6 +62,12 @@ inline cudaError_t cudaFree(void* data) {
 
 inline cudaError_t cudaMemset(void* data, int value, size_t bytes) { return std::memset(data, value, bytes), cudaSuccess; }
 
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  simt::Machine::get().finish();
+  return std::memcpy(to, from, bytes), cudaSuccess;
+}
+
 // A handle is the path under which the kernel shows another process's open file.
 inline cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* data) {
   const auto found = simt::mappings().find(data);

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tools.gpu import processes
-from tools.gpu.processes import run, run_all
-from tools.gpu.steps import SECONDS, Step
+from tools.gpu.processes import run, run_all, time_for
+from tools.gpu.steps import SECONDS, Step, build
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +67,16 @@ def test_results_are_written_early_and_the_budget_is_kept(tmp_path: Path) -> Non
     ]
     whole = run_all(steps, 5.0, file, {})
     assert [entry["state"] for entry in whole["steps"]] == ["ok", "ok", "out of time", "not begun"]
+
+
+def test_a_step_may_use_what_earlier_ones_have_saved() -> None:
+    """But not what later required steps need; a build may use all, and an optional step its limit."""
+    one, two, extra = Step("one", (), 30.0), Step("two", (), 20.0), Step("extra", (), 50.0, extra=True)
+    later = [two, extra]
+    assert [time_for(one, later, left) for left in (100.0, 50.0, 40.0, 10.0)] == [80.0, 30.0, 30.0, 10.0]
+    assert time_for(replace(one, stretches=False), later, 100.0) == 30.0
+    assert time_for(extra, [], 100.0) == 50.0
+    assert time_for(build(), later, 400.0) == 400.0
 
 
 def has_ended(pid: str) -> bool:
