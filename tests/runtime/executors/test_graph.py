@@ -191,6 +191,25 @@ def test_a_graph_is_captured_for_each_power_of_two_of_slots(checkpoint: Path, mo
     assert capture.captures == 3 and capture.replays == 19
 
 
+def test_rounds_are_captured_for_each_power_of_two_of_slots(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replays that read too few slots would change the text."""
+    monkeypatch.setattr(unfused, "MIN_BUCKET_SLOTS", 16)
+    make_checkpoint(tmp_path, layers=1, seed=5)
+    models = [load_model(path, dtype=torch.float64, ops=unfused, max_positions=400) for path in (checkpoint, tmp_path)]
+    capture, found = Recorder(), []
+    for captured in (capture, None):
+        pair = [make_runner(model, unfused, context=120, tree_slots=256) for model in models]
+        worker = make_scheduler(*pair, PopulationConfig(2, 2, 0.8, 1.5), max_tokens=60, captures=(captured, captured))
+        worker.open(request_start(noise_tokens(5), SamplingParams(temperature=0.8, seed=3)), set(), 50)
+        while worker.launch():
+            worker.collect()
+        found.append((worker.group.executor.name, worker.answer().tokens))
+    assert [name for name, _ in found] == ["graph", "eager"] and found[0][1] == found[1][1]
+    assert 3 <= capture.captures < capture.replays
+
+
 @pytest.mark.parametrize("exact", [0, 1])
 def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
     """Requests with other seeds replay the same graphs; other logits parameters, which graphs hold by value, capture
