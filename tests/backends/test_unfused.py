@@ -111,11 +111,11 @@ def test_attention_equals_the_reference_without_host_reads(
 @pytest.mark.parametrize(("kv_len", "read"), [(1, 256), (255, 256), (256, 256), (257, 512), (513, 600), (600, 600)])
 def test_attention_reads_a_power_of_two_of_slots(kv_len: int, read: int, window: int | None) -> None:
     """Up to the capacity of 600. Only the last bits depend on their number."""
-    tables, options = torch.randn(2, 640, 16, dtype=torch.float64), AttentionOptions(window=window)
+    (cos, sin), options = torch.randn(2, 640, 16, dtype=torch.float64), AttentionOptions(window=window)
     batch = batch_of(kv_len, 8, [kv_len - 1], kv_len)
     cache, qkv = Cache(*torch.randn(2, 1, 1, 2, 600, 16, dtype=torch.float64)), torch.randn(1, 160, dtype=torch.float64)
-    want = reference.tree_attention(qkv, reference.prepare(batch, cache, *tables, 6, options), 0)
-    plan = unfused.prepare(batch, cache, *tables, 6, options)
+    want = reference.tree_attention(qkv, reference.prepare(batch, cache, cos, sin, 6, options), 0)
+    plan = unfused.prepare(batch, cache, cos, sin, 6, options)
     assert [x.shape[-2] for x in (plan.parts[0].keys[0], plan.parts[0].values[0])] == [read, read]
     assert plan.parts[0].mask is not None and plan.parts[0].mask.shape[-1] == read
     assert (unfused.tree_attention(qkv, plan, 0) - want).abs().max() < 1e-12

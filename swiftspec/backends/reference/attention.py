@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -270,20 +269,18 @@ def _dot_product_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     if q.device.type != "cuda":
         return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale)
     aten = torch.ops.aten
-    if not _has_efficient_attention(q.device, q.dtype, q.shape[-1]):
+    if not _has_efficient_attention(q):
         return aten._scaled_dot_product_attention_math(q, keys, values, mask, 0.0, False, scale=scale)[0]
     bias = None if mask is None else mask.expand(*q.shape[:-1], keys.shape[2])
     return aten._scaled_dot_product_efficient_attention(q, keys, values, bias, False, scale=scale)[0]
 
 
-@cache
-def _has_efficient_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Returns whether torch's memory-efficient attention supports these heads: 16-byte rows, and bfloat16 since
-    Ampere."""
-    dtypes = [torch.float16, torch.float32]
-    if torch.cuda.get_device_capability(device) >= (8, 0):
-        dtypes.append(torch.bfloat16)
-    return dtype in dtypes and head_dim * dtype.itemsize % 16 == 0
+def _has_efficient_attention(q: Tensor) -> bool:
+    """Returns whether torch's memory-efficient attention supports these queries [..., head_dim]: rows of a multiple of
+    16 bytes, and bfloat16 since Ampere."""
+    if q.dtype == torch.float64 or q.shape[-1] * q.dtype.itemsize % 16:
+        return False
+    return q.dtype != torch.bfloat16 or torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:

@@ -201,7 +201,8 @@ def test_rounds_are_captured_for_each_power_of_two_of_slots(
     capture, found = Recorder(), []
     for captured in (capture, None):
         pair = [make_runner(model, unfused, context=120, tree_slots=256) for model in models]
-        worker = make_scheduler(*pair, PopulationConfig(2, 2, 0.8, 1.5), max_tokens=60, captures=(captured, captured))
+        plan = PopulationConfig(2, 2, 0.8, 1.5)
+        worker = make_scheduler(pair[0], pair[1], plan, max_tokens=60, captures=(captured, captured))
         worker.open(request_start(noise_tokens(5), SamplingParams(temperature=0.8, seed=3)), set(), 50)
         while worker.launch():
             worker.collect()
