@@ -177,7 +177,7 @@ def test_a_graph_is_captured_for_each_power_of_two_of_slots(checkpoint: Path, mo
     capture = Recorder()
     model = load_model(checkpoint, dtype=torch.float64, ops=unfused, max_positions=160)
     plain, graphed = (make_runner(model, unfused, context=96, tree_slots=32) for _ in range(2))
-    steps = EagerExecutor(plain), GraphForwardExecutor(graphed, GraphCache(capture))
+    steps = EagerExecutor(plain), GraphForwardExecutor(graphed, GraphCache(capture, unfused.capture_bucket))
     tokens, mask = noise_tokens(33), tree_mask.causal(1)
     for kind in steps:
         kind.open(ExecutorRequest(kind.runner.sampler(SamplingParams(), ())))
