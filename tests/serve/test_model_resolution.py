@@ -46,7 +46,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **options: None)
     for name, value in (
-        ("is_available", True), ("set_device", None), ("device_count", 1), ("memory_reserved", 0), ("memory_allocated", 0),
+        ("is_available", True), ("set_device", None), ("current_device", 0), ("device_count", 1),
+        ("memory_reserved", 0), ("memory_allocated", 0),
         ("get_device_name", "RTX 4090"), ("get_device_capability", (8, 9)), ("mem_get_info", (int(23.5e9), int(24e9))),
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *args, result=value: result)
