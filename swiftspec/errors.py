@@ -28,6 +28,24 @@ class RankLost(Exception):
     """A rank that this rank depends on has exited, does not respond or has failed. The message is one line."""
 
 
+OUT_OF_MEMORY_TEXTS = (
+    "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory",
+    "cublas_status_alloc_failed",
+)  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error reports that memory ran out, or was raised while such an error was handled: an error
+    during a CUDA graph's capture makes the end of the capture raise another one."""
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause).lower()
+        if isinstance(cause, MemoryError) or any(known in text for known in OUT_OF_MEMORY_TEXTS):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
 def truncated_repr(value: object, max_chars: int = 80) -> str:
     """Returns the repr of a value for a message: on one line, and with the middle left out if it is longer than
     `max_chars`."""

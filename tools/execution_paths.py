@@ -93,7 +93,9 @@ class Machine:
         """Returns stand-ins for the components that executors are built from."""
         tree = SimpleNamespace(rows=SimpleNamespace(tokens=()))
         ops: Any = SimpleNamespace(
-            device_tree=lambda *shape: tree if self.tree else None, MAX_CAPTURED_SEQUENCES=self.graphs
+            device_tree=lambda *shape: tree if self.tree else None,
+            capture_bucket=lambda max_kv_len: None,
+            MAX_CAPTURED_SEQUENCES=self.graphs,
         )
         fused: Any = SimpleNamespace(tree=lambda *shape: None) if self.fused else None
         capture: Any = (lambda work: None) if self.graphs else None

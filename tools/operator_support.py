@@ -86,7 +86,7 @@ def format_rows() -> Iterator[list[str]]:
     """Yields the rows of the second table: a format, and how three kinds of operators keep it."""
     for name, weight in _matrices().items():
         on_gpu = "int4" if cuda_linear.int4_group_size(weight) else "bf16"
-        in_torch = "int4" if unfused.keeps_int4(weight, torch.bfloat16) else "bf16"
+        in_torch = "int4" if unfused.keeps_int4(weight, torch.bfloat16, "cpu") else "bf16"
         yield [name, _native_storage(weight), on_gpu, in_torch]
 
 

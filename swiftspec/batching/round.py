@@ -167,6 +167,10 @@ class GroupRound:
             ]
         return self._sampling_spans[groups]
 
+    def buckets(self, width: int) -> Hashable:
+        """Returns the `capture_bucket` of target and draft for a round over a window of `width` tree slots."""
+        return tuple(each.ops.capture_bucket(_max_kv_len(each, width)) for each in (self._target, self._draft))
+
     @property
     def key(self) -> Hashable:
         """Key of captured graphs: rounds with equal keys run the same operators on the same tensors."""
@@ -344,9 +348,18 @@ class GroupRound:
         group = runner.model.group
         for start in range(0, rows, PREFILL_CHUNK_TOKENS):
             chunk = slice(start, start + PREFILL_CHUNK_TOKENS)
-            batch = Batch(tokens[chunk], positions[chunk], slots[chunk], mask[chunk], sequence[chunk], kv_len)
+            batch = Batch(
+                tokens[chunk], positions[chunk], slots[chunk], mask[chunk], sequence[chunk], kv_len,
+                _max_kv_len(runner, context.width),
+            )  # fmt: skip
             logits = runner.model.forward(batch, runner.cache).logits
             assert logits is not None
             parts.append(logits if group is None else torch.cat(group.all_gather(logits).unbind(0), 1))
         runner.record_step(began, rows)
         return concatenate(parts)
+
+
+def _max_kv_len(runner: Runner, width: int) -> int:
+    """Returns the largest slot at which a window of `width` tree slots ends. When a round is launched, the prefixes of
+    the cache are those of the tensors, since both change in the same calls."""
+    return max(runner.cache.prefix_len) + width

@@ -12,7 +12,7 @@ import torch
 
 from swiftspec.batching.decoding import BatchDecoding, BatchRequest, IsCancelled, NextRequest
 from swiftspec.engine import Decoding, Engine, RequestLimits, Stats, TokenChunk
-from swiftspec.errors import NonFiniteLogits, UserError, truncated_repr
+from swiftspec.errors import NonFiniteLogits, UserError, is_out_of_memory, truncated_repr
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck, Cancelled
@@ -194,7 +194,7 @@ class LockedEngine(Engine):
                     except Cancelled:
                         return
                     except (MemoryError, RuntimeError) as error:
-                        if isinstance(error, RuntimeError) and "memory" not in str(error):
+                        if not is_out_of_memory(error):
                             raise
                         raise UserError(OUT_OF_MEMORY) from None
                 if chunk is None:

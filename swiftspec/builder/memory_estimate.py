@@ -1,21 +1,51 @@
-"""Estimates the GPU memory that a pair of models needs, from shapes alone, before anything is loaded."""
+"""Estimates the GPU memory that the models of a rank need, from their config.json, before weights are downloaded or
+loaded, and finds the context length that fits.
+
+Weights, KV cache and buffers are counted by the shapes of the rank's shard (model/shard.py) as the operators keep them.
+What no shape determines, such as the buffers of libraries, is a constant below. None of it was measured on a GPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Any
 
 import torch
 
-from swiftspec.backends.cuda import PREFILL_CHUNK_ROWS
+from swiftspec.backends import cuda, unfused
+from swiftspec.backends.cuda.attention import scratch_bytes
 from swiftspec.backends.cuda.large_m import MAX_KERNEL_ROWS, SCRATCH_BYTES
+from swiftspec.backends.cuda.linear import INT4_GROUP_SIZES
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats import format_of
+from swiftspec.model.formats.int8 import group_of
+from swiftspec.model.shard import Shard
 from swiftspec.model.spec import ModelSpec
+from swiftspec.runtime.executors.graph import CAPTURED_ROWS
+from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
+from swiftspec.sampling.noise import PositionNoise
 
-INT4_BITS_PER_WEIGHT = 4.25  # with scales and zero points in groups of 128
+MIB = 1 << 20
 BYTES_PER_GB = 1e9
+FLOAT_BYTES = 4
+INT4_GROUP_BYTES = 4  # scale and zero point of a group, in the tiles of backends/cuda and in torch's layout
+# Bytes of a rank that no shape determines: kernels, which CUDA loads on first use (about 200 MiB with torch's), cuBLAS'
+# workspaces (32 MiB for each stream since Hopper), and what torch's allocator loses by fragmentation.
+RESERVE_BYTES = 512 * MIB
+# Channels of a NCCL communicator: 4 MiB for each direction and peer on up to 32 channels, of which NCCL uses some; and
+# the inboxes of peer memory, 34 MB for 8 ranks.
+GROUP_RESERVE_BYTES = 400 * MIB
+# Graphs of a model: their nodes in the driver, and tensors of logits that live at the same time while one is replayed
+GRAPH_NODE_BYTES = 64 * MIB
+GRAPH_LOGITS = 4
+FULL_BYTES = 256 * MIB  # free memory with which a failed capture is attributed to a lack of it; a guess
+CONTEXT_STEP = 256  # tokens; a context that is found is a multiple
+MIN_CONTEXT = 2048  # tokens; a shorter context is not selected without being asked for
 
 
 def kv_bytes_per_token(spec: ModelSpec, cache_dtype: torch.dtype) -> int:
@@ -23,60 +53,214 @@ def kv_bytes_per_token(spec: ModelSpec, cache_dtype: torch.dtype) -> int:
     return sum(2 * layer.mixer.kv_size for layer in spec.layers) * cache_dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimate of the GPU memory, in bytes, that a model needs on each of the `ranks` ranks that share it: weights, KV
-    cache of `slots` slots, and the buffers of a prefill chunk."""
+    """Estimate of the GPU memory, in bytes, that a model needs on each of the `ranks` ranks that share it."""
 
     config: ModelConfig
     dtype: torch.dtype
-    slots: int
-    ranks: int
+    capacity: int  # slots of a sequence in the KV cache, those of the tree included
+    ranks: int = 1
+    sequences: int = 1  # in the KV cache
+    ops: ModuleType = cuda  # backend
     cache_dtype: torch.dtype | None = None  # None: `dtype`
+    int4_head: bool = False  # whether a dense LM head is quantised at load
+    prefix_tokens: int = 0  # budget of the prefix cache
+    clusters: bool = True  # whether the GPU has thread block clusters
+    int4_kernels: bool = True  # whether torch's int4 product runs on the GPU
+
+    @cached_property
+    def shard(self) -> Shard:
+        """The shard of a rank; all ranks have the same shapes."""
+        return Shard.of(self.config, 0, self.ranks)
 
     @property
     def weights(self) -> float:
+        """Bytes of all matrices and norms: the embedding is whole on every rank."""
         spec = self.config.spec
-        outputs = sum(
-            2 * layer.mixer.q_size + 2 * layer.mixer.kv_size + 3 * layer.mlp.intermediate_size for layer in spec.layers
-        )  # of a layer's projections, except O and down: their inputs
+        head = self.matrix_bytes(self.shard.head_rows, spec.hidden_size, self._head_group)
+        norms = (4 * len(spec.layers) + 1) * spec.hidden_size * FLOAT_BYTES  # at most four in a layer
+        return sum(self.matrix_bytes(*each) for each in self._matrices()) + self._embedding + head + norms
+
+    @property
+    def _embedding(self) -> int:
+        return self.config.spec.vocab_size * self.config.spec.hidden_size * self.dtype.itemsize
+
+    def _matrices(self) -> Iterator[tuple[int, int, int]]:
+        """Yields outputs, inputs and inputs per int4 group, 0 if the matrix is kept dense, for each projection."""
+        hidden = self.config.spec.hidden_size
+        for part in self.shard.layers:
+            yield len(part.qkv), hidden, self._group(hidden)
+            yield hidden, len(part.o), self._group(len(part.o), part.head_dim)
+            yield len(part.gate_up), hidden, self._group(hidden)
+            yield hidden, len(part.down), self._group(len(part.down), part.inner_unit)
+
+    def _group(self, inputs: int, run: int | None = None) -> int:
+        """Returns the inputs per group of an int4 matrix as the operators keep it; 0 if they keep it dense. `run`: runs
+        of inputs of which the shard consists, which may split groups; None: all inputs are on every rank."""
         layout = format_of(self.config)
-        bits = INT4_BITS_PER_WEIGHT if layout is not None and layout.is_int4 else 8 * self.dtype.itemsize
-        matrices = spec.hidden_size * outputs
-        tables = 2 * spec.vocab_size * spec.hidden_size  # the head is packed separately, even if it is tied
-        return (matrices * bits / 8 + tables * self.dtype.itemsize) / self.ranks
+        if layout is None or not layout.is_int4:
+            return 0
+        split = run is not None and self.ranks > 1
+        if _may_be_permuted(self.config) and (self.ops is cuda or split):
+            return 0
+        return self._kept_group(inputs, math.gcd(layout.group_size, run) if split and run else layout.group_size)
+
+    def _kept_group(self, inputs: int, group: int) -> int:
+        """Returns the inputs per group of an int4 matrix with groups of `group` inputs; 0 if it is kept dense."""
+        if self.ops is cuda:
+            found = math.gcd(group, INT4_GROUP_SIZES[-1])
+            return found if found in INT4_GROUP_SIZES else 0
+        kept = self.ops is unfused and self.int4_kernels and unfused.supports_int4(inputs, group, self.dtype)
+        return group if kept else 0
 
     @property
-    def cache(self) -> float:
-        return kv_bytes_per_token(self.config.spec, self.cache_dtype or self.dtype) * self.slots / self.ranks
+    def _head_group(self) -> int:
+        hidden = self.config.spec.hidden_size
+        group = group_of(hidden) if self.int4_head else None
+        return 0 if group is None or self.shard.head_rows % 8 else self._kept_group(hidden, group)
+
+    def matrix_bytes(self, outputs: int, inputs: int, group: int) -> float:
+        """Returns the size of a packed matrix. `group`: inputs per int4 group; 0: it is dense."""
+        return outputs * inputs * (0.5 + INT4_GROUP_BYTES / group if group else self.dtype.itemsize)
 
     @property
-    def chunk(self) -> float:
-        """Size of the buffers of a prefill chunk: weights unpacked to bfloat16 (backends/cuda/large_m.py), hidden
-        states, gates and products of all rows, and the packed input rows of a kernel for large M
-        (csrc/cuda/linear/large_m.h)."""
-        spec = self.config.spec
-        hidden, inner = spec.hidden_size, max(layer.mlp.intermediate_size for layer in spec.layers) // self.ranks
-        numbers = PREFILL_CHUNK_ROWS * 4 * (hidden + inner) + MAX_KERNEL_ROWS * max(hidden, inner)
-        return SCRATCH_BYTES + numbers * self.dtype.itemsize
+    def kv_token(self) -> int:
+        """Bytes of one token's keys and values on a rank, padding heads included."""
+        heads = sum(2 * part.kv_heads * part.head_dim for part in self.shard.layers)
+        return heads * (self.cache_dtype or self.dtype).itemsize
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the KV cache."""
+        return self.kv_token * self.capacity * self.sequences
+
+    @property
+    def prefix_cache(self) -> int:
+        """Bytes of a full prefix cache."""
+        return self.kv_token * self.prefix_tokens
+
+    @property
+    def scratch(self) -> float:
+        """Bytes of the buffers of a prefill chunk: hidden states, gates and products of all rows, those of attention,
+        the partial sums of all ranks, and the RoPE tables."""
+        spec, parts, size = self.config.spec, self.shard.layers, self.dtype.itemsize
+        rows = cuda.PREFILL_CHUNK_ROWS if self.ops is cuda else PREFILL_CHUNK_TOKENS
+        hidden, inner = spec.hidden_size, max(len(part.down) for part in parts)
+        numbers = rows * 4 * (hidden + inner)
+        gathered = rows * hidden * (self.ranks * size + FLOAT_BYTES) if self.ranks > 1 else 0
+        tables = sum(2 * self.capacity * mixer.head_dim for mixer in {layer.mixer for layer in spec.layers})
+        if self.ops is cuda:
+            # weights in rows for a library product, and the packed rows of x (csrc/cuda/linear/large_m.h)
+            return SCRATCH_BYTES + (numbers + MAX_KERNEL_ROWS * max(hidden, inner) + tables) * size + gathered + max(
+                scratch_bytes(rows, part.num_heads, part.head_dim, self.capacity, self.sequences, self.clusters)
+                for part in parts
+            )  # fmt: skip
+        return (numbers + tables) * size + gathered + self._masks(rows)
+
+    def _masks(self, rows: int) -> int:
+        """Returns the bytes of the attention masks of a chunk of `rows` rows with torch's operators, over the whole
+        cache: a mask for each kind of layer, repeated for the query heads that share keys; and keys and values of a
+        layer in the model's dtype, if the cache has another."""
+        size, total = self.dtype.itemsize, 0
+        kinds = {layer.mixer: part for layer, part in zip(self.config.spec.layers, self.shard.layers, strict=True)}
+        for mixer, part in kinds.items():
+            temporary = 3 if mixer.window is None else 3 + 3 * 8  # bytes: Booleans, and three counts of visible slots
+            total += rows * self.capacity * (temporary + size * (1 + part.num_heads // part.kv_heads))
+        if self.cache_dtype not in (None, self.dtype):
+            total += 2 * self.capacity * max(part.kv_heads * part.head_dim for part in self.shard.layers) * size
+        return total
+
+    @property
+    def graphs(self) -> int:
+        """Bytes of the CUDA graphs: noise and logits of their rows, and nodes."""
+        if self.ops.MAX_CAPTURED_SEQUENCES == 0:
+            return 0
+        rows = PositionNoise.BLOCK_POSITIONS + GRAPH_LOGITS * CAPTURED_ROWS[-1]
+        return rows * self.config.spec.vocab_size * FLOAT_BYTES + GRAPH_NODE_BYTES
 
 
-def check_memory(needs: Iterable[MemoryEstimate], device: torch.device) -> None:
-    """Raises UserError if the models of a rank do not fit into the free memory of its GPU. `needs`: the estimate of
-    each of these models."""
-    held = list(needs)
-    weights, cache = sum(need.weights for need in held), sum(need.cache for need in held)
-    chunk = sum(need.chunk for need in held)
+def _may_be_permuted(config: ModelConfig) -> bool:
+    """Returns whether the inputs of int4 matrices may be permuted (activation order): GPTQ and compressed-tensors."""
+    fields: Any = config.quantization
+    groups = fields.get("config_groups") or {}
+    orders = [group.get("weights", {}).get("actorder") for group in groups.values() if isinstance(group, dict)]
+    return bool(fields.get("desc_act")) or any(order in ("group", "dynamic") for order in orders)
+
+
+def memory_by_purpose(held: Sequence[MemoryEstimate]) -> dict[str, float]:
+    """Returns the bytes that a rank needs for the models `held`, by purpose."""
+    reserve = RESERVE_BYTES + (GROUP_RESERVE_BYTES if any(need.ranks > 1 for need in held) else 0)
+    return {
+        "weights": sum(need.weights for need in held),
+        "the KV cache": sum(need.cache for need in held),
+        "prefill and attention": sum(need.scratch for need in held),
+        "the prefix cache": sum(need.prefix_cache for need in held),
+        "CUDA graphs and libraries": sum(need.graphs for need in held) + reserve,
+    }
+
+
+def free_memory(device: torch.device) -> int:
+    """Returns the free memory of a GPU in bytes, including what torch has reserved and does not use."""
     free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # reserved by torch and unused
-    if weights + cache + chunk <= free:
-        return
-    raise UserError(
-        f"the models need {(weights + cache + chunk) / BYTES_PER_GB:.1f} GB of GPU memory"
-        f" ({weights / BYTES_PER_GB:.1f} for weights,"
-        f" {cache / BYTES_PER_GB:.1f} for the KV cache of {held[0].slots} tokens,"
-        f" {chunk / BYTES_PER_GB:.1f} for prefill), but"
-        f" {torch.cuda.get_device_name(device)} has {free / BYTES_PER_GB:.1f} GB free:"
-        " use a smaller max_model_len, int4 weights,"
-        f" {'' if held[0].cache_dtype else 'kv_cache_dtype fp8, '}or more GPUs (--target-tp N)"
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def is_failed_capture_of_full_gpu(error: BaseException) -> bool:
+    """Returns whether a CUDA graph could not be captured while the current GPU had hardly any memory left. CUDA then
+    reports that the capture was invalidated, not that memory ran out."""
+    return "capture" in str(error) and torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < FULL_BYTES
+
+
+NeedsAt = Callable[[int], Sequence[Sequence[MemoryEstimate]]]
+
+
+def fit_context(
+    needs_at: NeedsAt, length: int, device: torch.device, *, adjust: bool, note: Callable[[str], object]
+) -> int:
+    """Returns the context length with which the models fit the free memory of a GPU: `length`, or a shorter one if
+    `adjust` is set and `length` does not fit, which is reported to `note`.
+
+    `needs_at`: returns for a context length the estimates of the models that each kind of rank holds. Raises UserError,
+    which names the length that fits, if `length` does not fit and `adjust` is not set, or fewer than MIN_CONTEXT tokens
+    fit.
+    """
+    free = free_memory(device)
+
+    def fits(tokens: int) -> bool:
+        return all(sum(memory_by_purpose(held).values()) <= free for held in needs_at(tokens))
+
+    if fits(length):
+        return length
+    low, high = 0, length // CONTEXT_STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * CONTEXT_STEP) else (low, middle - 1)
+    found = low * CONTEXT_STEP
+    if adjust and found >= MIN_CONTEXT:
+        note(
+            f"the context is limited to {found} of {length} tokens, which fit the {free / BYTES_PER_GB:.1f} GB of GPU"
+            " memory that are free; --max-model-len sets the limit"
+        )
+        return found
+    raise UserError(_refusal(needs_at(length), found, length, free, device))
+
+
+def _refusal(
+    needs: Sequence[Sequence[MemoryEstimate]], found: int, length: int, free: float, device: torch.device
+) -> str:
+    """Returns the error message if the models do not fit. `found`: the context length that does; 0: none."""
+    parts, held = max(((memory_by_purpose(held), held) for held in needs), key=lambda pair: sum(pair[0].values()))
+    listed = ", ".join(f"{size / BYTES_PER_GB:.1f} for {purpose}" for purpose, size in parts.items())
+    layouts = [format_of(need.config) for need in held]
+    fixes = [
+        f"--max-model-len {found}, which fits" if found else "",
+        "" if all(layout is not None and layout.is_int4 for layout in layouts) else "int4 weights",
+        "" if held[0].cache_dtype else "--kv-cache-dtype fp8",
+        "--prefix-cache-memory 0" if parts["the prefix cache"] else "",
+    ]
+    return (
+        f"with a context of {length} tokens the models need {sum(parts.values()) / BYTES_PER_GB:.1f} GB of GPU memory"
+        f" ({listed}), but {torch.cuda.get_device_name(device)} has {free / BYTES_PER_GB:.1f} GB free: use"
+        f" {', '.join(fix for fix in fixes if fix)}, or more GPUs (--target-tp N)"
     )

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 
 from swiftspec import __version__
-from swiftspec.backends import cpu, cuda
+from swiftspec.backends import cpu, cuda, unfused
 from swiftspec.backends.cpu.packed_weight_cache import PackedWeightCache
 from swiftspec.backends.cuda.devices import gpu_uuid, why_gpu_unused
 from swiftspec.backends.reference import resampling
@@ -39,7 +39,7 @@ from swiftspec.builder.load_options import (
     why_not_native,
 )
 from swiftspec.builder.loaded_model import LoadedModel
-from swiftspec.builder.memory_estimate import MemoryEstimate, check_memory, kv_bytes_per_token
+from swiftspec.builder.memory_estimate import MemoryEstimate, fit_context, kv_bytes_per_token
 from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
 from swiftspec.distributed.launch.config_check import RankConfig, settings_of
 from swiftspec.distributed.rank_startup import Progress
@@ -48,6 +48,7 @@ from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.end_tokens import end_tokens
 from swiftspec.model.fingerprint import fingerprint
+from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.gguf.file import GgufFile, is_gguf
 from swiftspec.model.gguf.tokenizer import tokenizer_json
@@ -110,8 +111,9 @@ class ModelPair:
     def create(
         target: str | Path, draft: str | Path | None, plan: EngineConfig, ranks: RankLayout | None, options: LoadOptions
     ) -> ModelPair:
-        """Returns the model pair of a job. Raises UserError, before anything is loaded, if models, configuration, ranks
-        and options are not consistent. `plan`: the engine configuration. `ranks`: None for a single process."""
+        """Returns the model pair of a job, from the configuration of the models alone. Raises UserError if models,
+        configuration, ranks and options are not consistent, or if the memory of a GPU does not suffice. `plan`: the
+        engine configuration. `ranks`: None for a single process."""
         _check_ranks(plan, draft, ranks)
         config, draft_path = read_config(target), None if draft is None else Path(draft)
         length, masked = _context_length(config, options), tuple(options.get("masked_tokens", ()))
@@ -141,30 +143,74 @@ class ModelPair:
         if device.type == "cpu" and options.get("device", "auto") == "auto" and (why := why_gpu_unused()) is not None:
             note(f"the models run on the CPU although this machine has a GPU: {why}")
         models.check_operators(plan, note)
-        return models
+        # the ranks of a job must have the same context, but may have different amounts of free memory
+        adjust = options.get("max_model_len") is None and (ranks is None or ranks.size == 1)
+        return models.fit_memory(plan, adjust=adjust, note=note)
+
+    def _sides(self, plan: EngineConfig) -> dict[Side, ModelConfig]:
+        """Returns the configurations of the models that the ranks of this job load."""
+        paths: dict[Side, Path] = {"target": self.target}
+        if self.draft is not None and plan.mode != "ar":
+            paths["draft"] = self.draft
+        return {side: read_config(path) for side, path in paths.items() if self.only in (None, side)}
 
     def check_operators(self, plan: EngineConfig, note: Callable[[str], None]) -> None:
         """Reports to `note` which models do not run on the native operators, and why. Raises UserError if the CUDA
-        operators were requested for such a model, or if the memory of a GPU does not suffice."""
-        sides: dict[Side, Path] = {"target": self.target}
-        if self.draft is not None and plan.mode != "ar":
-            sides["draft"] = self.draft
-        if self.only is not None:
-            sides = {side: path for side, path in sides.items() if side == self.only}
-        needs: list[MemoryEstimate] = []
-        for side, path in sides.items():
-            config = read_config(path)
-            select_operators(self.ops, config.spec, self.dtype, self.device)
+        operators were requested for such a model."""
+        for side, config in self._sides(plan).items():
+            ops = select_operators(self.ops, config.spec, self.dtype, self.device)
             why = why_not_native(config.spec, self.dtype, self.device) if self.ops == "auto" else None
             if why is not None:
                 note(f"the {side} runs on torch's own operators: {why}")
+            layout = format_of(config)
+            expanded = ops is unfused and (self.dtype != torch.bfloat16 or not unfused.has_int4_kernels(self.device))
+            if layout is not None and layout.is_int4 and expanded and self.device.type == "cuda":
+                bits = 8 * self.dtype.itemsize
+                need = "dtype bfloat16" if self.dtype != torch.bfloat16 else "a GPU since Ampere"
+                note(f"the int4 weights of the {side} are expanded to {bits} bits; {need} would keep them")
+
+    def memory_needs(self, plan: EngineConfig) -> list[dict[Side, MemoryEstimate]]:
+        """Returns for each kind of rank estimates of the models that it holds. The device must be a GPU."""
+        major, _ = torch.cuda.get_device_capability(self.device)
+        needs: dict[Side, MemoryEstimate] = {}
+        for side, config in self._sides(plan).items():
+            ops = select_operators(self.ops, config.spec, self.dtype, self.device)
             ranks = plan.draft_tp if side == "draft" and plan.mode == "async" else plan.target_tp
-            slots = self.sessions * plan.num_sequences * (self._context(plan) + self.tree_slots(side, plan))
-            needs.append(MemoryEstimate(config, self.dtype, slots, max(ranks, 1), self.cache_dtype))
+            needs[side] = MemoryEstimate(
+                config,
+                self.dtype,
+                capacity=self.capacity(side, plan),
+                ranks=max(ranks, 1),
+                sequences=self.sessions * plan.num_sequences,
+                ops=ops,
+                cache_dtype=self.cache_dtype,
+                int4_head=self._quantization(side, ops).head == "int4",
+                prefix_tokens=self._prefix_cache_tokens(plan) if plan.num_sequences == 1 else 0,
+                clusters=major in cuda.CLUSTER_MAJORS,
+                int4_kernels=unfused.has_int4_kernels(self.device),
+            )
         apart = plan.mode == "async" and plan.num_ranks > 1  # each rank holds one of the two models
-        unchecked = self.share_device or self.device.type != "cuda"
-        for held in [] if unchecked else [[need] for need in needs] if apart else [needs]:
-            check_memory(held, self.device)
+        return [{side: need} for side, need in needs.items()] if apart else [needs]
+
+    def fit_memory(self, plan: EngineConfig, *, adjust: bool, note: Callable[[str], None]) -> ModelPair:
+        """Returns a copy whose context fits the memory of this rank's GPU, as `fit_context` does. Not checked on a CPU,
+        nor if several ranks share a GPU."""
+        if self.share_device or self.device.type != "cuda":
+            return self
+        needs = self.memory_needs(plan)
+
+        def needs_at(tokens: int) -> list[list[MemoryEstimate]]:
+            resized = replace(self, max_model_len=tokens)
+            return [
+                [replace(need, capacity=resized.capacity(side, plan)) for side, need in held.items()] for held in needs
+            ]
+
+        length = fit_context(needs_at, self.max_model_len, self.device, adjust=adjust, note=note)
+        return replace(self, max_model_len=length)
+
+    def capacity(self, side: Side, plan: EngineConfig) -> int:
+        """Returns the number of slots of a sequence in the KV cache of target or draft."""
+        return self._context(plan) + self.tree_slots(side, plan)
 
     def set_thread_counts(self, plan: EngineConfig, *, set_torch_threads: bool = True) -> None:
         """Sets the CPU threads of the native operators, and with `set_torch_threads` those of torch, for the whole
@@ -268,7 +314,7 @@ class ModelPair:
         context, config = self._context(plan), read_config(path)
         ops = select_operators(self.ops, config.spec, self.dtype, self.device)
         model = self.load(
-            path, dtype=self.dtype, device=self.device, ops=ops, max_positions=context + self.tree_slots(side, plan),
+            path, dtype=self.dtype, device=self.device, ops=ops, max_positions=self.capacity(side, plan),
             progress=progress, group=group, quantization=self._quantization(side, ops),
             cache_dtype=self.cache_dtype, packed_cache=self.cache if ops is cpu else None,
             hidden_layers=self.hidden_layers if side == "target" else (),

@@ -28,6 +28,8 @@ class Batch:
     mask: Tensor  # [rows, window] bool, right-aligned: the last column is slot kv_len[sequence] - 1
     sequence: Tensor  # [rows] int64, index of the row's sequence in the cache
     kv_len: Tensor  # [sequences] int64, slots in use, including those that this batch writes
+    # on the host: no element of `kv_len` is larger, so that operators need not read it; None: unknown
+    max_kv_len: int | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -58,7 +60,12 @@ class HostBatch:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
+    @property
+    def max_kv_len(self) -> int:
+        """The largest element of `kv_len`."""
+        return int(self.kv_len.max())
+
     def to(self, device: torch.device) -> Batch:
         """Copies the batch to the device."""
         parts = (self.tokens, self.positions, self.slots, self.mask, self.sequence, self.kv_len)
-        return Batch(*(torch.from_numpy(part).to(device) for part in parts))
+        return Batch(*(torch.from_numpy(part).to(device) for part in parts), max_kv_len=self.max_kv_len)

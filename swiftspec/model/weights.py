@@ -47,8 +47,8 @@ def select(x: Tensor, dim: int, index: Tensor) -> Tensor:
     start, count = int(index[0]), len(index)
     if start >= 0 and torch.equal(index, torch.arange(start, start + count)):
         return x.narrow(dim, start, count)
-    chosen = x.index_select(dim, index.clamp_min(0))
-    missing = (index < 0).nonzero().squeeze(1)
+    chosen = x.index_select(dim, index.clamp_min(0).to(x.device))
+    missing = (index < 0).nonzero().squeeze(1).to(x.device)
     return chosen.index_fill_(dim, missing, 0) if missing.numel() else chosen
 
 

@@ -30,6 +30,10 @@ class RunnerOps(sampler.SamplerOps, Protocol):
     """The operators that a runner needs in addition to those of the model."""
 
     def make_slot_mover(self, k: Tensor, v: Tensor, /) -> MoveSlots: ...
+    def capture_bucket(self, max_kv_len: int | None, /) -> int | None:
+        """Returns the number of slots that attention reads in a forward whose `Batch.max_kv_len` this is. A CUDA graph
+        of the forward holds it by value. None: the whole cache, or what `Batch.kv_len` on the device requires."""
+        ...
 
 
 class Runner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from swiftspec.serve.built_in_models import BuiltInModels, built_in_models
 from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.text.codec import locate_model
+from swiftspec.serve.text.codec import locate_config, locate_model
 
 if TYPE_CHECKING:
     from swiftspec.observe.step_time_emulation import StepTimeEmulation
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 GENERATION_CONFIG_NAMES = {  # name in generation_config.json: name of the setting
     flag.setting.from_model: flag.name for flag in FLAGS.values() if flag.setting.from_model is not None
 }
+
+
+# folders of target and draft, which have at least the configuration; the plan without a profile
+CheckConfigs = Callable[[Path, Path | None, EngineConfig], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +56,12 @@ class ResolvedModels:
         return self.target if self.built_in is None else self.built_in.generation_config
 
     @staticmethod
-    def resolve(settings: Settings, ranks: int, phases: StartupProgress) -> ResolvedModels:
+    def resolve(
+        settings: Settings, ranks: int, phases: StartupProgress, check_configs: CheckConfigs | None = None
+    ) -> ResolvedModels:
         """Locates the models, downloads them from the hub if needed, and selects the plan for `ranks` ranks. Raises
-        UserError if a model is missing or the plan is invalid."""
+        UserError if a model is missing or the plan is invalid. `check_configs`: called before weights are downloaded;
+        raises UserError if the models cannot run."""
         check_worker_settings(settings, ranks)
         if settings.target_url is not None:
             raise UsageError("--target-url is only supported by `chat` and `generate`; remove it and specify --model")
@@ -67,6 +75,8 @@ class ResolvedModels:
         plan = settings.make_plan(drafts, ranks)  # reports invalid settings before a download
         requested_emulation(settings)
         announce = partial(phases.begin, "download")
+        if check_configs is not None:
+            _check_before_download(settings, model, draft_model, plan, check_configs)
         target = locate_model(model, settings.revision, announce)
         draft = None if draft_model is None else locate_model(draft_model, None, announce)
         for path in (target, draft):
@@ -81,6 +91,17 @@ class ResolvedModels:
         elif plan.draft_remote:
             draft_model = settings.draft_url
         return ResolvedModels(model, draft_model, target, draft, plan, built_in)
+
+
+def _check_before_download(
+    settings: Settings, model: str, draft_model: str | None, plan: EngineConfig, check_configs: CheckConfigs
+) -> None:
+    """Calls `check_configs` if weights have to be downloaded. Downloads the configurations first."""
+    named = [(model, settings.revision), *([] if draft_model is None else [(draft_model, None)])]
+    configs = [locate_config(*each) for each in named]
+    if any(config is not None for config in configs):
+        target, *draft = (config or locate_model(*each) for config, each in zip(configs, named, strict=True))
+        check_configs(target, draft[0] if draft else None, plan)
 
 
 def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, phases: StartupProgress) -> Settings:

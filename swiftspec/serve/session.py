@@ -6,12 +6,14 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from swiftspec.errors import UserError
+from swiftspec.errors import UserError, is_out_of_memory
 from swiftspec.file_io import expand_user
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.vocabulary import describe_masked
@@ -28,6 +30,7 @@ from swiftspec.serve.worker_endpoints import draft_worker
 
 if TYPE_CHECKING:
     from swiftspec.builder.load_options import LoadOptions
+    from swiftspec.config import EngineConfig
     from swiftspec.distributed.launch.world import World
     from swiftspec.engine import TokenChunk
     from swiftspec.llm import LLM, LLMBase
@@ -118,7 +121,8 @@ def open_session(
     `render_chats`: start the process that renders chat templates; in a server the front end does that.
     `on_resolved`: called once the models are located, before they are loaded.
     """
-    resolved = ResolvedModels.resolve(settings, 1 if world is None else world.size, phases)
+    check_configs = partial(_check_memory, settings, world)
+    resolved = ResolvedModels.resolve(settings, 1 if world is None else world.size, phases, check_configs)
     on_resolved(resolved)
     defaults = generation_defaults(resolved.generation_config)
     sampling = settings.sampling_params(defaults)  # invalid settings are reported before the weights are loaded
@@ -128,12 +132,40 @@ def open_session(
     llm = _load_llm(settings, resolved, codec, masked, world, phases)
     if warm_up:
         phases.begin("warm-up")
-        _warm_up(llm, sampling, phases)
+        with _one_line_if_memory_ends():
+            _warm_up(llm, sampling, phases)
     phases.ready()
     return Session(
         llm, codec, resolved.model, resolved.draft_model, resolved.built_in,
         str(llm.dtype).removeprefix("torch."), llm.threads, defaults, settings.packed_cache,
     )  # fmt: skip
+
+
+def _check_memory(
+    settings: Settings, world: World | None, target: Path, draft: Path | None, plan: EngineConfig
+) -> None:
+    """Raises UserError if the models cannot run on the GPU of this rank, or do not fit its memory. Reads only their
+    configurations."""
+    from swiftspec.builder.hardware import resolve_device
+    from swiftspec.builder.model_pair import ModelPair
+
+    if resolve_device(settings.device).type == "cuda":
+        ModelPair.create(target, draft, plan, world, load_options(settings))
+
+
+@contextmanager
+def _one_line_if_memory_ends() -> Iterator[None]:
+    """Context manager that raises UserError instead of an error that memory ran out, also in a CUDA graph's capture."""
+    from swiftspec.builder.memory_estimate import is_failed_capture_of_full_gpu
+
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error) and not is_failed_capture_of_full_gpu(error):
+            raise
+        raise UserError(
+            "not enough memory for these models: use a smaller --max-model-len, or --dtype bfloat16"
+        ) from None
 
 
 def _warm_up(llm: LLM, sampling: SamplingParams, phases: StartupProgress) -> None:
@@ -212,14 +244,8 @@ def _load_llm(
     options["masked_tokens"] = masked
     if (worker := options.get("draft_worker")) is not None:
         options["draft_worker"] = replace(worker, vocabulary=codec.vocabulary.identity())
-    try:
+    with _one_line_if_memory_ends():
         llm = LLM(resolved.target, resolved.draft, resolved.plan, world=world, **options)
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise
-        raise UserError(
-            "not enough memory for these models: use a smaller --max-model-len, or --dtype bfloat16"
-        ) from None
     if llm.roles.recorder.file is not None:
         llm.roles.recorder.file.token_text = codec.trace_text
     return llm

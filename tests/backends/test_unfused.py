@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.heldout import DEMO
-from swiftspec.backends import reference, unfused
+from swiftspec.backends import cpu, cuda, reference, unfused
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.loader import load_model
+from swiftspec.model.packed_model import AttentionOptions
 from swiftspec.model.weights import DenseWeight
 from swiftspec.params import SamplingParams
 
@@ -72,12 +73,13 @@ def test_other_weights_and_dtypes_use_the_reference() -> None:
         assert torch.equal(unfused.pack(weight, torch.float64, "cpu")(x), want)
 
 
-def batch_of(kv_len: int, width: int, slots: list[int]) -> Batch:
+def batch_of(kv_len: int, width: int, slots: list[int], max_kv_len: int | None = None) -> Batch:
     places, rows = torch.tensor(slots), len(slots)
     mask = torch.rand(rows, width) < 0.5
     for row, slot in enumerate(slots):
         mask[row, slot - kv_len + width] = True
-    return Batch(places, places + 3, places, mask, torch.zeros(rows, dtype=torch.int64), torch.tensor([kv_len]))
+    sequence = torch.zeros(rows, dtype=torch.int64)
+    return Batch(places, places + 3, places, mask, sequence, torch.tensor([kv_len]), max_kv_len)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,37 @@ def test_attention_equals_the_reference_without_host_reads(
     for a, b in zip(got, want, strict=True):
         assert (a - b).abs().max() < 1e-12
     assert torch.equal(one.k, other.k) and torch.equal(one.v, other.v)
+
+
+@pytest.mark.parametrize("window", [None, 5, 300])
+@pytest.mark.parametrize(("kv_len", "read"), [(1, 256), (255, 256), (256, 256), (257, 512), (513, 600), (600, 600)])
+def test_attention_reads_a_power_of_two_of_slots(kv_len: int, read: int, window: int | None) -> None:
+    """Up to the capacity of 600. Only the last bits depend on their number."""
+    (cos, sin), options = torch.randn(2, 640, 16, dtype=torch.float64), AttentionOptions(window=window)
+    batch = batch_of(kv_len, 8, [kv_len - 1], kv_len)
+    cache, qkv = Cache(*torch.randn(2, 1, 1, 2, 600, 16, dtype=torch.float64)), torch.randn(1, 160, dtype=torch.float64)
+    want = reference.tree_attention(qkv, reference.prepare(batch, cache, cos, sin, 6, options), 0)
+    plan = unfused.prepare(batch, cache, cos, sin, 6, options)
+    assert [x.shape[-2] for x in (plan.parts[0].keys[0], plan.parts[0].values[0])] == [read, read]
+    assert plan.parts[0].mask is not None and plan.parts[0].mask.shape[-1] == read
+    assert (unfused.tree_attention(qkv, plan, 0) - want).abs().max() < 1e-12
+
+
+def test_buckets_of_captured_forwards() -> None:
+    assert [unfused.capture_bucket(count) for count in (1, 256, 257, 131072)] == [256, 256, 512, 131072]
+    assert unfused.capture_bucket(None) is None
+    assert {ops.capture_bucket(1000) for ops in (reference, cpu, cuda)} == {None}
+
+
+def test_int4_weights_that_torch_cannot_multiply_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = int4(96, 256, 64)
+    assert unfused.keeps_int4(weight, BF16, "cpu") and not unfused.keeps_int4(weight, torch.float16, "cpu")
+    assert not unfused.keeps_int4(int4(96, 192, 64), BF16, "cpu")  # no whole block of the layout
+    assert not unfused.keeps_int4(weight.regroup(16), BF16, "cpu")  # as in a shard with small heads
+    assert unfused.pack(weight.regroup(16), BF16, "cpu")(torch.ones(1, 256, dtype=BF16)).isfinite().all()
+    for capability, kept in (((7, 5), False), ((8, 6), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert unfused.keeps_int4(weight, BF16, "cuda") == kept
 
 
 def test_a_whole_forward_has_no_host_reads() -> None:

@@ -195,6 +195,19 @@ def test_sums_are_in_rank_order_and_rounded_once() -> None:
     assert sum_in_rank_order(parts.double()).tolist() == [1.0, 258.0]
 
 
+@pytest.mark.parametrize("size", range(1, 9))
+def test_sums_have_the_bits_of_additions_one_by_one(size: int) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        parts = (torch.randn(size, 33, 7, dtype=torch.float64) * 1e3).to(dtype)
+        want = parts[0].to(wide, copy=True)
+        for part in parts[1:]:
+            want += part.to(wide)
+        for one in (None, torch.ones(1, dtype=wide)):
+            found = sum_in_rank_order(parts, one)
+            assert found.dtype == dtype and torch.equal(found, want.to(dtype))
+
+
 RANK = """
 import os, signal, sys
 from datetime import timedelta

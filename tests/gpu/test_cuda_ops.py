@@ -164,7 +164,8 @@ def test_a_row_of_attention_depends_only_on_its_own_keys(seed: int) -> None:
         rows = torch.randperm(len(slots), generator=noise)
         positions = torch.full_like(slots, count - 1)
         parts = (slots, positions, slots[rows], mask[rows], torch.zeros_like(slots), torch.tensor([length]))
-        plan = cuda.prepare(Batch(*(part.to(DEVICE) for part in parts)), cache, cos, sin, heads)
+        batch = Batch(*(part.to(DEVICE) for part in parts), max_kv_len=length)
+        plan = cuda.prepare(batch, cache, cos, sin, heads)
         out = cuda.tree_attention(qkv[: len(slots)][rows.to(DEVICE)].contiguous(), plan, 1)
         return out[(rows == 0).to(DEVICE)]
 

@@ -115,7 +115,8 @@ def test_memory_is_the_sum_over_the_layers() -> None:
     tables = 2 * 64 * 32
     matrices = 32 * (32 + 16 + 16 + 32 + 3 * 48) + 32 * (4 * 32 + 3 * 80)
     need = MemoryEstimate(config_of(spec_of(PLAIN, wide)), torch.float32, 8, 1)
-    assert need.weights == 4 * (tables + matrices)
+    norms = 32 * (2 * 4 + 1)  # at most four in a layer
+    assert need.weights == 4 * (tables + matrices + norms)
 
 
 def test_layers_that_differ_are_refused_where_all_must_be_alike() -> None:

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
-from swiftspec.backends import unfused
+from swiftspec.backends import reference, unfused
 from swiftspec.config import EngineConfig
 from swiftspec.model.loader import load_model
+from swiftspec.runtime.executors.available import target_captures
+from swiftspec.runtime.executors.graph_verifications import GraphVerificationExecutor
 from swiftspec.runtime.graph_capture import CAPTURE_PHASE, capture_graphs, num_captures
 from tests.support.fake_cuda_graphs import Recorder
 from tests.support.roles import make_drafter, make_runner, make_verifier
 from tests.support.tiny_checkpoints import make_checkpoint
+
+
+def test_graphs_are_captured_for_each_number_of_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the capacity of the cache, here 50, with operators whose graphs hold the number of slots."""
+    make_checkpoint(tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32, ops=unfused, max_positions=64)
+    monkeypatch.setattr(unfused, "MIN_BUCKET_SLOTS", 16)
+    runner = make_runner(model, unfused, context=32, tree_slots=18)
+    executor, config = make_verifier(runner, capture=Recorder()).executors[0], EngineConfig("ar", verify_batch=1)
+    assert isinstance(executor, GraphVerificationExecutor) and executor.captured_lengths() == [16, 32, 50]
+    for capture in target_captures([executor], config):
+        capture()
+    assert executor.graphs.captures == 2 * 3
+    monkeypatch.setattr(runner, "ops", reference)
+    assert executor.captured_lengths() == [0]
 
 
 def test_progress_counts_the_graphs_of_both_models(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from swiftspec.backends import cuda, unfused
 from swiftspec.backends.cuda import torch_interop
+from swiftspec.backends.reference import attention
 from swiftspec.distributed.launch.world import World, available_cores
 from tests.support.fake_cuda_graphs import Recording
 from tests.support.thread_group import ThreadGroup
@@ -59,6 +60,7 @@ class FakeGpus:
         # the CUDA operators' mover of KV, whose native part is `FakeNative`
         patch.setattr(torch_interop, "_C", FakeNative(self))
         patch.setattr(unfused, "make_slot_mover", cuda.make_slot_mover)
+        patch.setattr(attention, "_has_efficient_attention", lambda q: False)  # no such kernel for CPU memory
 
     def current(self) -> int:
         return getattr(self.here, "current", 0)

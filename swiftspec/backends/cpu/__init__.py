@@ -18,7 +18,15 @@ from swiftspec import _C
 from swiftspec.backends import reference
 from swiftspec.backends.cpu.decoder import fuse
 from swiftspec.backends.cpu.packing import PackedLinear, mask_outputs, pack
-from swiftspec.backends.reference import DEFAULT_SCORES, MAX_CAPTURED_SEQUENCES, Scores, device_tree, embed, rope_tables
+from swiftspec.backends.reference import (
+    DEFAULT_SCORES,
+    MAX_CAPTURED_SEQUENCES,
+    Scores,
+    capture_bucket,
+    device_tree,
+    embed,
+    rope_tables,
+)
 from swiftspec.backends.reference.resampling import ResamplingState
 from swiftspec.errors import UserError
 from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors, PackedMlp, ProjectionNorm
@@ -30,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_CAPTURED_SEQUENCES",
     "Scores",
+    "capture_bucket",
     "check_supported",
     "children",
     "device_tree",

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cuda.attention import HEAD_DIMS, MAX_HEADS_PER_KV_HEAD, prepare, tree_attention
+from swiftspec.backends.cuda.attention import (
+    CLUSTER_MAJORS,
+    HEAD_DIMS,
+    MAX_HEADS_PER_KV_HEAD,
+    prepare,
+    tree_attention,
+)
 from swiftspec.backends.cuda.chains import match_chains, reject_chains
 from swiftspec.backends.cuda.devices import require_usable
 from swiftspec.backends.cuda.linear import (
@@ -36,11 +42,13 @@ from swiftspec.model.packed_model import PackedModel
 from swiftspec.model.spec import ModelSpec, unknown_fields
 
 __all__ = [
+    "CLUSTER_MAJORS",
     "DEFAULT_SCORES",
     "MAX_CAPTURED_SEQUENCES",
     "PREFILL_CHUNK_ROWS",
     "DeviceTree",
     "Scores",
+    "capture_bucket",
     "check_supported",
     "children",
     "device_tree",
@@ -111,6 +119,10 @@ def check_spec(spec: ModelSpec, dtype: torch.dtype) -> None:
     missing = unknown_fields(spec, KNOWN_FIELDS)
     if missing is not None:
         raise UserError(f"the CUDA operators have no {missing}; use ops unfused")
+
+
+def capture_bucket(max_kv_len: int | None) -> None:
+    """Returns None: attention reads `Batch.kv_len` on the device."""
 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> CudaNorm:

@@ -24,6 +24,10 @@ MAX_HEADS_PER_KV_HEAD = 64  # query heads that share one key-value head
 # Bounds the scratch memory of a launch. More rows take several launches, which is correct because only prefill chunks
 # have more, and no row of a prefill chunk attends to a later one.
 MAX_ROWS_PER_LAUNCH = 256
+# Keys of a part with and without clusters, and largest number of parts without (csrc/cuda/attention/sizes.h)
+CLUSTER_PART_KEYS, BLOCK_PART_KEYS, MAX_BLOCK_PARTS = 1024, 64, 64
+WORD_BYTES = 4
+CLUSTER_MAJORS = (9, 10, 11)  # compute capabilities with thread block clusters that the kernel uses (csrc/cuda/arch.h)
 
 
 class HeadNorm(Protocol):
@@ -87,6 +91,17 @@ def prepare(
         native.prepare(current_stream())
         slices.append((chunk, native))
     return CudaAttentionPlan(slices, num_heads * dim)
+
+
+def scratch_bytes(rows: int, heads: int, head_dim: int, capacity: int, sequences: int, clusters: bool) -> int:
+    """Returns the bytes that `prepare` allocates for a prefill chunk of `rows` rows, without group tables. `clusters`:
+    whether the GPU has thread block clusters."""
+    keys = CLUSTER_PART_KEYS
+    if not clusters:
+        keys = BLOCK_PART_KEYS * max(-(-capacity // (BLOCK_PART_KEYS * MAX_BLOCK_PARTS)), 1)
+    lines = min(rows, MAX_ROWS_PER_LAUNCH) * heads * -(-capacity // keys)
+    owners = -(-rows // MAX_ROWS_PER_LAUNCH) * sequences * capacity
+    return WORD_BYTES * (lines * (head_dim + 2) + owners + rows * rows)  # tail: rows x window, here the chunk
 
 
 def tree_attention(qkv: Tensor, plan: CudaAttentionPlan, layer: int, qk_norm: HeadNorm | None = None) -> Tensor:

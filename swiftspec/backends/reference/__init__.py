@@ -30,6 +30,7 @@ __all__ = [
     "DEFAULT_SCORES",
     "MAX_CAPTURED_SEQUENCES",
     "Scores",
+    "capture_bucket",
     "children",
     "device_tree",
     "draw",
@@ -54,6 +55,10 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_CAPTURED_SEQUENCES = 0  # a forward cannot be captured in a CUDA graph: `prepare` reads on the host
+
+
+def capture_bucket(max_kv_len: int | None) -> None:
+    """Returns None: no graph holds the number of slots that attention reads."""
 
 
 def fuse(stack: PackedModel) -> FusedModel | None:

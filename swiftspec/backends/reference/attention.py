@@ -16,6 +16,8 @@ from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors, ProjectionNorm
 from swiftspec.model.spec import RopeSpec
 
+MASK_ALIGNMENT = 8  # numbers; torch's attention kernels copy a mask whose rows do not start at a multiple of it
+
 
 def rope_tables(
     rope: RopeSpec, head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str
@@ -158,9 +160,14 @@ def _mask(window: Tensor, length: int, group: int, dtype: torch.dtype, most: int
         window = last_visible(F.pad(window, (length - window.shape[1], 0), value=True), most)
     if window.all():
         return None
-    mask = torch.zeros(window.shape[0], length, dtype=dtype, device=window.device)
-    mask[:, length - window.shape[1] :].masked_fill_(~window, -math.inf)
-    return mask.expand(group, -1, -1).reshape(1, 1, -1, length)
+    mask = torch.zeros(window.shape[0], aligned_slots(length, window.device), dtype=dtype, device=window.device)
+    mask[:, length - window.shape[1] : length].masked_fill_(~window, -math.inf)
+    return mask.expand(group, -1, -1).reshape(1, 1, -1, mask.shape[1])[..., :length]
+
+
+def aligned_slots(length: int, device: torch.device) -> int:
+    """Returns the row stride of a mask over `length` slots: on a GPU a multiple of MASK_ALIGNMENT."""
+    return length if device.type == "cpu" else -(-length // MASK_ALIGNMENT) * MASK_ALIGNMENT
 
 
 def last_visible(visible: Tensor, count: int) -> Tensor:
@@ -234,14 +241,14 @@ def _attend(
         if part.slots is None:
             target.copy_(new)
         else:
-            target[part.slots] = new.to(target.dtype)
+            target.index_put_((part.slots,), new.to(target.dtype))
     folded = q.reshape(rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)
     keys, values = (
         part.keys[layer].to(q.dtype),
         part.values[layer].to(q.dtype),
     )  # the new keys too are read in the precision of the cache
     if options.softcap is None:
-        out = F.scaled_dot_product_attention(folded, keys, values, part.mask, scale=options.scale)
+        out = _dot_product_attention(folded, keys, values, part.mask, options.scale)
     else:
         scores = folded @ keys.mT * (options.scale or head_dim**-0.5)
         scores = soft_cap(scores.to(torch.promote_types(q.dtype, torch.float32)), options.softcap)
@@ -249,6 +256,31 @@ def _attend(
             scores += part.mask
         out = scores.softmax(-1).to(q.dtype) @ values
     return out.view(kv_heads, -1, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)
+
+
+def _dot_product_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """As F.scaled_dot_product_attention, but on a GPU the kernel depends on dtype and head dimension only: the
+    memory-efficient one, or plain products if it does not support them.
+
+    torch would choose by version, GPU and shape, so that ranks of a group could differ. It prefers cuDNN on recent
+    GPUs, which compiles a plan for every new number of rows or keys. `torch.nn.attention.sdpa_kernel` restricts the
+    choice for the whole process, and two threads that run models would undo each other's.
+    """
+    if q.device.type != "cuda":
+        return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale)
+    aten = torch.ops.aten
+    if not _has_efficient_attention(q):
+        return aten._scaled_dot_product_attention_math(q, keys, values, mask, 0.0, False, scale=scale)[0]
+    bias = None if mask is None else mask.expand(*q.shape[:-1], keys.shape[2])
+    return aten._scaled_dot_product_efficient_attention(q, keys, values, bias, False, scale=scale)[0]
+
+
+def _has_efficient_attention(q: Tensor) -> bool:
+    """Returns whether torch's memory-efficient attention supports these queries [..., head_dim]: rows of a multiple of
+    16 bytes, and bfloat16 since Ampere."""
+    if q.dtype == torch.float64 or q.shape[-1] * q.dtype.itemsize % 16:
+        return False
+    return q.dtype != torch.bfloat16 or torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:

@@ -32,6 +32,7 @@ class TorchDistGroup:
     def __init__(self, name: str, rank: int, size: int, nccl: bool = False) -> None:
         self.name, self.rank, self.size = name, rank, size
         self._nccl = nccl
+        self._one: Tensor | None = None  # see `sum_in_rank_order`
 
     @staticmethod
     def join(
@@ -68,7 +69,8 @@ class TorchDistGroup:
         """Gathers `x` of all ranks in rank order: [size, *x.shape]."""
         parts = x.new_empty(self.size, *x.shape)
         try:
-            dist.all_gather(list(parts.unbind(0)), x.contiguous())
+            # one NCCL kernel writes `parts`; a list of outputs would be gathered in another buffer and copied
+            dist.all_gather_into_tensor(parts.view(-1), x.reshape(-1))
         except RuntimeError as error:
             where = f"group {self.name}: rank {self.rank} of {self.size}: all_gather of {list(x.shape)} failed"
             raise RankLost(f"{where}, a rank exited or timed out ({_line(error)})") from error
@@ -80,7 +82,9 @@ class TorchDistGroup:
         Does not call `dist.all_reduce`, because its summation order depends on topology and size and differs between
         ranks. Gathering costs little more for the small tensors of a round; a prefill is dominated by the forward.
         """
-        return sum_in_rank_order(self.all_gather(x))
+        if self._one is None or self._one.device != x.device or self._one.dtype != sum_dtype(x):
+            self._one = torch.ones(1, dtype=sum_dtype(x), device=x.device)
+        return sum_in_rank_order(self.all_gather(x), self._one)
 
     def captures(self, x: Tensor) -> bool:
         return self._nccl  # a CUDA graph captures NCCL calls after a warm-up has connected the ranks
@@ -101,16 +105,29 @@ class TorchDistGroup:
             dist.destroy_process_group()
 
 
-def sum_in_rank_order(parts: Tensor) -> Tensor:
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype in which tensors like x are added."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def sum_in_rank_order(parts: Tensor, one: Tensor | None = None) -> Tensor:
     """Returns the sum of `parts` over its first dimension, the ranks. The result is bitwise identical on every rank.
 
-    Adds in rank order in float32, or float64 for float64 tensors, and rounds once to the dtype of `parts`.
+    Adds in rank order in `sum_dtype`, and rounds once to the dtype of `parts`: one kernel per addition, since no
+    operator of torch adds several tensors in a given order. `one`: [1], the number 1 in `sum_dtype`, if the caller
+    keeps it.
     """
-    wide = torch.float64 if parts.dtype == torch.float64 else torch.float32
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
+    if len(parts) == 1:
+        return parts[0].clone()
+    first, second, *others = parts.unbind(0)
+    one = torch.ones(1, dtype=sum_dtype(parts), device=parts.device) if one is None else one
+    out = torch.empty_like(first)
+    if not others:
+        return torch.addcmul(first, one, second, out=out)  # computes in the dtype of `one`, rounds to that of `out`
+    total = torch.addcmul(first, one, second)
+    for part in others[:-1]:
         total += part
-    return total.to(parts.dtype)
+    return torch.add(total, others[-1], out=out)
 
 
 def _line(error: BaseException) -> str:

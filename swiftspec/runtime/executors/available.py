@@ -41,6 +41,7 @@ class ExecutorOps(Protocol):
 
     MAX_CAPTURED_SEQUENCES: int  # most sequences of a forward that a CUDA graph can contain; 0: no forward
 
+    def capture_bucket(self, max_kv_len: int | None, /) -> int | None: ...  # see `RunnerOps`
     def device_tree(
         self, slots: int, children: int, leaves: int, vocab: int, device: torch.device, /
     ) -> DeviceTreeLike | None:
@@ -59,7 +60,7 @@ class ExecutorDeps:
 
     def __init__(self, ops: ExecutorOps, fused: NativeModel | None, capture: Capture | None) -> None:
         self.ops, self.fused = ops, fused
-        self.graphs = GraphCache(capture) if capture is not None else None
+        self.graphs = GraphCache(capture, ops.capture_bucket) if capture is not None else None
 
 
 def target_executors(runner: Runner, deps: ExecutorDeps) -> list[TreeExecutor]:

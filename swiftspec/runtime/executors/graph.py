@@ -4,8 +4,9 @@ All calls of torch's CUDA graph API are in this module.
 
 A graph reads and writes tensors at fixed addresses. Its key contains shapes only: the parameters of a request are in
 tensors (sampling/logits_params.py). The shape of a forward is the number of rows per sequence, padded to one of
-`CAPTURED_ROWS`, and the width of the mask window, which tree/mask.py has already padded. Padding rows repeat the last
-row: they write the same KV to the same slots, and their logits are unused.
+`CAPTURED_ROWS`, the width of the mask window, which tree/mask.py has already padded, and the number of slots that
+attention reads, if the backend fixes it (`capture_bucket`). Padding rows repeat the last row: they write the same KV to
+the same slots, and their logits are unused.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ RowOutputs = tuple[Tensor, Tensor | None]  # a tensor with one row per row of a 
 CAPTURED_ROWS = (1, 2, 4, 8, 16, 32)  # rows per sequence of captured batches; larger batches run eagerly
 WARM_UP_RUNS = 2  # runs before a capture, since one-time set-up and tuning must not be captured
 INT64_BYTES = 8
+MAX_AHEAD_SLOTS = 4096  # longer contexts capture on first use with backends whose graphs hold the number of slots
 FORWARD_GRAPHS, ROUND_GRAPHS = "forwards", "rounds"  # graph sets: forwards of a model, rounds of a population
 
 
@@ -57,7 +59,10 @@ class GraphInputs:
     """The input batch of a captured forward, in one device buffer, so that one copy fills it. `rows`: rows per
     sequence. `width`: width of the mask window. `sequences`: sequences in the KV cache."""
 
-    def __init__(self, rows: int, width: int, sequences: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, width: int, sequences: int, device: torch.device, max_kv_len: int | None = None
+    ) -> None:
+        """`max_kv_len`: that of every batch of the graph, see `Batch`."""
         count = rows * sequences
         words = 3 * count + sequences
         size = INT64_BYTES * words + count * width
@@ -68,7 +73,7 @@ class GraphInputs:
         )
         mask = self._placed[INT64_BYTES * words :].view(torch.bool).view(count, width)
         sequence = torch.arange(sequences, device=device).repeat_interleave(rows)
-        self.batch = Batch(tokens, positions, slots, mask, sequence, kv_len)
+        self.batch = Batch(tokens, positions, slots, mask, sequence, kv_len, max_kv_len)
         flat = self._staged.numpy()
         numbers = flat[: INT64_BYTES * words].view(np.int64)
         self._columns, self._kv_len = numbers[: 3 * count].reshape(3, sequences, rows), numbers[3 * count :]
@@ -105,11 +110,13 @@ class BatchShape(NamedTuple):
 
 
 class BatchKey(NamedTuple):
-    """Key of a captured forward: rows per sequence, width of the mask window, and the shape of further inputs."""
+    """Key of a captured forward: rows per sequence, width of the mask window, the shape of further inputs, and the
+    `capture_bucket` of the backend."""
 
     rows: int
     width: int
     shape: Hashable = None
+    bucket: int | None = None
 
 
 class GraphCache:
@@ -120,8 +127,11 @@ class GraphCache:
     graphs captured so far.
     """
 
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+    def __init__(
+        self, capture: Capture, capture_bucket: Callable[[int | None], int | None] = lambda max_kv_len: None
+    ) -> None:
+        """`capture_bucket`: that of the model's backend, see `RunnerOps`."""
+        self._capture, self._capture_bucket = capture, capture_bucket
         self._graph_sets: dict[Hashable, dict[Hashable, CapturedGraph]] = {}
         self._complete: set[Hashable] = set()  # graph sets whose graphs were captured ahead
         self._bound: ref[Tensor] | None = None  # weak, so that a reallocated KV cache frees its old buffer first
@@ -179,7 +189,7 @@ class GraphCache:
         key, count = self.batch_key(name, batch, shape), rows_per_sequence(batch)
         captured = self._graph_sets.setdefault(name, {}).get(key)
         if captured is None:
-            inputs = GraphInputs(key.rows, key.width, batch.kv_len.shape[0], device)
+            inputs = GraphInputs(key.rows, key.width, batch.kv_len.shape[0], device, key.bucket)
             inputs.fill(batch)  # the warm-up runs read it
             captured = self.ensure(name, key, lambda: work(inputs.batch), inputs=inputs)
         else:
@@ -192,13 +202,15 @@ class GraphCache:
     def batch_key(self, name: Hashable, batch: HostBatch, shape: Hashable = None) -> BatchKey:
         """Returns the key of the graph that runs a batch: the smallest one that was captured ahead and is large enough,
         or one of the batch's own size."""
-        own = BatchKey(padded_rows(rows_per_sequence(batch)), batch.mask.shape[1], shape)
+        bucket = self._capture_bucket(batch.max_kv_len)
+        own = BatchKey(padded_rows(rows_per_sequence(batch)), batch.mask.shape[1], shape, bucket)
         graphs = self._graph_sets.get(name, {})
         if own in graphs or name not in self._complete:
             return own
         larger = [
             key for key in graphs
-            if isinstance(key, BatchKey) and key.shape == shape and key.rows >= own.rows and key.width >= own.width
+            if isinstance(key, BatchKey) and (key.shape, key.bucket) == (shape, bucket)
+            and key.rows >= own.rows and key.width >= own.width
         ]  # fmt: skip
         return min(larger, default=own, key=lambda key: (key.rows, key.width))
 
@@ -229,11 +241,13 @@ def load_bias(buffer: Tensor, sampler: Sampler) -> None:
         buffer.copy_(sampler.bias)
 
 
-def blank_batch(rows: int, width: int) -> HostBatch:
-    """Returns a batch of one sequence to capture a forward with: rows at the beginning of an empty cache."""
-    slots = np.arange(rows)
+def blank_batch(rows: int, width: int, kv_len: int = 0) -> HostBatch:
+    """Returns a batch of one sequence to capture a forward with: rows in an empty cache, with `kv_len` slots in use, or
+    as many as there are rows."""
+    kv_len = max(rows, kv_len)
+    slots = np.arange(kv_len - rows, kv_len)
     zeros = np.zeros(rows, np.int64)
-    return HostBatch(zeros, slots, slots, np.ones((rows, width), np.bool_), zeros, np.array([rows]))
+    return HostBatch(zeros, slots, slots, np.ones((rows, width), np.bool_), zeros, np.array([kv_len]))
 
 
 def padded_rows(rows: int) -> int:
@@ -268,13 +282,25 @@ class GraphForwardExecutor(EagerExecutor):
         """Returns functions that each capture a forward over a batch of one of these shapes, for requests without
         guidance. They must be called in this order, without an open request, and on all ranks of a group."""
 
-        def capture(shape: BatchShape) -> None:
+        lengths = self.captured_lengths()
+
+        def capture(shape: BatchShape, kv_len: int) -> None:
             self.open_cache()
-            self.graphs.run_batch(FORWARD_GRAPHS, blank_batch(*shape), self.model_forward, self._device)
-            if shape == shapes[-1]:
+            self.graphs.run_batch(FORWARD_GRAPHS, blank_batch(*shape, kv_len), self.model_forward, self._device)
+            if (shape, kv_len) == (shapes[-1], lengths[-1]):
                 self.graphs.mark_complete(FORWARD_GRAPHS)
 
-        return [partial(capture, shape) for shape in shapes]
+        return [partial(capture, shape, kv_len) for kv_len in lengths for shape in shapes]
+
+    def captured_lengths(self) -> list[int]:
+        """Returns the numbers of slots in use for which forwards are captured ahead, one for each `capture_bucket` of
+        contexts of up to MAX_AHEAD_SLOTS. 0: the backend has one for all."""
+        lengths: dict[int | None, int] = {}
+        for power in range(MAX_AHEAD_SLOTS.bit_length()):
+            length = min(1 << power, self.runner.cache.capacity)
+            bucket = self.runner.ops.capture_bucket(length)
+            lengths[bucket] = 0 if bucket is None else length
+        return [*lengths.values()]
 
     def open_cache(self) -> None:
         """Prepares the KV cache for captures without a request."""

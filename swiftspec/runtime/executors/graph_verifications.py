@@ -84,15 +84,20 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         """Returns functions that each capture a verification of a batch of one of these shapes, by token comparison.
         See `forward_captures`."""
 
-        def capture(processed: bool, shape: BatchShape) -> None:
+        lengths = self.captured_lengths()
+
+        def capture(processed: bool, shape: BatchShape, kv_len: int) -> None:
             self.open_cache()
             self._rejection, self._shape = None, None
             self._select(processed)
-            self.run_batch(self._graph_set, blank_batch(*shape), self._tokens)
-            if shape == shapes[-1]:
+            self.run_batch(self._graph_set, blank_batch(*shape, kv_len), self._tokens)
+            if (shape, kv_len) == (shapes[-1], lengths[-1]):
                 self.graphs.mark_complete(self._graph_set)
 
-        return [partial(capture, processed, shape) for processed in (False, True) for shape in shapes]
+        return [
+            partial(capture, processed, shape, kv_len)
+            for processed in (False, True) for kv_len in lengths for shape in shapes
+        ]  # fmt: skip
 
     def verify(self, proposal: Proposal) -> Accepted:
         runner, began, self._logits = self.runner, time.perf_counter(), None
@@ -145,7 +150,7 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         found = draw(logits, ancestors, batch.positions[: len(logits)])
         if draws.assumptions:
             # keep a reference, so that the graph's memory is not reused
-            key = BatchKey(len(batch) // len(batch.kv_len), batch.mask.shape[1], self._shape)
+            key = BatchKey(len(batch) // len(batch.kv_len), batch.mask.shape[1], self._shape, batch.max_kv_len)
             draws.logits[key] = logits
         while draws.assumptions:
             holds = draws.assumptions.pop().view(-1)

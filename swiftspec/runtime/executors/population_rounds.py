@@ -47,6 +47,11 @@ class RoundProgram(Protocol):
         and the window width."""
         ...
 
+    def buckets(self, width: int, /) -> Hashable:
+        """Returns the `capture_bucket` of both models for a round over a window of `width` tree slots, which a captured
+        round holds by value."""
+        ...
+
     @property
     def state(self) -> Sequence[Tensor]:
         """The tensors that a round changes, except keys and values, which a repetition of the round overwrites."""
@@ -151,4 +156,5 @@ class GraphPopulationExecutor(EagerPopulationExecutor):
         if program.key != self._key:
             self.graphs.evict(ROUND_GRAPHS)  # the tensors that its graphs hold no longer exist
             self._key = program.key
-        return AsyncCopy(self.graphs.run(ROUND_GRAPHS, (width, groups), partial(program, width, groups), program.state))
+        key = width, groups, program.buckets(width)
+        return AsyncCopy(self.graphs.run(ROUND_GRAPHS, key, partial(program, width, groups), program.state))

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
 from swiftspec.config import EngineConfig
-from swiftspec.errors import RankLost, UserError
+from swiftspec.errors import RankLost, UserError, is_out_of_memory
 from swiftspec.extras import require_extra
 from swiftspec.model.gguf.file import is_gguf
 from swiftspec.serve.built_in_models import built_in_models
@@ -175,7 +175,7 @@ def _load(
     try:
         return WorkerModel(side, path, room, world, options), codec
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise UserError(
             "not enough memory for this model: use a smaller --max-model-len or --max-sessions, or --dtype bfloat16"

@@ -68,7 +68,8 @@ class CommandSettings:
     )  # fmt: skip
     share_gpus: bool = setting(False, "Allow several ranks to use one GPU.", MODELS)
     max_model_len: int | None = setting(
-        None, "Context length in tokens: prompt and answer together.", MODELS, "N", "that of the target",
+        None, "Context length in tokens: prompt and answer together.", MODELS, "N",
+        "that of the target, or with one rank on a GPU the longest that its memory allows",
         profile=True,
     )  # fmt: skip
     prefix_cache_memory: int = setting(

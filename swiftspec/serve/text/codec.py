@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ ChatMessage = Mapping[
 ]  # role, content, and other fields that a template may read: tool_calls, tool_call_id, ...
 COMMON_ROLES = ("system", "user", "assistant", "tool")
 HUB_ID_PATTERN = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+CONFIG_FILES = ("config.json", "generation_config.json")
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 
 HUB_TIMEOUT_S = 10.0  # of the request whether the hub has a model
@@ -71,19 +72,42 @@ def locate_model(
     from huggingface_hub.utils.logging import set_verbosity_error
 
     set_verbosity_error()
-    download = partial(snapshot_download, name, revision=revision, allow_patterns=list(files))
+    if not _is_cached(name, revision) and _is_on_hub(name, revision):
+        on_download()
     try:
-        download(local_files_only=True)
-    except Exception:  # not in the cache, or any error that the download then raises, too
-        if _is_on_hub(name, revision):
-            on_download()
-    try:
-        return Path(download())
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # of the client, its HTTP library or the disk: the model is unavailable
         reason = HUB_REFUSALS.get(type(error).__name__) or file_io.one_line(error)
         raise UserError(
             f"{name} is not a directory and cannot be downloaded from the Hugging Face Hub: {reason}"
         ) from None
+
+
+def locate_config(name: str, revision: str | None = None) -> Path | None:
+    """Returns the directory with the configuration of a hub model whose weights have to be downloaded, or None if
+    `name` is another model or the hub cannot be reached. Downloads CONFIG_FILES only."""
+    if os.path.exists(file_io.expand_user(name)) or not HUB_ID_PATTERN.fullmatch(name):  # noqa: PTH110
+        return None
+    if _is_cached(name, revision):
+        return None
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(CONFIG_FILES)))
+    except Exception:  # `locate_model` raises it again and has the reason
+        return None
+    return folder if file_io.is_file(folder / CONFIG_FILES[0]) else None
+
+
+def _is_cached(name: str, revision: str | None) -> bool:
+    """Returns whether the cache has weights of a hub model."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception:  # not in the cache, or any error that the download then raises, too
+        return False
+    return any(folder.glob("*.safetensors"))
 
 
 def _is_on_hub(name: str, revision: str | None) -> bool:

@@ -30,7 +30,7 @@ from swiftspec.runtime.executors.graph import (
     RowOutputs,
 )
 from swiftspec.tree import mask as tree_mask
-from tests.support.fake_cuda_graphs import Rerun
+from tests.support.fake_cuda_graphs import Recorder, Rerun
 from tests.support.history_models import HistoryModel
 from tests.support.roles import make_runner, make_scheduler, request_start
 from tests.support.thread_group import ThreadGroup, on_ranks, peers
@@ -71,6 +71,8 @@ def test_every_input_is_copied_and_padding_rows_repeat_the_last(sequences: int) 
         inputs.fill(batch)
         placed = batch.to(CPU)
         for field in fields(Batch):
+            if field.name == "max_kv_len":
+                continue
             want, got = getattr(placed, field.name), getattr(inputs.batch, field.name)
             if field.name != "kv_len":
                 each = want.unflatten(0, (sequences, rows))
@@ -167,6 +169,46 @@ def test_a_runner_with_graphs_equals_one_without(checkpoint: Path) -> None:
             runner.cache.commit(path)
     assert (plain.cache.kv.k - graphed.cache.kv.k).abs().max() < 1e-12
     assert capture.captures == 4 and capture.replays == 6  # 1, 2, 4 and 8 rows, all of width 8
+
+
+def test_a_graph_is_captured_for_each_power_of_two_of_slots(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph holds the number of slots that attention reads. Here 15 to 33 slots in use take 16, 32 and 64."""
+    monkeypatch.setattr(unfused, "MIN_BUCKET_SLOTS", 16)
+    capture = Recorder()
+    model = load_model(checkpoint, dtype=torch.float64, ops=unfused, max_positions=160)
+    plain, graphed = (make_runner(model, unfused, context=96, tree_slots=32) for _ in range(2))
+    steps = EagerExecutor(plain), GraphForwardExecutor(graphed, GraphCache(capture, unfused.capture_bucket))
+    tokens, mask = noise_tokens(33), tree_mask.causal(1)
+    for kind in steps:
+        kind.open(ExecutorRequest(kind.runner.sampler(SamplingParams(), ())))
+        kind.runner.prefill(tokens[:14])
+    for token in tokens[14:]:
+        batches = [kind.runner.tree_batch(np.array([token]), np.zeros(1, np.int64), mask) for kind in steps]
+        want, got = (kind.forward(batch) for kind, batch in zip(steps, batches, strict=True))
+        assert (want - got).abs().max() < 1e-12
+        for runner in (plain, graphed):
+            runner.cache.commit([0])
+    assert capture.captures == 3 and capture.replays == 19
+
+
+def test_rounds_are_captured_for_each_power_of_two_of_slots(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replays that read too few slots would change the text."""
+    monkeypatch.setattr(unfused, "MIN_BUCKET_SLOTS", 16)
+    make_checkpoint(tmp_path, layers=1, seed=5)
+    models = [load_model(path, dtype=torch.float64, ops=unfused, max_positions=400) for path in (checkpoint, tmp_path)]
+    capture, found = Recorder(), []
+    for captured in (capture, None):
+        pair = [make_runner(model, unfused, context=120, tree_slots=256) for model in models]
+        plan = PopulationConfig(2, 2, 0.8, 1.5)
+        worker = make_scheduler(pair[0], pair[1], plan, max_tokens=60, captures=(captured, captured))
+        worker.open(request_start(noise_tokens(5), SamplingParams(temperature=0.8, seed=3)), set(), 50)
+        while worker.launch():
+            worker.collect()
+        found.append((worker.group.executor.name, worker.answer().tokens))
+    assert [name for name, _ in found] == ["graph", "eager"] and found[0][1] == found[1][1]
+    assert 3 <= capture.captures < capture.replays
 
 
 @pytest.mark.parametrize("exact", [0, 1])

@@ -94,6 +94,17 @@ def test_one_graph_samples_the_same_tokens(checkpoint: Path, name: str, monkeypa
     assert capture.captures <= 4, "1, 2, 4 and 8 rows, all of one width, and nothing for the forwards alone"
 
 
+@pytest.mark.parametrize("name", ["flat", "top_k"])
+def test_graphs_of_several_lengths_sample_the_same_tokens(
+    checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each graph has its own logits, from which rows are sampled outside of it ("flat")."""
+    monkeypatch.setattr(unfused, "MIN_BUCKET_SLOTS", 8)
+    steps, graphed, capture = verifiers(checkpoint)
+    same_verifications(steps, graphed, SAMPLING[name], VOCAB)
+    assert in_one_graph(graphed) and capture.captures > 4
+
+
 @pytest.mark.parametrize("size", [2, 3, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", fast_first(["greedy", "all", "sampled", "top_p", "flat"], 2))
 def test_a_group_samples_the_same_tokens(checkpoint: Path, size: int, name: str) -> None:

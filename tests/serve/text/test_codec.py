@@ -319,6 +319,7 @@ def test_a_download_is_announced_unless_the_model_is_cached(tmp_path: Path, monk
         if local_files_only and not cached:
             raise FileNotFoundError
         cached.append(True)
+        (tmp_path / "model.safetensors").write_bytes(b"")
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
