@@ -223,8 +223,8 @@ torch.set_num_threads(1)
 def join(name, size, seconds):
     return TorchDistGroup.join(store, name, rank, size, device="cpu", timeout=timedelta(seconds=seconds))
 
-def part(rank, dtype):
-    return torch.randn(4, 33, generator=torch.Generator().manual_seed(rank)).mul(10).to(dtype)
+def part(rank, dtype, rows=4):
+    return torch.randn(rows, 33, generator=torch.Generator().manual_seed(rank)).mul(10).to(dtype)
 
 for size in (3, 2):
     if rank >= size:
@@ -236,6 +236,9 @@ for size in (3, 2):
         assert torch.equal(group.all_gather(part(rank, dtype)), parts)
         strided = part(rank, dtype).T.contiguous().T
         assert torch.equal(group.all_reduce(strided), sum_in_rank_order(parts))
+        for rows in (32, 33, 70):  # the last are slices of the ranks, of which one is padded
+            parts = torch.stack([part(r, dtype, rows) for r in range(size)])
+            assert torch.equal(group.all_reduce(part(rank, dtype, rows).T.contiguous().T), sum_in_rank_order(parts))
     ids = torch.full((2, 3), rank)
     assert group.all_gather(ids)[:, 0, 0].tolist() == list(range(size))
     group.close()
