@@ -18,32 +18,26 @@ SWIFTSPEC_HD int64_t sequence_of(const AttentionSetup& a, int64_t row) {
 
 // The first slot of the mask's window. Column 0 of the mask is this slot, or lies before slot 0 if the mask is wider
 // than the sequence.
-SWIFTSPEC_HD int64_t window_start(const AttentionSetup& a, int64_t sequence) {
-  return max64(a.kv_len[sequence] - a.width, 0);
+SWIFTSPEC_HD int window_start(const AttentionSetup& a, int64_t sequence) {
+  return static_cast<int>(max64(a.kv_len[sequence] - a.width, 0));
 }
-
-SWIFTSPEC_HD int64_t max_group_rows(const AttentionSetup& a) { return kColumns / (a.heads / a.kv_heads); }
 
 // Size of the table of groups. With one sequence every entry is a group. With several sequences there is an entry per
 // row, since a group ends where the sequence changes; entries at which no group begins are empty.
-SWIFTSPEC_HD int64_t group_table_size(const AttentionSetup& a) {
-  return a.sequence == nullptr ? ceil_div(a.rows, max_group_rows(a)) : a.rows;
+SWIFTSPEC_HD int group_table_size(const AttentionSetup& a) {
+  const auto rows = static_cast<int>(a.rows);
+  return a.sequence == nullptr ? ceil_div32(rows, a.group_rows) : rows;
 }
 
 // The rows of entry `i`; count is 0 if no group begins there.
-SWIFTSPEC_HD RowGroup group_rows_at(const AttentionSetup& a, int64_t i) {
-  const int64_t full = max_group_rows(a);
-  int64_t first = i, count = 1;
-  if (a.sequence == nullptr) {
-    first = i * full;
-    count = min64(full, a.rows - first);
-  } else {
-    int64_t start = i;
-    while (start > 0 && a.sequence[start - 1] == a.sequence[i]) --start;
-    if ((i - start) % full != 0) return {static_cast<int32_t>(i), 0, 0, 0};
-    while (count < full && i + count < a.rows && a.sequence[i + count] == a.sequence[i]) ++count;
-  }
-  return {static_cast<int32_t>(first), static_cast<int32_t>(count), 0, 0};
+SWIFTSPEC_HD RowGroup group_rows_at(const AttentionSetup& a, int i) {
+  const int full = a.group_rows, rows = static_cast<int>(a.rows);
+  if (a.sequence == nullptr) return {i * full, min32(full, rows - i * full), 0, 0};
+  int start = i, count = 1;
+  while (start > 0 && a.sequence[start - 1] == a.sequence[i]) --start;
+  if ((i - start) % full != 0) return {i, 0, 0, 0};
+  while (count < full && i + count < rows && a.sequence[i + count] == a.sequence[i]) ++count;
+  return {i, count, 0, 0};
 }
 
 // Records that the new key of `row` goes to its slot. If several rows have the same slot, any of them may win: they are
