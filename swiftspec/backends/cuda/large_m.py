@@ -7,8 +7,10 @@ bits of their results may depend on the number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,9 @@ MAX_KERNEL_ROWS = 256
 SCRATCH_BYTES = 256 << 20  # weights unpacked at a time; enough outputs to keep every SM busy
 STRIP_OUTPUTS = 16  # granularity of unpacking, in outputs of each half of a weight (csrc/cuda/linear/tiles.h)
 BF16_BYTES = 2
+_lock = threading.Lock()
+_products = 0  # in progress in all threads, under _lock
+_allowed = True  # torch's setting before the first of them
 
 
 class NormWeights(Protocol):
@@ -86,5 +91,26 @@ def _products_of_halves(x: Tensor, packed: LinearWeights) -> Iterator[tuple[slic
         bias = None
         if packed.bias is not None:
             bias = packed.bias.view(2, half)[:, columns].flatten().to(x.dtype)
-        first, second = F.linear(x, rows, bias).split(count, 1)
+        with sums_in_float32():
+            first, second = F.linear(x, rows, bias).split(count, 1)
         yield columns, first, second
+
+
+@contextmanager
+def sums_in_float32() -> Generator[None]:
+    """Keeps cuBLAS from adding partial sums of a bfloat16 product (split K) in bfloat16, which torch allows by default.
+    The setting belongs to the process, so of products in several threads the last one restores it."""
+    global _products, _allowed
+    matmul: Any = torch.backends.cuda.matmul
+    with _lock:
+        if _products == 0:
+            _allowed = matmul.allow_bf16_reduced_precision_reduction
+            matmul.allow_bf16_reduced_precision_reduction = False
+        _products += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _products -= 1
+            if _products == 0:
+                matmul.allow_bf16_reduced_precision_reduction = _allowed
