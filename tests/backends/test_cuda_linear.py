@@ -36,7 +36,7 @@ def test_library_products_sum_in_float32(before: bool) -> None:
     found: list[bool] = []
     with ExitStack() as first, ExitStack() as second:
         for thread in (first, second):
-            thread.enter_context(large_m.sums_in_float32())
+            thread.enter_context(large_m.float32_sums)
         for thread in (first, second):
             found.append(matmul.allow_bf16_reduced_precision_reduction)
             thread.close()
