@@ -74,7 +74,7 @@ struct Case {
       grouped += g.count;
       g.base = INT32_MAX;
       for (int row = g.first; row < g.first + g.count; ++row) {
-        g.base = std::min(g.base, static_cast<int32_t>(list_keys(p, row)));
+        g.base = std::min(g.base, list_keys(p, row));
         g.keys = std::max(g.keys, count[static_cast<size_t>(row)]);
       }
     }

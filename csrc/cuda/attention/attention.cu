@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) list_keys_kernel(const __grid_consta
   }
   __syncthreads();
   for (int row = thread / 32; row < group.count; row += kWarps) {
-    const auto run = static_cast<int>(list_keys(a, group.first + row));
+    const int run = list_keys(a, group.first + row);
     if (thread % 32 == 0) {
       atomicMin(&base, run);
       atomicMax(&keys, a.count[group.first + row]);

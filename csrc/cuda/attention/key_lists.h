@@ -56,20 +56,21 @@ SWIFTSPEC_HD int32_t owner_of(const AttentionSetup& a, int64_t sequence, int64_t
 // A warp lists the keys that a row sees in its window: slots, or ~row if the key is new. Returns the number of leading
 // slots of the sequence that the row sees without a gap. Several groups of 32 mask columns are read before their owners
 // are, so that latencies overlap.
-SWIFTSPEC_HD int64_t list_keys(const AttentionSetup& a, int64_t row) {
+SWIFTSPEC_HD int list_keys(const AttentionSetup& a, int row) {
   constexpr int kUnrolled = 4;
-  const int64_t sequence = sequence_of(a, row), start = window_start(a, sequence);
-  const int64_t before = a.kv_len[sequence] - a.width;  // if negative, the first columns lie before slot 0
-  const int64_t first = start - before;
-  int64_t seen = 0, run = a.width - first;
-  for (int64_t base = first; base < a.width; base += 32 * kUnrolled) {
+  const int64_t sequence = sequence_of(a, row);
+  const int width = static_cast<int>(a.width), start = window_start(a, sequence);
+  const int before = static_cast<int>(a.kv_len[sequence]) - width;  // if negative, the first columns lie before slot 0
+  const int first = start - before;
+  int seen = 0, run = width - first;
+  for (int base = first; base < width; base += 32 * kUnrolled) {
     warp::PerLane<bool> visible[kUnrolled];
     warp::PerLane<int32_t> owner[kUnrolled];
     SWIFTSPEC_UNROLL
     for (int c = 0; c < kUnrolled; ++c) {
       SWIFTSPEC_EACH_LANE(lane) {
-        const int64_t column = base + 32 * c + lane;
-        visible[c](lane) = column < a.width && a.mask[row * a.width + column] != 0;
+        const int column = base + 32 * c + lane;
+        visible[c](lane) = column < width && a.mask[row * width + column] != 0;
       }
     }
     SWIFTSPEC_UNROLL
@@ -80,21 +81,20 @@ SWIFTSPEC_HD int64_t list_keys(const AttentionSetup& a, int64_t row) {
     }
     SWIFTSPEC_UNROLL
     for (int c = 0; c < kUnrolled; ++c) {
-      const int64_t from = base + 32 * c;
+      const int from = base + 32 * c;
       const uint32_t word = warp::ballot(visible[c]);
-      if (~word != 0) run = min64(run, from - first + warp::lowest_bit(~word));
+      if (~word != 0) run = min32(run, from - first + warp::lowest_bit(~word));
       SWIFTSPEC_EACH_LANE(lane) {
         if (visible[c](lane)) {
-          const int64_t index = seen + warp::popcount(word & ((1u << lane) - 1));
-          const int32_t mine = owner[c](lane);
-          a.tail[row * a.width + index] = mine >= 0 ? ~mine : static_cast<int32_t>(before + from + lane);
+          const int index = seen + warp::popcount(word & ((1u << lane) - 1)), mine = owner[c](lane);
+          a.tail[row * width + index] = mine >= 0 ? ~mine : before + from + lane;
         }
       }
       seen += warp::popcount(word);
     }
   }
   SWIFTSPEC_EACH_LANE(lane) {
-    if (lane == 0) a.count[row] = static_cast<int32_t>(start + seen);
+    if (lane == 0) a.count[row] = start + seen;
   }
   return start + run;
 }

@@ -51,9 +51,10 @@ struct VirtualRanks {
   }
 };
 
-// Whether norm_scales stores x in shared memory, where stage_activations then normalises it.
+// Whether norm_scales stores x in shared memory, where stage_activations then normalises it. On Ampere the second read
+// comes from L1, and the registers are too few.
 __device__ inline bool normalises_in_place(const LinearTask& task, const ThreadIndex& at) {
-  return task.norm != nullptr && task.tiling.range(at.cta) <= task.smem.chunk_tiles;
+  return ptx::kBulk && task.norm != nullptr && task.tiling.range(at.cta) <= task.smem.chunk_tiles;
 }
 
 // Computes the sums of a warp's strip over all inputs of this CTA. `staged`: an earlier call has already staged x.

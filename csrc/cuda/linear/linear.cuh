@@ -120,7 +120,7 @@ __device__ inline void prefetch_norm(const LinearTask& task, const ThreadIndex& 
 // place there, it is prefetched to L2.
 __device__ inline void fetch_norm(const LinearTask& task, const ThreadIndex& at, uint8_t* shared) {
   if (task.norm == nullptr || at.warp > 0) return;
-  if (task.smem.norm_bytes == 0) return prefetch_norm(task, at);
+  if (!ptx::kBulk || task.smem.norm_bytes == 0) return prefetch_norm(task, at);
   auto* barrier = reinterpret_cast<uint64_t*>(shared + task.smem.norm_barrier);
   if (at.lane == 0) {
     ptx::barrier_init(barrier);
@@ -135,7 +135,7 @@ __device__ inline void fetch_norm(const LinearTask& task, const ThreadIndex& at,
 
 // A barrier of the block must lie between fetch_norm and this.
 __device__ inline void await_norm(const LinearTask& task, const ThreadIndex& at, uint8_t* shared) {
-  if (task.smem.norm_bytes == 0 || norm_part(task, at.cta).bytes == 0) return;
+  if (!ptx::kBulk || task.smem.norm_bytes == 0 || norm_part(task, at.cta).bytes == 0) return;
   ptx::barrier_wait(reinterpret_cast<uint64_t*>(shared + task.smem.norm_barrier), 0);
 }
 
@@ -145,7 +145,7 @@ template <int kRows8>
 __device__ float squares_of(const LinearTask& task, int cta, int row, int lane, uint4* raw) {
   const int64_t begin = static_cast<int64_t>(task.tiling.first_tile(cta)) * task.tiling.tile_k;
   const int64_t end = static_cast<int64_t>(task.tiling.first_tile(cta + 1)) * task.tiling.tile_k;
-  constexpr int kAbreast = 8;  // loads in flight; those beyond the range are zeros
+  constexpr int kAbreast = ptx::kBulk ? 8 : 4;  // loads in flight, as registers allow; zeros beyond the range
   float sum = 0;
   for (int64_t first = begin + 8 * lane; first < end; first += 8 * 32 * kAbreast) {
     uint4 piece[kAbreast];
@@ -241,7 +241,7 @@ __device__ void stage_activations(const LinearTask& task, const ThreadIndex& at,
   auto* sums = reinterpret_cast<float*>(shared + task.smem.sums);
   const auto* scales = reinterpret_cast<const float*>(shared + task.smem.scales);
   const int64_t begin = static_cast<int64_t>(task.tiling.first_tile(at.cta)) * task.tiling.tile_k;
-  const uint16_t* norm = task.smem.norm_bytes == 0
+  const uint16_t* norm = !ptx::kBulk || task.smem.norm_bytes == 0
                              ? task.norm + first
                              : reinterpret_cast<const uint16_t*>(shared + task.smem.norm) + (first - begin);
   const int log = kInt4 ? task.tiling.group_log : 1;

@@ -110,7 +110,8 @@ SWIFTSPEC_HD int ring_stages(const Tiling& t, const Device& device, int ring) {
 }
 
 // `normed`: the projection has an RMSNorm. Its weight is kept in shared memory unless that would leave the ring fewer
-// than min_stages or keep a second block off the multiprocessor.
+// than min_stages or keep a second block off the multiprocessor. On Ampere it is not: no kernel starts early there, and
+// L1 keeps what it has, since no cluster barrier empties it.
 SWIFTSPEC_HD SmemLayout smem_layout(const Tiling& t, int rows8, const Device& device, bool normed = false) {
   SmemLayout c{};
   const int x_bytes = t.tile_k * rows8 * 16, most = chunk_bytes(t, device) * (rows8 <= 2 ? 1 : 2);
@@ -130,7 +131,7 @@ SWIFTSPEC_HD SmemLayout smem_layout(const Tiling& t, int rows8, const Device& de
   c.norm_barrier = c.barriers + kWarps * kMaxStages * 8;
   c.norm = c.norm_barrier + 16;
   c.ring = (c.norm_barrier + 127) / 128 * 128;
-  if (normed) {
+  if (normed && device.arch >= 90) {
     const int bytes = static_cast<int>(ceil_div(t.tiles, t.cluster())) * t.tile_k * 2;
     const int ring = (c.norm + bytes + 127) / 128 * 128, stages = ring_stages(t, device, c.ring);
     const bool enough = ring_stages(t, device, ring) >= (stages < device.min_stages ? stages : device.min_stages);
