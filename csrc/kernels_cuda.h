@@ -103,8 +103,10 @@ struct AttentionSetup {
   int64_t rows, width, sequences, heads, kv_heads, capacity, dim;
   int64_t clusters;  // clusters that run concurrently on the device: attention_clusters()
   float scale;       // of the scores, times log2(e)
+  int32_t heads_per_kv_head, group_rows;  // group_rows: rows of a full group, attention_group_rows()
   bool float8;       // keys and values of the cache are e4m3, else bfloat16
 };
+int64_t attention_group_rows(int64_t heads, int64_t kv_heads);
 int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one_sequence);
 int64_t attention_lines(int64_t rows, int64_t heads, int64_t capacity);  // depends on the current device
 int64_t attention_clusters(int64_t dim, bool float8);  // also sets the attributes of the kernel
@@ -116,7 +118,9 @@ void attention(const AttentionSetup& setup, const void* qkv, void* keys, void* v
 void head_norm(void* qkv, const void* weight, float eps, int64_t rows, int64_t heads, int64_t width, int64_t dim,
                Stream stream);
 
-// Runs host::move_kv on keys and values in one launch; slot_bytes is a multiple of 16.
+// Runs host::move_kv on keys and values; slot_bytes is a multiple of 16. keys.source is in host memory and may be freed
+// when this returns: a launch takes kMaxMovedSlots slots as arguments.
+constexpr int64_t kMaxMovedSlots = 64;
 void move_kv(const MoveArgs& keys, uint8_t* values, Stream stream);
 
 // ---- sampling

@@ -437,9 +437,9 @@ class CudaCache:
     """A cache [layers, sequences, kv_heads, capacity, head_dim] on a GPU, which it keeps alive; float8 comes as
     uint8."""
     def __init__(self, k: Array, v: Array) -> None: ...
-    def move(self, sequence: int, source: Array, start: int, stream: int) -> None:
-        """Moves slots source[i] to start + i, in place and in every layer. The caller has checked `source`, which lies
-        on the GPU."""
+    def move(self, sequence: int, source: Sequence[int], start: int, stream: int) -> None:
+        """Moves slots source[i] to start + i, in place and in every layer. Nothing is copied to the GPU: the slots are
+        arguments of the launch."""
 
 class CudaChannel:
     """A rank's endpoint of a group of GPUs; see cuda/peers/channel.h. `timeout_s`: limit of a wait."""

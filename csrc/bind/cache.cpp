@@ -14,12 +14,7 @@ namespace {
 
 void move(const Cache& cache, int64_t sequence, const std::vector<int64_t>& source, int64_t start) {
   const auto count = static_cast<int64_t>(source.size());
-  check(start >= 0 && start + count <= cache.capacity, "the slots do not fit the region");
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t from = source[static_cast<size_t>(i)];
-    check(from >= start + i && from < cache.capacity, "a source lies before its destination or outside the region");
-    check(i == 0 || from > source[static_cast<size_t>(i - 1)], "sources must ascend");
-  }
+  check_moves(cache, source, start);
   const int64_t skipped = cache.offset(0, sequence);
   MoveArgs args{cache.keys + skipped, cache.layer_bytes(), cache.layers, cache.kv_heads, cache.capacity,
                 cache.slot_bytes(),   source.data(),       count,        start};

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "bind/arguments.h"
 
@@ -32,5 +33,16 @@ struct Cache {
     return layer * layer_bytes() + sequence * region_bytes();
   }
 };
+
+// Checks that slots source[i] can be moved to start + i in place; see MoveArgs.
+inline void check_moves(const Cache& cache, const std::vector<int64_t>& source, int64_t start) {
+  const auto count = static_cast<int64_t>(source.size());
+  check(start >= 0 && start + count <= cache.capacity, "the slots do not fit the region");
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t from = source[static_cast<size_t>(i)];
+    check(from >= start + i && from < cache.capacity, "a source lies before its destination or outside the region");
+    check(i == 0 || from > source[static_cast<size_t>(i - 1)], "sources must ascend");
+  }
+}
 
 }  // namespace swiftspec::binding

@@ -40,6 +40,7 @@ Attention make_attention(const Array& cos, const Array& sin, const Array& positi
   const bool float8 = cache.type == kUint8;
   const int64_t most = cuda::attention_groups(rows, heads, kv_heads, cache.sequences == 1);
   const int64_t lines = cuda::attention_lines(rows, heads, cache.capacity);
+  check(int32_sized(lines), "too many rows for the capacity of the cache");
   const cuda::AttentionSetup setup{
       bfloat16_arg("cos", cos, here, {kAny, dim}),
       bfloat16_arg("sin", sin, here, {cos.size(0), dim}),
@@ -64,6 +65,8 @@ Attention make_attention(const Array& cos, const Array& sin, const Array& positi
       dim,
       cuda::attention_clusters(dim, float8),
       1.44269504f / std::sqrt(static_cast<float>(dim)),
+      static_cast<int32_t>(heads / kv_heads),
+      static_cast<int32_t>(cuda::attention_group_rows(heads, kv_heads)),
       float8};
   return {setup, cache};
 }

@@ -1,6 +1,10 @@
 // Bindings of a KV cache on a GPU and moves of its slots.
 #include "bind/cuda_cache.h"
 
+#include <pybind11/stl.h>
+
+#include <vector>
+
 #include "bind/cuda_arguments.h"
 #include "bind/module.h"
 
@@ -17,17 +21,18 @@ CudaCache make_cache(const Array& k, const Array& v) {
   return cache;
 }
 
-void move(const CudaCache& cache, int64_t sequence, const Array& source, int64_t start, uintptr_t stream) {
-  const int64_t count = source.size(0), skipped = cache.offset(0, sequence);
-  check(count >= 1 && start >= 0 && start + count <= cache.capacity, "the slots do not fit the region");
+void move(const CudaCache& cache, int64_t sequence, const std::vector<int64_t>& source, int64_t start,
+          uintptr_t stream) {
+  const int64_t skipped = cache.offset(0, sequence);
+  check_moves(cache, source, start);
   const MoveArgs args{cache.keys + skipped,
                       cache.layer_bytes(),
                       cache.layers,
                       cache.kv_heads,
                       cache.capacity,
                       cache.slot_bytes(),
-                      source.at<int64_t>(gpu(), "source", {kAny}),
-                      count,
+                      source.data(),
+                      static_cast<int64_t>(source.size()),
                       start};
   cuda::move_kv(args, cache.values + skipped, stream_arg(stream));
 }
@@ -41,8 +46,8 @@ void bind_cuda_cache(py::module_& m) {
       "comes as uint8.")
       .def(py::init(&make_cache), py::arg("k"), py::arg("v"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("move", &move, py::arg("sequence"), py::arg("source"), py::arg("start"), py::arg("stream"),
-           "Moves slots source[i] to start + i, in place and in every layer. The caller has checked `source`, which "
-           "lies on the GPU.");
+           "Moves slots source[i] to start + i, in place and in every layer. Nothing is copied to the GPU: the slots "
+           "are arguments of the launch.");
 }
 
 }  // namespace swiftspec::binding

@@ -9,6 +9,8 @@
 
 #if defined(__CUDA_ARCH__)
 #define SWIFTSPEC_UNROLL _Pragma("unroll")
+#define SWIFTSPEC_NO_UNROLL _Pragma("unroll 1")
 #else
 #define SWIFTSPEC_UNROLL
+#define SWIFTSPEC_NO_UNROLL
 #endif

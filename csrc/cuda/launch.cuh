@@ -21,7 +21,8 @@ struct Launch {
   bool cooperative = false;  // all blocks run concurrently
 };
 
-// Whether programmatic dependent launch is used. SWIFTSPEC_EARLY_STARTS=0 disables it, for measurements and debugging.
+// Whether programmatic dependent launch may be used. SWIFTSPEC_EARLY_STARTS=0 disables it, for measurements and
+// debugging.
 inline bool early_launch_enabled() {
   static const char* value = std::getenv("SWIFTSPEC_EARLY_STARTS");
   return value == nullptr || std::string_view(value) != "0";

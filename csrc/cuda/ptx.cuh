@@ -60,6 +60,14 @@ __device__ inline uint32_t bf16_fma(uint32_t a, uint32_t b, uint32_t c) {
   return pair;
 }
 
+// (x & mask) | bits in one LOP3. For two immediate constants the compiler emits two, since the instruction has room for
+// only one.
+__device__ inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(x), "r"(mask), "r"(bits));
+  return out;
+}
+
 // ---- copies to shared memory, and to L2
 
 // Asynchronous copy of 16 bytes from global to shared memory, bypassing registers and L1.

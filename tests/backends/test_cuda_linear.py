@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from swiftspec import _C
 from swiftspec.backends import cuda
+from swiftspec.backends.cuda import large_m
 from swiftspec.backends.cuda import linear as cuda_linear
 from swiftspec.errors import UserError
 from swiftspec.model.packed_model import PackedLayer, PackedMlp
@@ -23,6 +25,24 @@ def test_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_linear, "require_usable", torch.device)
     with pytest.raises(UserError, match="compute in bfloat16, not float16"):
         cuda_linear.pack(WEIGHT, torch.float16, "cuda:0")
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_library_products_sum_in_float32(before: bool) -> None:
+    """Of products in two threads, which overlap, the last one restores torch's setting."""
+    matmul: Any = torch.backends.cuda.matmul
+    usual = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = before
+    found: list[bool] = []
+    with ExitStack() as first, ExitStack() as second:
+        for thread in (first, second):
+            thread.enter_context(large_m.float32_sums)
+        for thread in (first, second):
+            found.append(matmul.allow_bf16_reduced_precision_reduction)
+            thread.close()
+    found.append(matmul.allow_bf16_reduced_precision_reduction)
+    matmul.allow_bf16_reduced_precision_reduction = usual
+    assert found == [False, False, before]
 
 
 def test_each_projection_prefetches_the_tiles_of_the_next() -> None:

@@ -70,11 +70,11 @@ def captured(work: Callable[[], T]) -> Callable[[], T]:
 
 
 @contextmanager
-def emulated_gpu(*parts: int, shared: int = 0) -> Iterator[None]:
+def emulated_gpu(*parts: int, shared: int = 0, driver: int = 12040) -> Iterator[None]:
     """Configures the emulated GPU: `parts` are the multiprocessors of each GPC (a cluster lies within one of them),
-    `shared` the bytes of shared memory per block (0: the default)."""
+    `shared` the bytes of shared memory per block (0: the default), `driver` the CUDA version of its driver."""
     native: Any = _C
-    native.gpu(parts, shared)
+    native.gpu(parts, shared, driver)
     try:
         yield
     finally:

@@ -203,6 +203,15 @@ def test_clusters_are_counted_on_the_device(parts: tuple[int, ...], fours: int, 
         check(ops.linear_residual(x, packed, zero), want, want.bfloat16())
 
 
+@pytest.mark.skipif(not EMULATED, reason="a GPU has the driver that it has")
+def test_an_old_driver_gets_no_early_launches() -> None:
+    """Before CUDA 12.4 a driver cannot capture them; the emulated one refuses them."""
+    with emulated_gpu(16, 16, driver=12030):
+        w, x, norm = weight(128, 64, 128), rows_of(3, 128), norm_of(128)
+        packed, want = ops.pack(w, torch.bfloat16, DEVICE), exact(w)(normalised(x, norm))
+        check(ops.norm_linear(x, norm, packed), want, want.bfloat16())
+
+
 def test_sizes_of_tiles() -> None:
     """4.25 bits per weight in groups of 128; 16 in bf16."""
     assert _C.cuda_tile_bytes(4096, 4096, 128) == 4096 * 4096 * 17 // 32

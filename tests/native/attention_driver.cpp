@@ -58,39 +58,41 @@ struct Case {
     AttentionSetup p{cos.data(), sin.data(), positions.data(), slots.data(), sequences > 1 ? sequence.data() : nullptr,
                     kv_len.data(), mask.data(), owner.data(), tail.data(), count.data(), nullptr, nullptr, nullptr,
                     nullptr, rows, width, sequences, heads, kv_heads, capacity, dim, 1,
-                    1.44269504f / std::sqrt(static_cast<float>(dim)), false};
-    const int64_t entries = group_table_size(p), lines = rows * heads * ceil_div(capacity, part_keys<F>(capacity));
+                    1.44269504f / std::sqrt(static_cast<float>(dim)), static_cast<int32_t>(heads / kv_heads),
+                    static_cast<int32_t>(kColumns / (heads / kv_heads)), false};
+    const int entries = group_table_size(p);
+    const int64_t lines = rows * heads * ceil_div(capacity, part_keys<F>(capacity));
     std::vector<RowGroup> groups(static_cast<size_t>(entries));
     std::vector<float> values_of(static_cast<size_t>(lines * dim), NAN), sums_of(static_cast<size_t>(lines * 2), NAN);
     p.groups = groups.data(), p.part_values = values_of.data(), p.part_sums = sums_of.data();
     for (int64_t row = 0; row < rows; ++row) set_slot_owner(p, row);
     int64_t grouped = 0;
-    for (int64_t i = 0; i < entries; ++i) {
+    for (int i = 0; i < entries; ++i) {
       RowGroup& g = groups[static_cast<size_t>(i)] = group_rows_at(p, i);
       if (g.count == 0) continue;
       require(g.first == grouped, "groups must follow each other");
       grouped += g.count;
       g.base = INT32_MAX;
       for (int row = g.first; row < g.first + g.count; ++row) {
-        g.base = std::min(g.base, static_cast<int32_t>(list_keys(p, row)));
+        g.base = std::min(g.base, list_keys(p, row));
         g.keys = std::max(g.keys, count[static_cast<size_t>(row)]);
       }
     }
     require(grouped == rows, "every row is in a group");
     const auto shared = std::make_unique<SharedMemory<F>[]>(F::kCluster);
     std::memset(static_cast<void*>(shared.get()), 0xff, sizeof(SharedMemory<F>) * F::kCluster);
-    for (int64_t head = 0; head < kv_heads; ++head) {
+    for (int head = 0; head < kv_heads; ++head) {
       StageState stage_state[F::kCluster];
-      for (int64_t i = 0; i < entries; ++i) run_group<F>(p, i, head, shared.get(), stage_state);
+      for (int i = 0; i < entries; ++i) run_group<F>(p, i, head, shared.get(), stage_state);
     }
   }
 
   template <class F>
-  void run_group(const AttentionSetup& p, int64_t entry, int64_t head, SharedMemory<F>* shared,
+  void run_group(const AttentionSetup& p, int entry, int head, SharedMemory<F>* shared,
                  StageState* stage_state) {
     TileTask<F> j{p, qkv.data(), keys.data(), values.data(), out.data(), head, p.groups[entry], entry, 0, 0};
     if (j.group.count == 0) return;
-    const int64_t count = ceil_div(j.group.keys, j.part_keys());
+    const int count = ceil_div32(j.group.keys, j.part_keys());
     const auto each = [](auto work) {
       for (int rank = 0; rank < F::kCluster; ++rank) {
         for (int thread = 0; thread < kThreads; ++thread) work(rank, thread);
@@ -98,17 +100,16 @@ struct Case {
     };
     each([&](int rank, int thread) { append_kv(j, rank, thread); });
     for (j.part = 0; j.part < count; ++j.part) {
-      const int64_t first = j.part * j.part_keys(), here = min64(j.group.keys - first, j.part_keys());
-      const int64_t turns = F::kSequential ? ceil_div(here, F::kTile) : 1;
+      const int first = j.part * j.part_keys(), here = min32(j.group.keys - first, j.part_keys());
+      const int turns = F::kSequential ? ceil_div32(here, F::kTile) : 1;
       each([&](int rank, int thread) { load_key_counts(j, shared[rank], thread); });
-      for (int64_t turn = 0; turn < turns; ++turn) {
+      for (int turn = 0; turn < turns; ++turn) {
         for (int rank = 0; rank < F::kCluster; ++rank) {
           SharedMemory<F>& s = shared[rank];
           j.tile = first / F::kTile + turn + rank;
-          std::fill(s.top, s.top + kColumns, -INFINITY);
           const auto overlapped_work = [&](int thread) { if (turn == 0) load_queries(j, s, thread); };
-          const int64_t next = j.part + 1 < count ? (j.part + 1) * F::kCluster + rank : -1;
-          if (j.first_key() < j.group.keys) attend(j, s, stage_state[rank], next, overlapped_work);
+          const int next = j.part + 1 < count ? (j.part + 1) * F::kCluster + rank : -1;
+          attend(j, s, stage_state[rank], next, overlapped_work);
         }
         const bool done = count == 1 && turn + 1 == turns;
         each([&](int rank, int thread) {

@@ -113,6 +113,19 @@ int wide_rows(const Tiling& t, int rows, const Device& device) {
   return std::min(rows, parts * kMaxRows);
 }
 
+// A projection with an RMSNorm, whose weight may lie in shared memory.
+void check_norm(const Tiling& t, int rows8, const Device& device) {
+  const SmemLayout plain = smem_layout(t, rows8, device), c = smem_layout(t, rows8, device, true);
+  int range = 0;
+  for (int cta = 0; cta < t.cluster(); ++cta) range = std::max(range, t.range(cta));
+  require(c.total <= device.shared && c.stages >= std::min(plain.stages, device.min_stages), "a norm takes the ring");
+  require((c.total <= device.half_shared) == (plain.total <= device.half_shared), "a norm keeps a block off");
+  require(c.norm_bytes == 0 || c.norm_bytes >= 2 * range * t.tile_k, "no room for the norm's weight");
+  require(c.norm_barrier % 8 == 0 && c.norm % 16 == 0 && c.ring % 128 == 0, "a norm that is not aligned");
+  require(c.norm_bytes == 0 || (c.norm >= c.norm_barrier + 8 && c.norm + c.norm_bytes <= c.ring), "a norm in the ring");
+  require(c.chunk_tiles == plain.chunk_tiles && c.joined == plain.joined, "a norm moves the rest");
+}
+
 // The device as device.cu would report it.
 Device device_of(int shared, int ones, int twos, int fours, int eights) {
   return {90, shared, (shared + 1024) / 2 - 1024, 50 << 20, {ones, twos, fours, eights}};
@@ -138,10 +151,14 @@ int main(int argc, char** argv) {
     require(t.n == n && fits(t, device), "no tiling");
     for (const int64_t bytes : {int64_t{0}, int64_t{t.tile_bytes}, t.bytes(), prefetch_bytes(device)})
       check_slices(bytes);
+    Device old = device;
+    old.driver = 12030;
+    require(device.has_early_launch() && !old.has_early_launch(), "early launches of an old driver");
     std::printf("%d %d %d", t.warps_n(), t.cluster(), t.turns());
     for (const int rows8 : {1, 2, 4}) {
       const SmemLayout c = smem_layout(t, rows8, device);
       require(c.total <= device.shared, "more shared memory than there is");
+      check_norm(t, rows8, device);
       std::printf(" %d", c.stages);
     }
     check_tile_order(t, large_m_warps_log(device));

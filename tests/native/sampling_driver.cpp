@@ -142,16 +142,16 @@ void check_moves() {
     MoveArgs a{want.data(), heads * capacity * slot_bytes, layers, heads, capacity, slot_bytes, source.data(),
                      static_cast<int64_t>(source.size()), start};
     host::move_kv(a);
-    constexpr int64_t kStep = cache_ops::kThreads * cache_ops::kPiecesPerThread;
+    constexpr int kStep = cache_ops::kThreads * cache_ops::kPiecesPerThread;
     for (int64_t slice = 0; slice < layers * heads; ++slice) {
       uint8_t* slots = cache.data() + cache_ops::slots_of(a, slice / heads, slice % heads);
-      for (int64_t base = 0; base < cache_ops::pieces(a); base += kStep) {
+      for (int base = 0; base < cache_ops::pieces(a); base += kStep) {
         std::vector<bf16::Vec8> held;
-        const int64_t end = std::min(base + kStep, cache_ops::pieces(a));
-        for (int64_t piece = base; piece < end; ++piece) {
+        const int end = std::min(base + kStep, cache_ops::pieces(a));
+        for (int piece = base; piece < end; ++piece) {
           held.push_back(*reinterpret_cast<const bf16::Vec8*>(slots + cache_ops::from(a, piece)));
         }
-        for (int64_t piece = end - 1; piece >= base; --piece) {
+        for (int piece = end - 1; piece >= base; --piece) {
           *reinterpret_cast<bf16::Vec8*>(slots + cache_ops::to(a, piece)) = held[static_cast<size_t>(piece - base)];
         }
       }

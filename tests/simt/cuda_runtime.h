@@ -262,6 +262,7 @@ inline bool read(const cudaLaunchConfig_t& config, const void* kernel, Launch& l
   const Index &grid = launch.grid, &threads = launch.threads;
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535) return false;
   if (!kHopper && (launch.cluster > 1 || launch.early)) return false;
+  if (launch.early && Machine::get().driver < 12040) return false;
   if (launch.cluster < 1 || launch.cluster > 8 || grid.x % launch.cluster != 0) return false;
   const unsigned fit = Machine::get().clusters(launch.cluster);
   if (launch.together && grid.x * grid.y * grid.z > fit * launch.cluster) return false;
@@ -296,6 +297,7 @@ cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute what, int byte
   return cudaSuccess;
 }
 
+inline cudaError_t cudaDriverGetVersion(int* version) { return *version = simt::Machine::get().driver, cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = simt::Machine::get().ordinal, cudaSuccess; }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }  // there is one
 inline cudaError_t cudaGetLastError() { return simt::Machine::get().broken ? cudaErrorLaunchFailure : cudaSuccess; }

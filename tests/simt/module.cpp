@@ -25,13 +25,14 @@ PYBIND11_MODULE(emulated, m) {
   swiftspec::binding::bind_cuda(m);
   simt::Machine::get().pause = see_signals;
   m.def("seed", [](uint64_t seed) { simt::Machine::get().seed(seed); }, "Seeds the schedule of everything that follows.");
-  m.def("gpu", [](const std::vector<unsigned>& parts, size_t shared) {
+  m.def("gpu", [](const std::vector<unsigned>& parts, size_t shared, int driver) {
     simt::Machine::get().parts = parts;
     simt::Machine::get().shared = shared;
+    simt::Machine::get().driver = driver;
     ++simt::Machine::get().ordinal;
-  }, pybind11::arg("parts"), pybind11::arg("shared") = 0,
-        "Replaces the GPU by one with these numbers of concurrent blocks in its parts and these bytes of shared memory; "
-        "0: the default.");
+  }, pybind11::arg("parts"), pybind11::arg("shared") = 0, pybind11::arg("driver") = 12040,
+        "Replaces the GPU by one with these numbers of concurrent blocks in its parts, these bytes of shared memory (0: "
+        "the default), and a driver of this CUDA version.");
   m.def("queues", [](bool on) { simt::Machine::get().queues = on; }, "Whether launches wait until others follow.");
   m.def("finish", [] { simt::Machine::get().finish(); }, "Blocks until all launches have ended.");
   m.def("spin", [] {

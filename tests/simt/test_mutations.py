@@ -56,6 +56,7 @@ LONG_ROW = ("test_float8", "test_tiles_of_a_long_row")
 MUTATIONS = [
     Mutation("weights are read before all are written", HOPPER, RESAMPLE, RESAMPLE,
           "exp(found.weights[i] - offset);\n  __syncthreads();", "exp(found.weights[i] - offset);"),
+    Mutation("the norm's weight is not waited for", HOPPER, LINEAR, LINEAR, "    await_norm(task, at, shared);\n"),
     Mutation("the ranks' pieces lie at their own length", HOPPER, GATHER, "peers/channel.h",
           "store_words(out + r * stride,",
           "store_words(out + r * count,"),
@@ -85,7 +86,7 @@ MUTATIONS = [
     Mutation("four warps skip the units of eight", AMPERE, LARGE_M, LARGE_M, "at, 1 << kLog, strip", "at, 8, strip"),
     Mutation("a row is scaled by another's norm", AMPERE, PACK, PACK, "fragment::b_column(at.lane);",
           "at.lane % 8;"),
-    Mutation("rows are scaled by the first part's norms", AMPERE, PACK, PACK, "8 * eight, shared", "8 * j, shared"),
+    Mutation("rows are scaled by the first part's norms", AMPERE, PACK, PACK, "8 * eight, nullptr,", "8 * j, nullptr,"),
     Mutation("a block exits while another reads its squares", HOPPER, PACK, PACK,
           "  if (task.norm != nullptr) ptx::cluster_meet();"),
     Mutation("a share's sums replace those before it", AMPERE, LARGE_M, LARGE_M, "share == 0, joined", "true, joined"),

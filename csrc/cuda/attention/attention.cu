@@ -29,14 +29,14 @@ __global__ void __launch_bounds__(kThreads) list_keys_kernel(const __grid_consta
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const int thread = static_cast<int>(threadIdx.x);
-  RowGroup group = group_rows_at(a, blockIdx.x);
+  RowGroup group = group_rows_at(a, static_cast<int>(blockIdx.x));
   if (thread == 0) {
     base = INT32_MAX;
     keys = 0;
   }
   __syncthreads();
   for (int row = thread / 32; row < group.count; row += kWarps) {
-    const auto run = static_cast<int>(list_keys(a, group.first + row));
+    const int run = list_keys(a, group.first + row);
     if (thread % 32 == 0) {
       atomicMin(&base, run);
       atomicMax(&keys, a.count[group.first + row]);
@@ -54,11 +54,11 @@ __global__ void __launch_bounds__(kThreads) list_keys_kernel(const __grid_consta
 // Whether this cluster is the last of the `count` clusters of its group to finish. All threads of the cluster call it,
 // after they have written their part.
 template <class F>
-__device__ bool is_last(const TileTask<F>& j, SharedMemory<F>& s, int rank, int thread, int64_t count) {
+__device__ bool is_last(const TileTask<F>& j, SharedMemory<F>& s, int rank, int thread, int count) {
   ptx::cluster_sync();
   if (rank == 0 && thread == 0) {
     __threadfence();  // for all threads: the barrier has ordered their writes before it
-    uint32_t* arrived = j.setup.arrived + j.entry * j.setup.kv_heads + j.head;
+    uint32_t* arrived = j.setup.arrived + static_cast<int64_t>(j.entry) * j.setup.kv_heads + j.head;
     s.last = atomicAdd(arrived, 1u) == static_cast<uint32_t>(count - 1);
     if (s.last) *arrived = 0;  // for the next layer
     __threadfence();
@@ -70,19 +70,14 @@ __device__ bool is_last(const TileTask<F>& j, SharedMemory<F>& s, int rank, int 
 // Computes a part by a cluster; without clusters the block processes its tiles sequentially. `next_part` is the part
 // that the cluster computes after this one, or -1.
 template <class F, class Work>
-__device__ void attend_part(TileTask<F>& j, SharedMemory<F>& s, int rank, int thread, bool alone, int64_t next_part,
+__device__ void attend_part(TileTask<F>& j, SharedMemory<F>& s, int rank, int thread, bool alone, int next_part,
                             StageState& stage_state, Work overlapped_work) {
-  const int64_t first = j.part * j.part_keys(), keys = min64(j.group.keys - first, j.part_keys());
-  const int64_t turns = F::kSequential ? ceil_div(keys, F::kTile) : 1;
-  for (int64_t turn = 0; turn < turns; ++turn) {
+  const int first = j.part * j.part_keys(), keys = min32(j.group.keys - first, j.part_keys());
+  const int turns = F::kSequential ? ceil_div32(keys, F::kTile) : 1;
+  for (int turn = 0; turn < turns; ++turn) {
     j.tile = first / F::kTile + turn + rank;
     __syncthreads();
-    if (j.first_key() < j.group.keys) {
-      attend(j, s, stage_state, next_part < 0 ? -1 : next_part * F::kCluster + rank, overlapped_work);
-    } else {
-      overlapped_work(thread);
-      if (thread < kColumns) s.top[thread] = -INFINITY;
-    }
+    attend(j, s, stage_state, next_part < 0 ? -1 : next_part * F::kCluster + rank, overlapped_work);
     ptx::cluster_sync();
     combine_tiles(j, s, rank, thread, turn, alone && turn + 1 == turns, [&](int i) { return ptx::in_block(&s, i); });
     if (!F::kSequential) continue;
@@ -105,11 +100,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::wait_for_dependencies();
   auto& s = *reinterpret_cast<SharedMemory<F>*>(dynamic_shared());
   const int rank = static_cast<int>(ptx::cluster_rank()), thread = static_cast<int>(threadIdx.x);
-  const int64_t clusters = gridDim.x / F::kCluster;
+  const int clusters = static_cast<int>(gridDim.x) / F::kCluster, step = static_cast<int>(gridDim.z);
+  const int entries = group_table_size(a);
   StageState stage_state;
-  for (int64_t entry = blockIdx.x / F::kCluster; entry < group_table_size(a); entry += clusters) {
-    TileTask<F> j{a, qkv, keys, values, out, blockIdx.y, a.groups[entry], entry, blockIdx.z, 0};
-    const int64_t count = ceil_div(j.group.keys, j.part_keys());
+  for (int entry = static_cast<int>(blockIdx.x) / F::kCluster; entry < entries; entry += clusters) {
+    TileTask<F> j{a, qkv, keys, values, out, static_cast<int>(blockIdx.y), a.groups[entry], entry,
+                  static_cast<int>(blockIdx.z), 0};
+    const int count = ceil_div32(j.group.keys, j.part_keys());
     if (j.group.count == 0 || j.part >= count) continue;
     load_key_counts(j, s, thread);
     bool there = false;  // whether the queries have been loaded
@@ -119,12 +116,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       load_queries(j, s, mine);
       there = true;
     };
-    for (; j.part < count; j.part += gridDim.z) {
-      const int64_t next_part = j.part + gridDim.z < count ? j.part + gridDim.z : -1;
+    for (; j.part < count; j.part += step) {
+      const int next_part = j.part + step < count ? j.part + step : -1;
       attend_part(j, s, rank, thread, count == 1, next_part, stage_state, overlapped_work);
       if (count > 1 && is_last(j, s, rank, thread, count)) combine_parts(j, rank, thread, count);
       // no block reads another block's memory any more; after the last part no written data has to be made visible
-      const bool more = j.part + gridDim.z < count || entry + clusters < group_table_size(a);
+      const bool more = j.part + step < count || entry + clusters < entries;
       more ? ptx::cluster_sync() : ptx::cluster_meet();
     }
   }
@@ -159,8 +156,10 @@ auto with_shape(int64_t dim, bool float8, Do work) {
 
 }  // namespace
 
+int64_t attention_group_rows(int64_t heads, int64_t kv_heads) { return kColumns / (heads / kv_heads); }
+
 int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one_sequence) {
-  return one_sequence ? ceil_div(rows, kColumns / (heads / kv_heads)) : rows;
+  return one_sequence ? ceil_div(rows, attention_group_rows(heads, kv_heads)) : rows;
 }
 
 int64_t attention_lines(int64_t rows, int64_t heads, int64_t capacity) {

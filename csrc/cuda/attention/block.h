@@ -35,10 +35,10 @@ struct PerWarp {
 #endif
 };
 
-template <Kind kKind, class F>
-SWIFTSPEC_HD void load(const TileTask<F>& j, SharedMemory<F>& s, int first, int count, int slot) {
+template <class F>
+SWIFTSPEC_HD void load(const TileTask<F>& j, SharedMemory<F>& s, int tile, Kind kind, int first, int count, int slot) {
   SWIFTSPEC_EACH_THREAD(thread) {
-    load_units<kKind>(j, s, first, count, slot, thread);
+    load_units(j, s, tile, kind, first, count, slot, thread);
     commit_copies();
   }
 }
@@ -46,14 +46,15 @@ SWIFTSPEC_HD void load(const TileTask<F>& j, SharedMemory<F>& s, int first, int 
 // Double buffer of the stage: ids of the tiles that it holds or that are being loaded, or -1. Only tiles whose units
 // are all shared are kept. Each has one side of the stage, keys before values, so that the next tile can be prefetched.
 struct StageState {
-  int64_t current = -1, prefetched = -1;
+  int current = -1, prefetched = -1;
   int side = 0;  // of `current`; `prefetched` has the other one
 };
 
 // Placement of a tile in the stage. fits: all keys and values are in the stage together, from these slots on; otherwise
-// units are loaded piecewise. cached: the tile was already there. prefetching: another tile is being loaded after it.
+// units are loaded piecewise. cached: the tile was already there. loads: it has to be loaded now. prefetching: another
+// tile is loaded after it.
 struct TilePlacement {
-  bool fits, cached, prefetching;
+  bool fits, cached, loads, prefetching;
   int key_slot, value_slot;
 };
 
@@ -71,10 +72,10 @@ SWIFTSPEC_HD void widen(SharedMemory<F>& s, int count, int slot) {
 template <class F>
 SWIFTSPEC_HD void score_tile(const TileTask<F>& j, SharedMemory<F>& s, TilePlacement placement) {
   for (int first = 0; first < s.units; first += F::kStage) {
-    const int count = static_cast<int>(min64(s.units - first, F::kStage));
+    const int count = min32(s.units - first, F::kStage);
     if (!placement.fits) {
       block_sync();
-      load<Kind::keys>(j, s, first, count, 0);
+      load(j, s, j.tile, Kind::keys, first, count, 0);
       wait_for_copies<0>();
     } else {
       wait_for_tile<1>(placement.prefetching);  // for the keys; the values may be in flight
@@ -89,10 +90,10 @@ template <class F>
 SWIFTSPEC_HD void accumulate_tile(const TileTask<F>& j, SharedMemory<F>& s, PerWarp<Output<F>>& out,
                                   TilePlacement placement) {
   for (int first = 0; first < s.units; first += F::kStage) {
-    const int count = static_cast<int>(min64(s.units - first, F::kStage));
+    const int count = min32(s.units - first, F::kStage);
     if (!placement.fits) {
       block_sync();
-      load<Kind::values>(j, s, first, count, 0);
+      load(j, s, j.tile, Kind::values, first, count, 0);
     }
     wait_for_tile<0>(placement.prefetching);
     if (!placement.cached) widen(s, count, placement.value_slot);
@@ -101,58 +102,71 @@ SWIFTSPEC_HD void accumulate_tile(const TileTask<F>& j, SharedMemory<F>& s, PerW
   }
 }
 
-// Loads the keys and then the values of a tile into the stage.
+// Chooses the place of this tile in the stage. A tile that is in the stage or being prefetched is not loaded again:
+// many groups read a shared prefix once, and the tiles of a long prefix are loaded while the tiles before them are
+// computed.
 template <class F>
-SWIFTSPEC_HD void load_tile(const TileTask<F>& j, SharedMemory<F>& s, int units, int keys, int values) {
-  load<Kind::keys>(j, s, 0, units, keys);
-  load<Kind::values>(j, s, 0, units, values);
-}
-
-// Chooses the place of this tile in the stage and starts loading it. A tile that is in the stage or being prefetched is
-// not loaded again: many groups read a shared prefix once, and the tiles of a long prefix are loaded while the tiles
-// before them are computed.
-template <class F>
-SWIFTSPEC_HD TilePlacement place_tile(const TileTask<F>& j, SharedMemory<F>& s, StageState& stage_state) {
+SWIFTSPEC_HD TilePlacement place_tile(const TileTask<F>& j, const SharedMemory<F>& s, StageState& stage_state) {
   const bool at_once = s.units <= F::kStage / 2, whole = s.shared_units == F::kUnits;
   if (!whole) {
     stage_state = {};
-    if (at_once) load_tile(j, s, s.units, 0, F::kStage / 2);
-    return {at_once, false, false, 0, at_once ? F::kStage / 2 : 0};
+    return {at_once, false, at_once, false, 0, at_once ? F::kStage / 2 : 0};
   }
-  const bool there = stage_state.current == j.tile_id(j.tile), asked = stage_state.prefetched == j.tile_id(j.tile);
+  const int id = j.tile_id(j.tile);
+  const bool there = stage_state.current == id, asked = stage_state.prefetched == id;
   if (asked) stage_state.side = 1 - stage_state.side;
-  const int keys = 2 * F::kUnits * stage_state.side, values = keys + F::kUnits;
-  if (!there && !asked) load_tile(j, s, F::kUnits, keys, values);
-  stage_state.current = j.tile_id(j.tile);
+  const int keys = 2 * F::kUnits * stage_state.side;
+  stage_state.current = id;
   stage_state.prefetched = -1;
-  return {true, there, false, keys, values};
+  return {true, there, !there && !asked, false, keys, keys + F::kUnits};
 }
 
-// Prefetches the block's tile `next` if all rows see all of it and of the current tile, and if the stage has two sides.
+// Decides whether the block's tile `next` is prefetched: if all rows see all of it and of the current tile, and if the
+// stage has two sides.
 template <class F>
-SWIFTSPEC_HD void prefetch_tile(const TileTask<F>& j, SharedMemory<F>& s, StageState& stage_state, int64_t next,
-                                TilePlacement& placement) {
+SWIFTSPEC_HD void plan_prefetch(const TileTask<F>& j, StageState& stage_state, int next, TilePlacement& placement) {
   if constexpr (F::kStageBuffers > 1) {
     if (stage_state.current < 0 || next < 0 || (next + 1) * F::kTile > j.group.base) return;
-    TileTask<F> later = j;
-    later.tile = next;
-    const int keys = 2 * F::kUnits * (1 - stage_state.side);
-    load_tile(later, s, F::kUnits, keys, keys + F::kUnits);
     stage_state.prefetched = j.tile_id(next);
     placement.prefetching = true;
   }
 }
 
+// Starts the loads of a tile and of the next one, each its keys and then its values. One loop, so that their code, with
+// the RoPE of new keys, exists once.
+template <class F>
+SWIFTSPEC_HD void start_loads(const TileTask<F>& j, SharedMemory<F>& s, const StageState& stage_state, int next,
+                              const TilePlacement& placement) {
+  const int other_side = 2 * F::kUnits * (1 - stage_state.side);
+  SWIFTSPEC_NO_UNROLL
+  for (int i = placement.loads ? 0 : 2; i < (placement.prefetching ? 4 : 2); ++i) {
+    const bool later = i >= 2, values = i % 2 != 0;
+    const int slot = later ? other_side + (values ? F::kUnits : 0) : values ? placement.value_slot : placement.key_slot;
+    load(j, s, later ? next : j.tile, values ? Kind::values : Kind::keys, 0, later ? F::kUnits : s.units, slot);
+  }
+}
+
 // Computes the output of the tile from `key_counts` on. `next` is the block's next tile, or -1. `overlapped_work` runs
-// while the keys are loaded; it must load the queries.
+// while the keys are loaded; it must load the queries. A tile beyond the last key has maxima of -inf.
 template <class F, class Work>
-SWIFTSPEC_HD void attend(const TileTask<F>& j, SharedMemory<F>& s, StageState& stage_state, int64_t next,
+SWIFTSPEC_HD void attend(const TileTask<F>& j, SharedMemory<F>& s, StageState& stage_state, int next,
                          Work overlapped_work) {
-  SWIFTSPEC_EACH_THREAD(thread) { plan_units(j, s, thread); }
-  block_sync();
-  TilePlacement placement = place_tile(j, s, stage_state);
-  prefetch_tile(j, s, stage_state, next, placement);
+  const bool any = j.first_key() < j.group.keys;
+  TilePlacement placement = {};
+  if (any) {
+    SWIFTSPEC_EACH_THREAD(thread) { plan_units(j, s, thread); }
+    block_sync();
+    placement = place_tile(j, s, stage_state);
+    plan_prefetch(j, stage_state, next, placement);
+    start_loads(j, s, stage_state, next, placement);
+  }
   SWIFTSPEC_EACH_THREAD(thread) { overlapped_work(thread); }
+  if (!any) {
+    SWIFTSPEC_EACH_THREAD(thread) {
+      if (thread < kColumns) s.top[thread] = -INFINITY;
+    }
+    return;
+  }
   score_tile(j, s, placement);
   block_sync();
   SWIFTSPEC_EACH_WARP(index) { softmax_tile(j, s, index); }

@@ -50,12 +50,26 @@ SWIFTSPEC_HD PartialOutput combine(At at) {
   return sum;
 }
 
-// Combines any number of partials: first reads the maxima `top(i)`, then the partials `at(i)`.
-template <class Top, class At>
-SWIFTSPEC_HD PartialOutput combine(int64_t count, Top top, At at) {
+// Combines any number of partials: first reads the maxima `top(i)`, then the partials `at(i)`, `kAbreast` at a time, so
+// that their latencies overlap.
+template <int kAbreast, class Top, class At>
+SWIFTSPEC_HD PartialOutput combine(int count, Top top, At at) {
   PartialOutput sum = {-INFINITY, 0, {}};
-  for (int64_t i = 0; i < count; ++i) sum.top = fmaxf(sum.top, top(i));
-  for (int64_t i = 0; i < count; ++i) merge(sum, at(i));
+  for (int first = 0; first < count; first += kAbreast) {
+    float tops[kAbreast];
+    SWIFTSPEC_UNROLL
+    for (int i = 0; i < kAbreast; ++i) tops[i] = first + i < count ? top(first + i) : -INFINITY;
+    SWIFTSPEC_UNROLL
+    for (int i = 0; i < kAbreast; ++i) sum.top = fmaxf(sum.top, tops[i]);
+  }
+  for (int first = 0; first < count; first += kAbreast) {
+    PartialOutput partials[kAbreast];
+    SWIFTSPEC_UNROLL
+    for (int i = 0; i < kAbreast; ++i)
+      partials[i] = first + i < count ? at(first + i) : PartialOutput{-INFINITY, 0, {}};
+    SWIFTSPEC_UNROLL
+    for (int i = 0; i < kAbreast; ++i) merge(sum, partials[i]);
+  }
   return sum;
 }
 
@@ -66,16 +80,16 @@ SWIFTSPEC_HD void write_output(const TileTask<F>& j, int column, int dimension, 
   } four;
   SWIFTSPEC_UNROLL
   for (int i = 0; i < kDimsPerThread; ++i) four.of[i] = bf16::nearest(ieee::div(sum.value.of[i], sum.total));
-  const int64_t row = j.group.first + column / j.heads(), head = j.head * j.heads() + column % j.heads();
-  *reinterpret_cast<Four*>(j.out + (row * j.setup.heads + head) * j.setup.dim + dimension) = four;
+  const int row = j.group.first + column / j.heads(), head = j.head * j.heads() + column % j.heads();
+  const int64_t line = static_cast<int64_t>(row) * static_cast<int>(j.setup.heads) + head;
+  *reinterpret_cast<Four*>(j.out + line * F::kDim + dimension) = four;
 }
 
 // Calls work(column, first of kDimsPerThread dimensions) for every item of this thread of block `rank` of the cluster.
 template <class F, class Do>
 SWIFTSPEC_HD void for_each_owned(const TileTask<F>& j, int rank, int thread, Do work) {
   constexpr int kVectorsPerColumn = F::kDim / kDimsPerThread;
-  for (int i = thread; i < static_cast<int>(ceil_div(j.columns() - rank, F::kCluster)) * kVectorsPerColumn;
-       i += kThreads) {
+  for (int i = thread; i < ceil_div32(j.columns() - rank, F::kCluster) * kVectorsPerColumn; i += kThreads) {
     work(rank + i / kVectorsPerColumn * F::kCluster, i % kVectorsPerColumn * kDimsPerThread);
   }
 }
@@ -84,11 +98,12 @@ SWIFTSPEC_HD void for_each_owned(const TileTask<F>& j, int rank, int thread, Do 
 // sequentially, this is tile number `turn`, and the result so far is in part_values, running_top and running_total.
 // `done`: the row has no more keys, so the result is written to the output.
 template <class F, class Blocks>
-SWIFTSPEC_HD void combine_tiles(const TileTask<F>& j, const SharedMemory<F>& s, int rank, int thread, int64_t turn,
+SWIFTSPEC_HD void combine_tiles(const TileTask<F>& j, const SharedMemory<F>& s, int rank, int thread, int turn,
                                 bool done, Blocks block) {
   constexpr int kBefore = F::kSequential ? 1 : 0;
   for_each_owned(j, rank, thread, [&](int column, int dimension) {
-    auto* values = reinterpret_cast<Values*>(j.setup.part_values + j.scratch(j.part, column) * F::kDim + dimension);
+    const int64_t line = j.scratch(j.part, column);
+    auto* values = reinterpret_cast<Values*>(j.setup.part_values + line * F::kDim + dimension);
     const PartialOutput sum = combine<kBefore + F::kCluster>([&](int i) {
       if (i < kBefore)
         return turn > 0 ? PartialOutput{s.running_top[column], s.running_total[column], *values}
@@ -100,7 +115,7 @@ SWIFTSPEC_HD void combine_tiles(const TileTask<F>& j, const SharedMemory<F>& s, 
     if (done) return write_output(j, column, dimension, sum);
     *values = sum.value;
     if (dimension == 0) {
-      float* sums = j.setup.part_sums + 2 * j.scratch(j.part, column);
+      float* sums = j.setup.part_sums + 2 * line;
       sums[0] = sum.top;
       sums[1] = sum.total;
     }
@@ -109,7 +124,7 @@ SWIFTSPEC_HD void combine_tiles(const TileTask<F>& j, const SharedMemory<F>& s, 
 
 // Stores the running maximum and sum of the part's tiles so far, after all threads have combined them.
 template <class F>
-SWIFTSPEC_HD void store_running_sums(const TileTask<F>& j, SharedMemory<F>& s, int thread, int64_t turn) {
+SWIFTSPEC_HD void store_running_sums(const TileTask<F>& j, SharedMemory<F>& s, int thread, int turn) {
   if (!F::kSequential || thread >= j.columns()) return;
   const PartialOutput sum = combine<2>([&](int i) {
     if (i > 0) return PartialOutput{s.top[thread], s.total[thread], {}};
@@ -140,11 +155,13 @@ SWIFTSPEC_HD Values load_uncached(const Values* p) {
 
 // Combines the `count` parts of a group; the last cluster of the group to finish runs this.
 template <class F>
-SWIFTSPEC_HD void combine_parts(const TileTask<F>& j, int rank, int thread, int64_t count) {
+SWIFTSPEC_HD void combine_parts(const TileTask<F>& j, int rank, int thread, int count) {
+  constexpr int kAbreast = 8;
   for_each_owned(j, rank, thread, [&](int column, int dimension) {
-    const auto top = [&](int64_t i) { return load_uncached(j.setup.part_sums + 2 * j.scratch(i, column)); };
-    const PartialOutput sum = combine(count, top, [&](int64_t i) {
-      const int64_t at = j.scratch(i, column);
+    const auto line = [&](int i) { return static_cast<int64_t>(j.scratch(i, column)); };
+    const auto top = [&](int i) { return load_uncached(j.setup.part_sums + 2 * line(i)); };
+    const PartialOutput sum = combine<kAbreast>(count, top, [&](int i) {
+      const int64_t at = line(i);
       const auto* values = reinterpret_cast<const Values*>(j.setup.part_values + at * F::kDim + dimension);
       return PartialOutput{top(i), load_uncached(j.setup.part_sums + 2 * at + 1), load_uncached(values)};
     });

@@ -18,32 +18,26 @@ SWIFTSPEC_HD int64_t sequence_of(const AttentionSetup& a, int64_t row) {
 
 // The first slot of the mask's window. Column 0 of the mask is this slot, or lies before slot 0 if the mask is wider
 // than the sequence.
-SWIFTSPEC_HD int64_t window_start(const AttentionSetup& a, int64_t sequence) {
-  return max64(a.kv_len[sequence] - a.width, 0);
+SWIFTSPEC_HD int window_start(const AttentionSetup& a, int64_t sequence) {
+  return static_cast<int>(max64(a.kv_len[sequence] - a.width, 0));
 }
-
-SWIFTSPEC_HD int64_t max_group_rows(const AttentionSetup& a) { return kColumns / (a.heads / a.kv_heads); }
 
 // Size of the table of groups. With one sequence every entry is a group. With several sequences there is an entry per
 // row, since a group ends where the sequence changes; entries at which no group begins are empty.
-SWIFTSPEC_HD int64_t group_table_size(const AttentionSetup& a) {
-  return a.sequence == nullptr ? ceil_div(a.rows, max_group_rows(a)) : a.rows;
+SWIFTSPEC_HD int group_table_size(const AttentionSetup& a) {
+  const auto rows = static_cast<int>(a.rows);
+  return a.sequence == nullptr ? ceil_div32(rows, a.group_rows) : rows;
 }
 
 // The rows of entry `i`; count is 0 if no group begins there.
-SWIFTSPEC_HD RowGroup group_rows_at(const AttentionSetup& a, int64_t i) {
-  const int64_t full = max_group_rows(a);
-  int64_t first = i, count = 1;
-  if (a.sequence == nullptr) {
-    first = i * full;
-    count = min64(full, a.rows - first);
-  } else {
-    int64_t start = i;
-    while (start > 0 && a.sequence[start - 1] == a.sequence[i]) --start;
-    if ((i - start) % full != 0) return {static_cast<int32_t>(i), 0, 0, 0};
-    while (count < full && i + count < a.rows && a.sequence[i + count] == a.sequence[i]) ++count;
-  }
-  return {static_cast<int32_t>(first), static_cast<int32_t>(count), 0, 0};
+SWIFTSPEC_HD RowGroup group_rows_at(const AttentionSetup& a, int i) {
+  const int full = a.group_rows, rows = static_cast<int>(a.rows);
+  if (a.sequence == nullptr) return {i * full, min32(full, rows - i * full), 0, 0};
+  int start = i, count = 1;
+  while (start > 0 && a.sequence[start - 1] == a.sequence[i]) --start;
+  if ((i - start) % full != 0) return {i, 0, 0, 0};
+  while (count < full && i + count < rows && a.sequence[i + count] == a.sequence[i]) ++count;
+  return {i, count, 0, 0};
 }
 
 // Records that the new key of `row` goes to its slot. If several rows have the same slot, any of them may win: they are
@@ -62,20 +56,21 @@ SWIFTSPEC_HD int32_t owner_of(const AttentionSetup& a, int64_t sequence, int64_t
 // A warp lists the keys that a row sees in its window: slots, or ~row if the key is new. Returns the number of leading
 // slots of the sequence that the row sees without a gap. Several groups of 32 mask columns are read before their owners
 // are, so that latencies overlap.
-SWIFTSPEC_HD int64_t list_keys(const AttentionSetup& a, int64_t row) {
+SWIFTSPEC_HD int list_keys(const AttentionSetup& a, int row) {
   constexpr int kUnrolled = 4;
-  const int64_t sequence = sequence_of(a, row), start = window_start(a, sequence);
-  const int64_t before = a.kv_len[sequence] - a.width;  // if negative, the first columns lie before slot 0
-  const int64_t first = start - before;
-  int64_t seen = 0, run = a.width - first;
-  for (int64_t base = first; base < a.width; base += 32 * kUnrolled) {
+  const int64_t sequence = sequence_of(a, row);
+  const int width = static_cast<int>(a.width), start = window_start(a, sequence);
+  const int before = static_cast<int>(a.kv_len[sequence]) - width;  // if negative, the first columns lie before slot 0
+  const int first = start - before;
+  int seen = 0, run = width - first;
+  for (int base = first; base < width; base += 32 * kUnrolled) {
     warp::PerLane<bool> visible[kUnrolled];
     warp::PerLane<int32_t> owner[kUnrolled];
     SWIFTSPEC_UNROLL
     for (int c = 0; c < kUnrolled; ++c) {
       SWIFTSPEC_EACH_LANE(lane) {
-        const int64_t column = base + 32 * c + lane;
-        visible[c](lane) = column < a.width && a.mask[row * a.width + column] != 0;
+        const int column = base + 32 * c + lane;
+        visible[c](lane) = column < width && a.mask[row * width + column] != 0;
       }
     }
     SWIFTSPEC_UNROLL
@@ -86,21 +81,20 @@ SWIFTSPEC_HD int64_t list_keys(const AttentionSetup& a, int64_t row) {
     }
     SWIFTSPEC_UNROLL
     for (int c = 0; c < kUnrolled; ++c) {
-      const int64_t from = base + 32 * c;
+      const int from = base + 32 * c;
       const uint32_t word = warp::ballot(visible[c]);
-      if (~word != 0) run = min64(run, from - first + warp::lowest_bit(~word));
+      if (~word != 0) run = min32(run, from - first + warp::lowest_bit(~word));
       SWIFTSPEC_EACH_LANE(lane) {
         if (visible[c](lane)) {
-          const int64_t index = seen + warp::popcount(word & ((1u << lane) - 1));
-          const int32_t mine = owner[c](lane);
-          a.tail[row * a.width + index] = mine >= 0 ? ~mine : static_cast<int32_t>(before + from + lane);
+          const int index = seen + warp::popcount(word & ((1u << lane) - 1)), mine = owner[c](lane);
+          a.tail[row * width + index] = mine >= 0 ? ~mine : before + from + lane;
         }
       }
       seen += warp::popcount(word);
     }
   }
   SWIFTSPEC_EACH_LANE(lane) {
-    if (lane == 0) a.count[row] = static_cast<int32_t>(start + seen);
+    if (lane == 0) a.count[row] = start + seen;
   }
   return start + run;
 }

@@ -6,6 +6,7 @@
 
 #include "common/bfloat16.h"
 #include "common/ieee.h"
+#include "common/warp.h"
 #include "cuda/attention/tile.h"
 #include "cuda/float8.h"
 
@@ -42,7 +43,7 @@ SWIFTSPEC_HD void wait_for_copies() {
 // Eight elements, from `at` on, of a head x [kDim] after RoPE at the position of `row`: x cos + half_rotation(x) sin,
 // where `sin` includes the sign of the rotation. Rounds where the reference rounds.
 template <int kDim>
-SWIFTSPEC_HD Vec8 apply_rope(const AttentionSetup& a, const uint16_t* x, int64_t row, int at) {
+SWIFTSPEC_HD Vec8 apply_rope(const AttentionSetup& a, const uint16_t* x, int row, int at) {
   const int64_t table = a.positions[row] * kDim + at;
   const Vec8 straight = *reinterpret_cast<const Vec8*>(x + at);
   const Vec8 turned = *reinterpret_cast<const Vec8*>(x + (at + kDim / 2) % kDim);
@@ -66,14 +67,11 @@ SWIFTSPEC_HD void store_vector(uint8_t* to, const Vec8& chunk) {
 template <class F>
 SWIFTSPEC_HD void append_kv(const TileTask<F>& j, int rank, int thread) {
   constexpr int kChunks = F::kDim / 8;
-  for (int i = thread; i < static_cast<int>(ceil_div(j.group.count - rank, F::kCluster)) * kChunks; i += kThreads) {
-    const int64_t row = j.group.first + rank + i / kChunks * F::kCluster;
-    const int at = i % kChunks * 8;
-    const uint16_t* k = j.qkv + row * j.width() + (j.setup.heads + j.head) * F::kDim;
-    const uint16_t* v = k + j.setup.kv_heads * F::kDim;
+  for (int i = thread; i < ceil_div32(j.group.count - rank, F::kCluster) * kChunks; i += kThreads) {
+    const int row = j.group.first + rank + i / kChunks * F::kCluster, at = i % kChunks * 8;
     const int64_t to = j.region() + j.setup.slots[row] * F::kDim + at;
-    store_vector(j.keys + to, apply_rope<F::kDim>(j.setup, k, row, at));
-    store_vector(j.values + to, *reinterpret_cast<const Vec8*>(v + at));
+    store_vector(j.keys + to, apply_rope<F::kDim>(j.setup, j.new_key(row), row, at));
+    store_vector(j.values + to, *reinterpret_cast<const Vec8*>(j.new_value(row) + at));
   }
 }
 
@@ -90,9 +88,8 @@ SWIFTSPEC_HD void load_queries(const TileTask<F>& j, SharedMemory<F>& s, int thr
     const int column = i / kChunks, at = i % kChunks * 8;
     Vec8 chunk = {};
     if (column < j.columns()) {
-      const int64_t row = j.group.first + column / j.heads();
-      const int64_t head = j.head * j.heads() + column % j.heads();
-      chunk = apply_rope<F::kDim>(j.setup, j.qkv + row * j.width() + head * F::kDim, row, at);
+      const int row = j.group.first + column / j.heads(), head = j.head * j.heads() + column % j.heads();
+      chunk = apply_rope<F::kDim>(j.setup, j.head_of(row, head), row, at);
     }
     *reinterpret_cast<Vec8*>(&s.queries[column][at]) = chunk;
   }
@@ -100,35 +97,78 @@ SWIFTSPEC_HD void load_queries(const TileTask<F>& j, SharedMemory<F>& s, int thr
 
 enum class Kind : uint8_t { keys, values };
 
-// Loads units first .. first + count - 1 into the stage from `slot` on, in the type of the cache: float8 goes to the
-// second half of the place of its bfloat16. Keys beyond the end of a row are zeros; new keys are rounded as in the
-// cache.
-template <Kind kKind, class F>
-SWIFTSPEC_HD void load_units(const TileTask<F>& j, SharedMemory<F>& s, int first, int count, int slot, int thread) {
-  constexpr int kPieces = F::kDim / F::kVectorElements, kSize = kUnit * kPieces;
-  const AttentionSetup& a = j.setup;
-  const int64_t start = window_start(a, j.sequence());
-  const typename F::Stored* cache = (kKind == Kind::keys ? j.keys : j.values) + j.region();
-  for (int i = thread; i < count * kSize; i += kThreads) {
-    const Unit unit = unit_at(j, s, first + i / kSize);
-    const int key = i % kSize / kPieces, at = i % kPieces * F::kVectorElements;
-    const int64_t number = j.first_key() + unit.index * kUnit + key, row = j.group.first + unit.row;
-    auto* to = reinterpret_cast<Vec8*>(&s.stage[slot + i / kSize][key][at + F::kVectorElements - 8]);
-    if (number >= s.key_counts[unit.row]) {
-      *to = Vec8{};
-      continue;
+// Pieces of 16 bytes of the cache, of which a unit of keys or values consists.
+template <class F>
+struct Pieces {
+  static constexpr int kOfKey = F::kDim / F::kVectorElements, kOfUnit = kUnit * kOfKey;
+  static constexpr int kNone = INT32_MIN;  // the source of a piece beyond the last key of a row
+
+  SWIFTSPEC_HD static int dimension(int i) { return i % kOfKey * F::kVectorElements; }  // the first of piece i
+
+  // Its place in the stage, in the type of the cache: float8 goes to the second half of the place of its bfloat16.
+  SWIFTSPEC_HD static Vec8* place(SharedMemory<F>& s, int slot, int i) {
+    const int key = i % kOfUnit / kOfKey, at = dimension(i) + F::kVectorElements - 8;
+    return reinterpret_cast<Vec8*>(&s.stage[slot + i / kOfUnit][key][at]);
+  }
+
+  // Where piece i of the units from `first` on lies: a slot, ~row for a new key, or kNone. `start`: window_start.
+  SWIFTSPEC_HD static int source(const TileTask<F>& j, const SharedMemory<F>& s, int tile, int start, int first,
+                                 int i) {
+    const Unit unit = unit_at(j, s, first + i / kOfUnit);
+    const int number = j.first_key(tile) + unit.index * kUnit + i % kOfUnit / kOfKey;
+    if (number >= s.key_counts[unit.row]) return kNone;
+    if (number < start) return number;
+    return j.setup.tail[(j.group.first + unit.row) * static_cast<int>(j.setup.width) + number - start];
+  }
+};
+
+// Stores a piece of a new key, after RoPE, or of a new value, rounded as in the cache.
+template <class F>
+SWIFTSPEC_HD void store_new(const TileTask<F>& j, Kind kind, int row, int dimension, Vec8* to) {
+  SWIFTSPEC_UNROLL
+  for (int e = 0; e < F::kVectorElements; e += 8) {
+    store_vector(reinterpret_cast<typename F::Stored*>(to) + e,
+                 kind == Kind::keys ? apply_rope<F::kDim>(j.setup, j.new_key(row), row, dimension + e)
+                                    : *reinterpret_cast<const Vec8*>(j.new_value(row) + dimension + e));
+  }
+}
+
+// Loads units first .. first + count - 1 of a tile into the stage from `slot` on; keys beyond the end of a row are
+// zeros. Several entries of the key lists are read before any is used, so that their latencies overlap. New keys have a
+// loop of their own, so that the code of RoPE is not unrolled.
+template <class F>
+SWIFTSPEC_HD void load_units(const TileTask<F>& j, SharedMemory<F>& s, int tile, Kind kind, int first, int count,
+                             int slot, int thread) {
+  using P = Pieces<F>;
+  constexpr int kAbreast = 4;
+  const int start = window_start(j.setup, j.sequence()), end = count * P::kOfUnit;
+  const typename F::Stored* cache = (kind == Kind::keys ? j.keys : j.values) + j.region();
+  SWIFTSPEC_NO_UNROLL
+  for (int base = thread; base < end; base += kAbreast * kThreads) {
+    int source[kAbreast];
+    SWIFTSPEC_UNROLL
+    for (int p = 0; p < kAbreast; ++p) {
+      source[p] = P::source(j, s, tile, start, first, min32(base + p * kThreads, end - 1));
     }
-    const int64_t from = number < start ? number : a.tail[row * a.width + number - start];
-    if (from >= 0) {
-      copy_async(to, reinterpret_cast<const Vec8*>(cache + from * F::kDim + at));
-    } else {
-      const uint16_t* fresh = j.qkv + ~from * j.width() + (a.heads + j.head) * F::kDim;
-      SWIFTSPEC_UNROLL
-      for (int e = 0; e < F::kVectorElements; e += 8) {
-        store_vector(reinterpret_cast<typename F::Stored*>(to) + e,
-            kKind == Kind::keys ? apply_rope<F::kDim>(a, fresh, ~from, at + e)
-                                : *reinterpret_cast<const Vec8*>(fresh + a.kv_heads * F::kDim + at + e));
+    uint32_t fresh = 0;
+    SWIFTSPEC_UNROLL
+    for (int p = 0; p < kAbreast; ++p) {
+      const int i = base + p * kThreads;
+      if (i >= end) continue;
+      if (source[p] >= 0) {
+        const int64_t from = static_cast<int64_t>(source[p]) * F::kDim + P::dimension(i);
+        copy_async(P::place(s, slot, i), reinterpret_cast<const Vec8*>(cache + from));
+      } else if (source[p] == P::kNone) {
+        *P::place(s, slot, i) = Vec8{};
+      } else {
+        fresh |= 1u << p;
       }
+    }
+    SWIFTSPEC_NO_UNROLL
+    for (; fresh != 0; fresh &= fresh - 1) {
+      const int i = base + warp::lowest_bit(fresh) * kThreads;
+      const int row = ~P::source(j, s, tile, start, first, i);
+      store_new(j, kind, row, P::dimension(i), P::place(s, slot, i));
     }
   }
 }
@@ -137,9 +177,8 @@ SWIFTSPEC_HD void load_units(const TileTask<F>& j, SharedMemory<F>& s, int first
 template <class F>
 SWIFTSPEC_HD void widen_units(SharedMemory<F>& s, int count, int slot, int thread) {
   if constexpr (F::kVectorElements == 16) {
-    constexpr int kPieces = F::kDim / 16, kSize = kUnit * kPieces;
-    for (int i = thread; i < count * kSize; i += kThreads) {
-      auto* to = reinterpret_cast<Vec8*>(&s.stage[slot + i / kSize][i % kSize / kPieces][i % kPieces * 16]);
+    for (int i = thread; i < count * Pieces<F>::kOfUnit; i += kThreads) {
+      Vec8* to = Pieces<F>::place(s, slot, i) - 1;
       const float8::Bf16x16 two = float8::widened(to[1]);
       to[0] = two.x[0];
       to[1] = two.x[1];

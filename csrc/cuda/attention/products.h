@@ -73,7 +73,7 @@ SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int war
   for (int first = warp_index; first < end; first += kUnrolled * kWarps) {
     warp::PerLane<warp::Regs<kKeysPerLane, float>> x[kUnrolled];
     warp::PerLane<float> top[kUnrolled], total[kUnrolled];
-    int64_t keys[kUnrolled];
+    int keys[kUnrolled];
     SWIFTSPEC_UNROLL
     for (int c = 0; c < kUnrolled; ++c) {
       const int column = first + c * kWarps;

@@ -14,11 +14,15 @@ constexpr int kColumns = 64;  // rows x heads per group
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kPad = 8;            // padding elements per line, so that eight lines use 32 different banks
-constexpr int64_t kMaxParts = 64;  // per sequence, if a block processes the tiles of a part sequentially
+constexpr int kMaxParts = 64;      // per sequence, if a block processes the tiles of a part sequentially
 
 SWIFTSPEC_HD constexpr int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 SWIFTSPEC_HD constexpr int64_t max64(int64_t a, int64_t b) { return a < b ? b : a; }
 SWIFTSPEC_HD constexpr int64_t ceil_div(int64_t count, int64_t size) { return (count + size - 1) / size; }
+// Device code indexes rows, keys and parts with 32 bits (the bindings check the sizes): GPUs have no 64-bit division.
+SWIFTSPEC_HD constexpr int min32(int a, int b) { return a < b ? a : b; }
+SWIFTSPEC_HD constexpr int max32(int a, int b) { return a < b ? b : a; }
+SWIFTSPEC_HD constexpr int ceil_div32(int count, int size) { return (count + size - 1) / size; }
 
 // Shape of the kernel for heads of kDim_ elements: kCluster_ blocks combine their results through distributed shared
 // memory, each of them with one tile of kTile_ keys; a block holds kStage_ units of keys or values in shared memory.
@@ -46,9 +50,10 @@ using DeviceShape = std::conditional_t<ptx::kClusters, ClusterShape<kDim, Stored
 // Keys in a part, the share of a sequence that one cluster reads: one tile per block. Without clusters a block takes
 // several tiles if there would be more than kMaxParts parts to combine.
 template <class F>
-SWIFTSPEC_HD constexpr int64_t part_keys(int64_t capacity) {
-  constexpr int64_t once = F::kTile * F::kCluster;
-  return F::kSequential ? once * max64(ceil_div(ceil_div(capacity, once), kMaxParts), 1) : once;
+SWIFTSPEC_HD constexpr int part_keys(int64_t capacity) {
+  constexpr int once = F::kTile * F::kCluster;
+  const int tiles = ceil_div32(static_cast<int>(capacity), once);
+  return F::kSequential ? once * max32(ceil_div32(tiles, kMaxParts), 1) : once;
 }
 
 // Number of clusters that share the `count` parts of each of `rows` rows, if `clusters` clusters run concurrently: the

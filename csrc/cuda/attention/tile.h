@@ -31,37 +31,44 @@ struct TileTask {
   const uint16_t* qkv;
   typename F::Stored *keys, *values;  // of the layer
   uint16_t* out;
-  int64_t head;  // KV head
+  int head;  // KV head
   RowGroup group;
-  int64_t entry;  // index of the group in setup.groups
-  int64_t part;   // part that the cluster computes
-  int64_t tile;
+  int entry;  // index of the group in setup.groups
+  int part;   // part that the cluster computes
+  int tile;
 
-  SWIFTSPEC_HD int64_t sequence() const { return sequence_of(setup, group.first); }
-  SWIFTSPEC_HD int heads() const { return static_cast<int>(setup.heads / setup.kv_heads); }
+  SWIFTSPEC_HD int sequence() const { return static_cast<int>(sequence_of(setup, group.first)); }
+  SWIFTSPEC_HD int heads() const { return setup.heads_per_kv_head; }
+  SWIFTSPEC_HD int capacity() const { return static_cast<int>(setup.capacity); }
   SWIFTSPEC_HD int columns() const { return group.count * heads(); }
   SWIFTSPEC_HD int column_blocks() const { return (columns() + 7) / 8; }
-  SWIFTSPEC_HD int64_t first_key() const { return tile * F::kTile; }
-  SWIFTSPEC_HD int64_t tile_id(int64_t which) const { return sequence() * ceil_div(setup.capacity, F::kTile) + which; }
-  SWIFTSPEC_HD int64_t width() const { return (setup.heads + 2 * setup.kv_heads) * setup.dim; }
-  SWIFTSPEC_HD int64_t region() const { return (sequence() * setup.kv_heads + head) * setup.capacity * setup.dim; }
-  SWIFTSPEC_HD int64_t part_keys() const { return attention::part_keys<F>(setup.capacity); }
-  SWIFTSPEC_HD int64_t max_parts() const {
-    return ceil_div(setup.capacity, part_keys());
-  }  // parts that a sequence may have
-  SWIFTSPEC_HD int64_t scratch(int64_t which, int column) const {
-    return ((head * max_parts() + which) * setup.rows + group.first) * heads() + column;
+  SWIFTSPEC_HD static int first_key(int tile) { return tile * F::kTile; }
+  SWIFTSPEC_HD int first_key() const { return first_key(tile); }
+  SWIFTSPEC_HD int tile_id(int which) const { return sequence() * ceil_div32(capacity(), F::kTile) + which; }
+  SWIFTSPEC_HD int64_t region() const { return (sequence() * setup.kv_heads + head) * setup.capacity * F::kDim; }
+  SWIFTSPEC_HD int part_keys() const { return attention::part_keys<F>(setup.capacity); }
+  SWIFTSPEC_HD int max_parts() const { return ceil_div32(capacity(), part_keys()); }  // that a sequence may have
+  SWIFTSPEC_HD int scratch(int which, int column) const {
+    return ((head * max_parts() + which) * static_cast<int>(setup.rows) + group.first) * heads() + column;
   }
+  // Head `which` of the queries, keys and values of a row.
+  SWIFTSPEC_HD const uint16_t* head_of(int row, int which) const {
+    const auto all = static_cast<int>(setup.heads + 2 * setup.kv_heads);
+    return qkv + (static_cast<int64_t>(row) * all + which) * F::kDim;
+  }
+  SWIFTSPEC_HD const uint16_t* new_key(int row) const { return head_of(row, static_cast<int>(setup.heads) + head); }
+  SWIFTSPEC_HD const uint16_t* new_value(int row) const { return new_key(row) + setup.kv_heads * F::kDim; }
 };
+
 
 // Plans the units of the tile: first those that all rows share, then the separate units of each row. Reads
 // `key_counts`.
 template <class F>
 SWIFTSPEC_HD void plan_units(const TileTask<F>& j, SharedMemory<F>& s, int thread) {
-  const int64_t shared = min64(max64(j.group.base - j.first_key(), 0) / kUnit, F::kUnits);
+  const int first = j.first_key(), shared = min32(max32(j.group.base - first, 0) / kUnit, F::kUnits);
   const auto own = [&](int row) {
-    const int64_t keys = min64(max64(s.key_counts[row] - j.first_key(), 0), F::kTile);
-    return static_cast<int>(max64(ceil_div(keys, kUnit) - shared, 0));
+    const int keys = min32(max32(s.key_counts[row] - first, 0), F::kTile);
+    return max32(ceil_div32(keys, kUnit) - shared, 0);
   };
   if (thread >= j.group.count) return;
   int at = 0;
@@ -69,8 +76,8 @@ SWIFTSPEC_HD void plan_units(const TileTask<F>& j, SharedMemory<F>& s, int threa
   const int mine = own(thread);
   for (int i = 0; i < mine; ++i) s.own[at + i] = static_cast<uint16_t>(thread * F::kUnits + shared + i);
   if (thread == j.group.count - 1) {
-    s.shared_units = static_cast<int32_t>(shared);
-    s.units = static_cast<int32_t>(shared) + at + mine;
+    s.shared_units = shared;
+    s.units = shared + at + mine;
   }
 }
 

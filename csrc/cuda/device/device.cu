@@ -39,6 +39,7 @@ Device query_device(int ordinal) {
   d.shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
   d.half_shared = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, ordinal) / 2 - kReserved;
   d.l2 = attribute(cudaDevAttrL2CacheSize, ordinal);
+  check(cudaDriverGetVersion(&d.driver), "device");
   d.max_clusters[0] = attribute(cudaDevAttrMultiProcessorCount, ordinal);
   if (const char* stages = std::getenv("SWIFTSPEC_FEW_STAGES")) d.min_stages = std::clamp(std::atoi(stages), 1, 16);
   if (!d.has_clusters()) return d;

@@ -16,9 +16,10 @@ struct Device {
       max_clusters[4];  // number of clusters of 1, 2, 4 and 8 blocks that run concurrently, with one block per SM
   // Two blocks share a multiprocessor if that leaves each warp at least this number of weight tiles in flight.
   int32_t min_stages = 4;
+  int32_t driver = 12040;  // CUDA version that the driver supports, 1000 major + 10 minor
 
-  // Bulk copies and programmatic dependent launch.
-  SWIFTSPEC_HD bool has_early_launch() const { return arch >= 90; }
+  // Programmatic dependent launch. Older drivers cannot capture it in graphs.
+  SWIFTSPEC_HD bool has_early_launch() const { return arch >= 90 && driver >= 12040; }
   // Whether the kernels use clusters; those for compute capability 12 do not.
   SWIFTSPEC_HD bool has_clusters() const { return arch >= 90 && arch < 120; }
 };

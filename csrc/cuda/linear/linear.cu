@@ -51,6 +51,12 @@ struct VirtualRanks {
   }
 };
 
+// Whether norm_scales stores x in shared memory, where stage_activations then normalises it. On Ampere the second read
+// comes from L1, and the registers are too few.
+__device__ inline bool normalises_in_place(const LinearTask& task, const ThreadIndex& at) {
+  return ptx::kBulk && task.norm != nullptr && task.tiling.range(at.cta) <= task.smem.chunk_tiles;
+}
+
 // Computes the sums of a warp's strip over all inputs of this CTA. `staged`: an earlier call has already staged x.
 template <bool kInt4, int kRows8>
 __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool staged, uint8_t* shared,
@@ -62,7 +68,8 @@ __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool sta
     if (!staged || range > chunk) {
       __syncthreads();  // all warps have finished the previous chunk
       const int64_t input = static_cast<int64_t>(first + begin) * task.tiling.tile_k;
-      stage_activations<kInt4, kRows8>(task, at, input, here * task.tiling.tile_k / tiles::kBlock, shared);
+      stage_activations<kInt4, kRows8>(task, at, input, here * task.tiling.tile_k / tiles::kBlock,
+                                         normalises_in_place(task, at), shared);
       __syncthreads();
     }
     multiply_chunk<kInt4, kRows8>(task, at, here, shared, ring, sums);
@@ -97,13 +104,17 @@ __device__ void linear_body(const Ranks& ranks) {
   const Channel& channel = ranks.my_channel();
   const ThreadIndex at{ranks.block() >> task.tiling.cluster_log, static_cast<int>(ptx::cluster_rank()),
                  static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32};
+  fetch_norm(task, at, shared);  // ahead of the ring, whose copies are many
   Ring ring(task, at, shared, tiles::tiles_of_warp(task.tiling, at.cluster, task.clusters, at.cta, at.warp));
-  prefetch_norm(task, at);
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const bool reduces = channel.layout.ranks > 0;
   const Session<DeviceMemory> session{channel, reduces ? ptx::load_system(channel.epoch) : 0};
-  if (task.norm != nullptr) norm_scales<kRows8>(task, at, 0, shared);
+  if (task.norm != nullptr) {
+    auto* x = reinterpret_cast<uint4*>(shared + task.smem.x);
+    norm_scales<kRows8>(task, at, 0, normalises_in_place(task, at) ? x : nullptr, shared);
+    await_norm(task, at, shared);
+  }
   int count = 0;
   for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters, ++count) {
     Sums<kRows8> sums;
@@ -162,7 +173,7 @@ LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
   const Outputs to{w.bias, static_cast<const uint16_t*>(a.residual), static_cast<uint16_t*>(a.out), a.logits,
                    a.swiglu, rows};
   return {w.tiling,
-          tiles::smem_layout(w.tiling, rows8, w.device),
+          tiles::smem_layout(w.tiling, rows8, w.device, a.norm != nullptr),
           static_cast<const uint8_t*>(w.data),
           static_cast<const uint16_t*>(a.x),
           static_cast<const uint16_t*>(a.norm),
@@ -175,12 +186,12 @@ LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
           tiles::slice_bytes(w.next_bytes, static_cast<int64_t>(clusters) * w.tiling.cluster() * kWarps)};
 }
 
-Launch launch_of(const Weights& weights, int rows8, int clusters) {
-  const int cluster = weights.tiling.cluster();
+Launch launch_of(const LinearTask& task, int clusters) {
+  const int cluster = task.tiling.cluster();
   return {.grid = dim3(static_cast<unsigned>(clusters * cluster)),
           .threads = kThreads,
           .cluster = cluster,
-          .shared = tiles::smem_layout(weights.tiling, rows8, weights.device).total};
+          .shared = task.smem.total};
 }
 
 }  // namespace
@@ -213,7 +224,7 @@ void linear(const LinearArgs& args, Stream stream) {
   const int rows8 = rows8_of(args.rows);
   SingleRank ranks{task_of(args, rows8, clusters_of(*args.weights)), {}};
   if (args.channel != nullptr) ranks.channel = *args.channel;
-  Launch how = launch_of(*args.weights, rows8, ranks.task.clusters);
+  Launch how = launch_of(ranks.task, ranks.task.clusters);
   how.early = true;
   launch("linear", kernel_for<SingleRank>(args.weights->tiling.group != 0, rows8), how, stream, ranks);
 }
@@ -230,7 +241,7 @@ void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream 
   const int clusters = many.tasks[0].clusters;
   many.per_rank = clusters * weights.tiling.cluster();
   many.delays = delays;
-  Launch how = launch_of(weights, rows8, clusters * count);
+  Launch how = launch_of(many.tasks[0], clusters * count);
   how.cooperative = true;
   launch("linear", kernel_for<VirtualRanks>(weights.tiling.group != 0, rows8), how, stream, many);
 }

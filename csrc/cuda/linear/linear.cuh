@@ -97,26 +97,72 @@ __device__ inline float add_squares(float sum, uint32_t pair) {
   return fmaf(tiles::high(pair), tiles::high(pair), sum);
 }
 
-// Prefetches this CTA's part of the RMSNorm weight to L2. No kernel writes it, so it can be read before the previous
-// kernel ends.
-__device__ inline void prefetch_norm(const LinearTask& task, const ThreadIndex& at) {
-  if (task.norm == nullptr || at.warp > 0 || at.lane >= ptx::kLoaders) return;
-  const int64_t begin = static_cast<int64_t>(task.tiling.first_tile(at.cta)) * task.tiling.tile_k;
-  const int64_t end = static_cast<int64_t>(task.tiling.first_tile(at.cta + 1)) * task.tiling.tile_k;
-  const int64_t count = (end < task.tiling.k ? end : task.tiling.k) - begin;
-  if (count > 0) ptx::prefetch(reinterpret_cast<const uint8_t*>(task.norm + begin), 2 * count, at.lane);
-}
-
-// Sum of squares of a row over the input range of CTA `cta`, computed by a warp; all lanes receive it.
-__device__ inline float squares_of(const LinearTask& task, int cta, int row, int lane) {
+// The RMSNorm weight of this CTA's inputs. No kernel writes it, so it can be read before the previous kernel ends.
+struct NormPart {
+  const uint16_t* weight;
+  uint32_t bytes;
+};
+__device__ inline NormPart norm_part(const LinearTask& task, int cta) {
   const int64_t begin = static_cast<int64_t>(task.tiling.first_tile(cta)) * task.tiling.tile_k;
   const int64_t end = static_cast<int64_t>(task.tiling.first_tile(cta + 1)) * task.tiling.tile_k;
+  const int64_t count = (end < task.tiling.k ? end : task.tiling.k) - begin;
+  return {task.norm + begin, count > 0 ? 2 * static_cast<uint32_t>(count) : 0};
+}
+
+// Prefetches this CTA's part of the RMSNorm weight to L2. The first warp calls it.
+__device__ inline void prefetch_norm(const LinearTask& task, const ThreadIndex& at) {
+  const NormPart part = norm_part(task, at.cta);
+  if (part.bytes == 0 || at.lane >= ptx::kLoaders) return;
+  ptx::prefetch(reinterpret_cast<const uint8_t*>(part.weight), part.bytes, at.lane);
+}
+
+// Starts the copy of this CTA's part of the RMSNorm weight to shared memory; await_norm waits for it. If it has no
+// place there, it is prefetched to L2.
+__device__ inline void fetch_norm(const LinearTask& task, const ThreadIndex& at, uint8_t* shared) {
+  if (task.norm == nullptr || at.warp > 0) return;
+  if (!ptx::kBulk || task.smem.norm_bytes == 0) return prefetch_norm(task, at);
+  auto* barrier = reinterpret_cast<uint64_t*>(shared + task.smem.norm_barrier);
+  if (at.lane == 0) {
+    ptx::barrier_init(barrier);
+    ptx::fence_barrier_init();
+  }
+  if constexpr (ptx::kLoaders > 1) __syncwarp();
+  const NormPart part = norm_part(task, at.cta);
+  if (part.bytes == 0 || at.lane >= ptx::kLoaders) return;
+  // every cluster reads it
+  ptx::bulk_load(shared + task.smem.norm, part.weight, part.bytes, barrier, ptx::evict_last(), at.lane);
+}
+
+// A barrier of the block must lie between fetch_norm and this.
+__device__ inline void await_norm(const LinearTask& task, const ThreadIndex& at, uint8_t* shared) {
+  if (!ptx::kBulk || task.smem.norm_bytes == 0 || norm_part(task, at.cta).bytes == 0) return;
+  ptx::barrier_wait(reinterpret_cast<uint64_t*>(shared + task.smem.norm_barrier), 0);
+}
+
+// Sum of squares of a row over the input range of CTA `cta`, computed by a warp; all lanes receive it. The inputs are
+// also stored to `raw`, unless it is null, at the places of the B operands.
+template <int kRows8>
+__device__ float squares_of(const LinearTask& task, int cta, int row, int lane, uint4* raw) {
+  const int64_t begin = static_cast<int64_t>(task.tiling.first_tile(cta)) * task.tiling.tile_k;
+  const int64_t end = static_cast<int64_t>(task.tiling.first_tile(cta + 1)) * task.tiling.tile_k;
+  constexpr int kAbreast = ptx::kBulk ? 8 : 4;  // loads in flight, as registers allow; zeros beyond the range
   float sum = 0;
-#pragma unroll 4
-  for (int64_t input = begin + 8 * lane; input < end; input += 8 * 32) {
-    const uint4 piece = load_piece(task.x, row, task.rows, input, task.tiling.k);
-    sum = add_squares(add_squares(sum, piece.x), piece.y);
-    sum = add_squares(add_squares(sum, piece.z), piece.w);
+  for (int64_t first = begin + 8 * lane; first < end; first += 8 * 32 * kAbreast) {
+    uint4 piece[kAbreast];
+#pragma unroll
+    for (int i = 0; i < kAbreast; ++i) {
+      const int64_t input = first + 8 * 32 * i;
+      piece[i] = input < end ? load_piece(task.x, row, task.rows, input, task.tiling.k) : uint4{};
+    }
+#pragma unroll
+    for (int i = 0; i < kAbreast; ++i) {
+      const int64_t input = first + 8 * 32 * i;
+      if (raw != nullptr && input < end) {
+        raw[tiles::x_piece_of(static_cast<int>(input - begin) / 8, kRows8, row)] = piece[i];
+      }
+      sum = add_squares(add_squares(sum, piece[i].x), piece[i].y);
+      sum = add_squares(add_squares(sum, piece[i].z), piece[i].w);
+    }
   }
   for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
   return sum;
@@ -128,13 +174,13 @@ __device__ inline float norm_scale(const LinearTask& task, float squares) {
 }
 
 // Computes the RMSNorm factor of 8 * kRows8 rows from `first_row` on into shared memory. Each CTA squares its own
-// inputs; the sums of the CTAs of the cluster are added in order.
+// inputs; the sums of the CTAs of the cluster are added in order. `raw`: as in squares_of, for first_row 0.
 template <int kRows8>
-__device__ void norm_scales(const LinearTask& task, const ThreadIndex& at, int first_row, uint8_t* shared) {
+__device__ void norm_scales(const LinearTask& task, const ThreadIndex& at, int first_row, uint4* raw, uint8_t* shared) {
   auto* squares = reinterpret_cast<float*>(shared + task.smem.squares);
   auto* scales = reinterpret_cast<float*>(shared + task.smem.scales);
   for (int row = at.warp; row < 8 * kRows8; row += tiles::kWarps) {
-    const float sum = squares_of(task, at.cta, first_row + row, at.lane);
+    const float sum = squares_of<kRows8>(task, at.cta, first_row + row, at.lane, raw);
     if (at.lane == 0) squares[row] = sum;
   }
   ptx::cluster_sync();
@@ -146,26 +192,33 @@ __device__ void norm_scales(const LinearTask& task, const ThreadIndex& at, int f
   __syncthreads();
 }
 
-// Loads a quantisation group (bf16: two blocks) of a row's inputs from `first` on, normalises it and stores it as B
-// operands in `pieces`; consecutive blocks are `apart` pieces apart. For int4 it also stores the group's sum over the
-// four lanes of the row.
+// Loads a quantisation group (bf16: two blocks) of a row's inputs from `first` on, normalises it by `norm`, the weight
+// of these inputs, and stores it as B operands in `pieces`; consecutive blocks are `apart` pieces apart. `in_place`:
+// the inputs are already there. For int4 it also stores the group's sum over the four lanes of the row.
 template <bool kInt4>
-__device__ void stage_group(const LinearTask& task, int row, int64_t first, int lane, const float* scale, uint4* pieces,
-                            int apart, float* sum_of_group) {
+__device__ void stage_group(const LinearTask& task, int row, int64_t first, int lane, const float* scale,
+                            const uint16_t* norm, bool in_place, uint4* pieces, int apart, float* sum_of_group) {
   constexpr int kMaxBlocks = kInt4 ? 4 : 2;
   const int together = kInt4 ? 1 << task.tiling.group_log : kMaxBlocks;
   uint4 piece[kMaxBlocks];
   float sum = 0;
+  const auto load = [&](auto one) {
 #pragma unroll
-  for (int b = 0; b < kMaxBlocks; ++b) {
-    if (b < together) piece[b] = load_piece(task.x, row, task.rows, first + tiles::x_input(b, lane), task.tiling.k);
+    for (int b = 0; b < kMaxBlocks; ++b) {
+      if (b < together) piece[b] = one(b);
+    }
+  };
+  if (in_place) {
+    load([&](int b) { return pieces[b * apart]; });
+  } else {
+    load([&](int b) { return load_piece(task.x, row, task.rows, first + tiles::x_input(b, lane), task.tiling.k); });
   }
 #pragma unroll
   for (int b = 0; b < kMaxBlocks; ++b) {
     if (b >= together) break;
     uint32_t words[4] = {piece[b].x, piece[b].y, piece[b].z, piece[b].w};
     if (task.norm != nullptr) {
-      const uint4 weight = load_piece(task.norm, 0, 1, first + tiles::x_input(b, lane), task.tiling.k);
+      const uint4 weight = load_piece(norm, 0, 1, tiles::x_input(b, lane), task.tiling.k - first);
       const uint32_t factors[4] = {weight.x, weight.y, weight.z, weight.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i] = tiles::normalised(words[i], *scale, factors[i]);
@@ -180,19 +233,23 @@ __device__ void stage_group(const LinearTask& task, int row, int64_t first, int 
 }
 
 // Stages a chunk of x in shared memory. A warp processes a group of blocks and eight rows at a time. `first` is the
-// first input of the chunk.
+// first input of the chunk. `in_place`: norm_scales has stored x there.
 template <bool kInt4, int kRows8>
 __device__ void stage_activations(const LinearTask& task, const ThreadIndex& at, int64_t first, int blocks,
-                                  uint8_t* shared) {
+                                  bool in_place, uint8_t* shared) {
   auto* pieces = reinterpret_cast<uint4*>(shared + task.smem.x);
   auto* sums = reinterpret_cast<float*>(shared + task.smem.sums);
   const auto* scales = reinterpret_cast<const float*>(shared + task.smem.scales);
+  const int64_t begin = static_cast<int64_t>(task.tiling.first_tile(at.cta)) * task.tiling.tile_k;
+  const uint16_t* norm = !ptx::kBulk || task.smem.norm_bytes == 0
+                             ? task.norm + first
+                             : reinterpret_cast<const uint16_t*>(shared + task.smem.norm) + (first - begin);
   const int log = kInt4 ? task.tiling.group_log : 1;
   for (int unit = at.warp; unit < (blocks >> log) * kRows8; unit += tiles::kWarps) {
     const int j = unit % kRows8, block = unit / kRows8 << log, row = tiles::x_row(j, at.lane);
     stage_group<kInt4>(task, row, first + static_cast<int64_t>(block) * tiles::kBlock, at.lane, scales + row,
-                       pieces + tiles::x_piece(block, kRows8, j, at.lane), kRows8 * 32,
-                       sums + (block >> log) * 8 * kRows8 + row);
+                       norm + block * tiles::kBlock, in_place, pieces + tiles::x_piece(block, kRows8, j, at.lane),
+                       kRows8 * 32, sums + (block >> log) * 8 * kRows8 + row);
   }
 }
 

@@ -43,10 +43,10 @@ __global__ void __launch_bounds__(kThreads) pack_activations_kernel(const __grid
   const int eight = static_cast<int>(blockIdx.x) >> t.cluster_log, part = eight / kPartRows8, j = eight % kPartRows8;
   const ThreadIndex at{eight, static_cast<int>(ptx::cluster_rank()), static_cast<int>(threadIdx.x) / 32,
                        static_cast<int>(threadIdx.x) % 32};
-  prefetch_norm(task, at);
+  if (task.norm != nullptr && at.warp == 0) prefetch_norm(task, at);
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
-  if (task.norm != nullptr) norm_scales<1>(task, at, 8 * eight, shared);
+  if (task.norm != nullptr) norm_scales<1>(task, at, 8 * eight, nullptr, shared);
   const float* scale = reinterpret_cast<const float*>(shared + task.smem.scales) + fragment::b_column(at.lane);
   const int log = group_blocks_log<kInt4>(t), groups = t.tile_k / tiles::kBlock >> log,
             units = t.range(at.cta) * groups;
@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kThreads) pack_activations_kernel(const __grid
     const int64_t first = static_cast<int64_t>(tile) * t.tile_k + (group << log) * tiles::kBlock;
     auto* pieces = reinterpret_cast<uint4*>(to) + tiles::x_piece(group << log, kPartRows8, j, at.lane);
     auto* sums = reinterpret_cast<float*>(to + tiles::slab_sums(t)) + group * tiles::kMaxRows;
-    stage_group<kInt4>(task, tiles::x_row(eight, at.lane), first, at.lane, scale, pieces, kPartRows8 * 32,
-                       sums + tiles::x_row(j, at.lane));
+    stage_group<kInt4>(task, tiles::x_row(eight, at.lane), first, at.lane, scale, task.norm + first, false, pieces,
+                       kPartRows8 * 32, sums + tiles::x_row(j, at.lane));
   }
   if (task.norm != nullptr) ptx::cluster_meet();  // no block exits while another one reads its squares
 }

@@ -54,6 +54,10 @@ SWIFTSPEC_HD int dense_word(int step, int lane, int f, int i) { return ((step * 
 // Index of the 16-byte piece of x in shared memory with a lane's B operands of a block, for rows 8j to 8j + 7.
 SWIFTSPEC_HD int x_piece(int block, int rows8, int j, int lane) { return (block * rows8 + j) * 32 + lane; }
 SWIFTSPEC_HD int x_row(int j, int lane) { return 8 * j + fragment::b_column(lane); }
+// The same index for a row and eight inputs: number `eighth` of those of all blocks.
+SWIFTSPEC_HD int x_piece_of(int eighth, int rows8, int row) {
+  return x_piece(eighth / 4, rows8, row / 8, row % 8 * 4 + eighth % 4);
+}
 SWIFTSPEC_HD int64_t x_input(int64_t block, int lane) { return block * kBlock + 8 * (lane % 4); }
 
 // The sums of a lane for rows 8j..: pairs of outputs, `first` and `second`, for each of two rows. An LL line holds one
@@ -77,15 +81,23 @@ SWIFTSPEC_HD int partial_at(int warp, int rows8, int j, int f, int lane) {
 
 // --- int4 -----------------------------------------------------------------------------------------------------------
 
+SWIFTSPEC_HD uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return ptx::and_or(x, mask, bits);
+#else
+  return (x & mask) | bits;
+#endif
+}
+
 // A group's scale and zero point in one word: the zero point replaces the last four mantissa bits of the float. Scales
 // that were fp16 or bf16 lose nothing.
 SWIFTSPEC_HD uint32_t pack_group(float scale, uint32_t zero) { return ((ieee::bits_of(scale) + 8) & ~15u) | zero; }
 SWIFTSPEC_HD float scale_of(uint32_t word) { return ieee::of_bits(word & ~15u); }
 // 128 + zero point, without an integer conversion: the last mantissa bit of a float of size 2^23 counts 1.
-SWIFTSPEC_HD float offset_of(uint32_t word) { return ieee::of_bits(0x4b000080u | (word & 15u)) - 8388608.0f; }
+SWIFTSPEC_HD float offset_of(uint32_t word) { return ieee::of_bits(and_or(word, 15u, 0x4b000080u)) - 8388608.0f; }
 
 // Nibbles i and 4 + i as two bf16 values 128 + code: 0x4300 is 128, whose last mantissa bit counts 1.
-SWIFTSPEC_HD uint32_t codes_to_bf16(uint32_t word, int i) { return (word >> 4 * i & 0x000f000fu) | 0x43004300u; }
+SWIFTSPEC_HD uint32_t codes_to_bf16(uint32_t word, int i) { return and_or(word >> 4 * i, 0x000f000fu, 0x43004300u); }
 
 // Adds a group's contribution: scale (sum of (128 + code) x - (128 + zero) sum of x). The order of rounding is fixed.
 SWIFTSPEC_HD float fold(float total, float product, uint32_t group_word, float x_sum) {

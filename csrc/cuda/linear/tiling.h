@@ -94,10 +94,25 @@ SWIFTSPEC_HD int chunk_bytes(const Tiling& t, const Device& device) {
 // the warps of a strip share evenly, so chunking does not change the assignment of tiles to warps.
 struct SmemLayout {
   int32_t chunk_tiles;
-  int32_t x, sums, partial, joined, joined_bytes, squares, scales, barriers, ring, stages, total;
+  int32_t x, sums, partial, joined, joined_bytes, squares, scales, barriers, norm_barrier;
+  int32_t norm, norm_bytes;  // of the CTA's part of the RMSNorm weight; 0: it stays in global memory
+  int32_t ring, stages, total;
 };
 
-SWIFTSPEC_HD SmemLayout smem_layout(const Tiling& t, int rows8, const Device& device) {
+// Whether two blocks whose rings begin at `ring` share a multiprocessor, each with enough stages.
+SWIFTSPEC_HD bool two_blocks_fit(const Tiling& t, const Device& device, int ring) {
+  return ring + device.min_stages * kWarps * t.tile_bytes <= device.half_shared;
+}
+SWIFTSPEC_HD int ring_stages(const Tiling& t, const Device& device, int ring) {
+  const int shared = two_blocks_fit(t, device, ring) ? device.half_shared : device.shared;
+  const int stages = (shared - ring) / (kWarps * t.tile_bytes);
+  return stages < kMaxStages ? stages : kMaxStages;
+}
+
+// `normed`: the projection has an RMSNorm. Its weight is kept in shared memory unless that would leave the ring fewer
+// than min_stages or keep a second block off the multiprocessor. On Ampere it is not: no kernel starts early there, and
+// L1 keeps what it has, since no cluster barrier empties it.
+SWIFTSPEC_HD SmemLayout smem_layout(const Tiling& t, int rows8, const Device& device, bool normed = false) {
   SmemLayout c{};
   const int x_bytes = t.tile_k * rows8 * 16, most = chunk_bytes(t, device) * (rows8 <= 2 ? 1 : 2);
   const int range = static_cast<int>(ceil_div(ceil_div(t.tiles, t.cluster()), t.warps_k())) * t.warps_k();
@@ -113,10 +128,18 @@ SWIFTSPEC_HD SmemLayout smem_layout(const Tiling& t, int rows8, const Device& de
   if (buffers == 1) c.joined_bytes = 0;  // the offset of the second buffer
   c.scales = c.squares + kMaxRows * 4;
   c.barriers = c.scales + kMaxRows * 4;
-  c.ring = (c.barriers + kWarps * kMaxStages * 8 + 127) / 128 * 128;
-  int stages = (device.half_shared - c.ring) / (kWarps * t.tile_bytes);
-  if (stages < device.min_stages) stages = (device.shared - c.ring) / (kWarps * t.tile_bytes);
-  c.stages = stages < kMaxStages ? stages : kMaxStages;
+  c.norm_barrier = c.barriers + kWarps * kMaxStages * 8;
+  c.norm = c.norm_barrier + 16;
+  c.ring = (c.norm_barrier + 127) / 128 * 128;
+  if (normed && device.arch >= 90) {
+    const int bytes = static_cast<int>(ceil_div(t.tiles, t.cluster())) * t.tile_k * 2;
+    const int ring = (c.norm + bytes + 127) / 128 * 128, stages = ring_stages(t, device, c.ring);
+    const bool enough = ring_stages(t, device, ring) >= (stages < device.min_stages ? stages : device.min_stages);
+    if (enough && two_blocks_fit(t, device, ring) == two_blocks_fit(t, device, c.ring)) {
+      c.ring = ring, c.norm_bytes = bytes;
+    }
+  }
+  c.stages = ring_stages(t, device, c.ring);
   c.total = c.ring + c.stages * kWarps * t.tile_bytes;
   return c;
 }

@@ -127,7 +127,10 @@ def capture_bucket(max_kv_len: int | None) -> None:
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> CudaNorm:
     """Packs an RMSNorm with weight [hidden]."""
-    return CudaNorm(weight.to(device, dtype).contiguous(), eps)
+    packed = weight.to(device, dtype).contiguous()
+    if packed.is_cuda:  # projections copy it to shared memory before they wait for preceding kernels
+        torch.cuda.current_stream(packed.device).synchronize()
+    return CudaNorm(packed, eps)
 
 
 def embed(tokens: Tensor, weight: Tensor, multiplier: float = 1.0) -> Tensor:
@@ -161,10 +164,9 @@ def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int],
     """Returns `move(sequence, source, start)`, which moves slot source[i] of a sequence to slot start + i, in place and
     in all layers of the KV cache `k`, `v`. `source` must be ascending, with source[i] >= start + i."""
     native = native_cache(k, v)
-    device = k.device
 
     def move(sequence: int, source: Sequence[int], start: int) -> None:
         if source:
-            native.move(sequence, torch.tensor(source, device=device), start, current_stream())
+            native.move(sequence, source, start, current_stream())
 
     return move

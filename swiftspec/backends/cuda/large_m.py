@@ -7,8 +7,9 @@ bits of their results may depend on the number of rows.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,34 @@ MAX_KERNEL_ROWS = 256
 SCRATCH_BYTES = 256 << 20  # weights unpacked at a time; enough outputs to keep every SM busy
 STRIP_OUTPUTS = 16  # granularity of unpacking, in outputs of each half of a weight (csrc/cuda/linear/tiles.h)
 BF16_BYTES = 2
+
+
+class Float32Sums:
+    """Context in which cuBLAS does not add partial sums of a bfloat16 product (split K) in bfloat16, which torch allows
+    by default. The setting belongs to the process, so of the products of several threads the last one restores it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._products = 0  # in progress, in all threads
+        self._allowed = True  # the setting before the first of them
+
+    def __enter__(self) -> None:
+        matmul: Any = torch.backends.cuda.matmul
+        with self._lock:
+            if self._products == 0:
+                self._allowed = matmul.allow_bf16_reduced_precision_reduction
+                matmul.allow_bf16_reduced_precision_reduction = False
+            self._products += 1
+
+    def __exit__(self, *_: object) -> None:
+        matmul: Any = torch.backends.cuda.matmul
+        with self._lock:
+            self._products -= 1
+            if self._products == 0:
+                matmul.allow_bf16_reduced_precision_reduction = self._allowed
+
+
+float32_sums = Float32Sums()
 
 
 class NormWeights(Protocol):
@@ -86,5 +115,6 @@ def _products_of_halves(x: Tensor, packed: LinearWeights) -> Iterator[tuple[slic
         bias = None
         if packed.bias is not None:
             bias = packed.bias.view(2, half)[:, columns].flatten().to(x.dtype)
-        first, second = F.linear(x, rows, bias).split(count, 1)
+        with float32_sums:
+            first, second = F.linear(x, rows, bias).split(count, 1)
         yield columns, first, second

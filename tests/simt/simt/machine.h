@@ -153,6 +153,7 @@ class Machine {
   int ordinal = 0;       // of the GPU; differs for other `parts`
   std::vector<unsigned> parts = {16, 16, 16, 16};  // blocks that run at a time; a cluster lies within one of them
   size_t shared = 0;     // bytes of shared memory that a block may have; 0: that of the kernels' GPU
+  int driver = 12040;    // CUDA version of the driver; older ones refuse early launches
   bool queues = false;   // launches run when others follow or a caller waits, not immediately
   bool broken = false;   // a kernel has trapped; no further launch runs
   std::function<void()> pause = [] {};  // called periodically; if it throws, all launches end

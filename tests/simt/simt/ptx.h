@@ -91,6 +91,8 @@ inline uint32_t bf16_fma(uint32_t a, uint32_t b, uint32_t c) {
   return bf16_pair(std::fma(low_half(a), low_half(b), low_half(c)), std::fma(high_half(a), high_half(b), high_half(c)));
 }
 
+inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
+
 // The bytes arrive when they are waited for, or immediately.
 inline void cp_async16(void* shared, const void* global) {
   simt::Machine& machine = simt::Machine::get();
