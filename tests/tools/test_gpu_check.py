@@ -174,7 +174,7 @@ def test_a_width_expanded_pair_decodes_without_a_tokenizer(tmp_path: Path) -> No
         Path(shapes[-1]).write_text(json.dumps(config))
     done = bare(
         f"import runpy\nsys.argv = ['step', '--pair', {','.join(shapes)!r}, '--device', 'cpu', '--prompts', '1',"
-        f" '--tokens', '12', '--context', '64', '--json', {str(tmp_path / 'out.json')!r}]\n"
+        f" '--tokens', '12', '--context', '64', '--ops', 'unfused', '--json', {str(tmp_path / 'out.json')!r}]\n"
         "runpy.run_module('bench.gpu.step', run_name='__main__')"
     )
     assert done.returncode == 0, done.stderr
