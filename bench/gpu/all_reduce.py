@@ -91,7 +91,7 @@ def nccl_all_reduce(x: Tensor) -> Tensor:
 
 
 def competitors(group: RankGroup, one_shot: Reduce | str, nccl: Reduce, gather: Reduce) -> dict[str, Any]:
-    """Returns the all-reduces by name, None for the product alone, and texts that say why a competitor is missing.
+    """Returns the all-reduces by name, None for the product alone, or a text that explains why a competitor is missing.
 
     `one_shot`: the all-reduce of torch's symmetric memory, or why there is none. `nccl`, `gather`: the library's.
     """

@@ -40,6 +40,6 @@ def test_it_writes_a_valid_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(trials, "ROWS", (1,))
     file = tmp_path / "sweep.json"
     found = sweep.run(arguments(json=file), sweep.PrintedProgress())
-    assert found is not None and store.load(file) == found
+    assert found is not None and store.load(file)["runs"] == found["runs"]
     assert {run["plan"]["mode"] for run in found["runs"] if run["speeds"]} == {"ar", "serial"}
     assert {run["ops"] for run in found["runs"]} == {"auto", "reference"} and found["stopped"] is None
