@@ -223,6 +223,8 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
             options["share_device"] = bool(texts)
             llm = LLM(paths[0], draft, config_of(mode, args), **options)
             result.setdefault("load s", time.perf_counter() - began)
+            if mode == "serial":
+                result["ops"] = operators_of(llm)
             texts[mode], result[mode] = decode(llm, prompts, args.tokens)
             result.setdefault("same text", agreement(texts[mode], said))
             note(result)
@@ -240,12 +242,17 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
     return result
 
 
+def operators_of(llm: LLM) -> list[str]:
+    """Returns the names of the operators of target and draft of an engine in mode serial."""
+    drafter, verifier = local_roles(llm)
+    return [getattr(role.runner.ops, "__name__", "?").rpartition(".")[2] for role in (verifier, drafter)]
+
+
 def step_times(llm: LLM, names: list[str], context: int) -> Iterator[dict[str, Any]]:
-    """Yields the operators of an engine in mode serial and the step times of its models, with the CUDA operators also
-    those without weight prefetch. `names`: of target and draft."""
+    """Yields the step times of the models of an engine in mode serial, with the CUDA operators also those without
+    weight prefetch. `names`: of target and draft."""
     drafter, verifier = local_roles(llm)
     roles: tuple[Role, Role] = (verifier, drafter)
-    yield {"ops": [getattr(role.runner.ops, "__name__", "?").rpartition(".")[2] for role in roles]}
     rows = (llm.config.verify_batch, llm.config.leaves_per_expansion)
     yield {"step ms": {name: step_time(role, count, context) for name, role, count in zip(names, roles, rows)}}
     if all(role.runner.ops is cuda for role in roles):
@@ -273,10 +280,10 @@ def measure_split(
     with models_of(pair) as (paths, load):
         options = options_of(args, load)
         if world.rank > 0:
-            serve_rank(world, *paths, config, **options)
+            serve_rank(world, paths[0], paths[1], config, **options)
             return None
         began = time.perf_counter()
-        llm = LLM(*paths, config, world=world, **options)
+        llm = LLM(paths[0], paths[1], config, world=world, **options)
         result = description(pair, args) | {"split": args.split, "load s": time.perf_counter() - began}
         prompts = read_token_ids(args.prompts)
         texts, result["async"] = decode(llm, prompts, args.tokens)

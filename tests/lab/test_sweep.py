@@ -252,7 +252,7 @@ def test_one_gpu_runs_both_models_asynchronously_and_its_ablation_is_captured(
     assert "6 prompts, each greedy and sampled with temperature 0.6, top_p 0.9, top_k 20" in lines
     assert "the best serial and async runs with unfused operators" in lines
     codec = TextCodec(Path(pair[1]))
-    texts = [codec.tokenizer.decode(ids) for ids in gpu.prompts]
+    texts = [str(codec.tokenizer.decode(ids)) for ids in gpu.prompts]
     assert len(texts) == 6 and all(text.startswith("<|user|>") and text.endswith("<|bot|>") for text in texts)
 
 

@@ -200,7 +200,9 @@ def test_shards_compute_the_function_of_the_whole_model(size: int) -> None:
         model = load(DRAFT, LARGE_DRAFT, "int4", quantization=head, group=group, **options)
         kv_heads, mixer = model.cache_shapes[0][1], model.spec.layer.mixer
         kv = KVCache(len(model.spec.layers), kv_heads, mixer.head_dim, 64, reference.make_slot_mover, dtype=model.dtype)
-        return group.all_gather(model.forward(chain(tokens), ModelCache(kv)).logits)
+        found = model.forward(chain(tokens), ModelCache(kv)).logits
+        assert found is not None
+        return group.all_gather(found)
 
     want = logits(whole, tokens)
     for parts in on_ranks(size, run):
