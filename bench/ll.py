@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from bench.common.device import add_device_flag, check_device
+from bench.gpu.all_reduce import leave
 from bench.gpu.timing import fixed_graph_timer
 from swiftspec.backends.cpu.shm import Mailbox, ShmCollectives, new_name
 from swiftspec.distributed.collectives.join import join_group
@@ -132,9 +133,9 @@ def show(results: list[dict[str, tuple[float, float]]], pinned: bool) -> None:
     print(json.dumps({"best": best, "ratios": ratios, "runs": results, "pinned": pinned, "cores": os.cpu_count()}))
 
 
-def gpu_gathers(parser: argparse.ArgumentParser) -> dict[str, float] | None:
-    """Measures the gathers between two GPUs. Returns microseconds by name on rank 0, None on the other rank. Exits with
-    a message if there are not two ranks, or if their GPUs do not exchange data by peer memory."""
+def measure_gathers(parser: argparse.ArgumentParser) -> None:
+    """Measures the gathers between two GPUs, and prints microseconds by name on rank 0. Exits with a message if there
+    are not two ranks, or if their GPUs do not exchange data by peer memory."""
     world = join_world()
     if world is None or world.size != 2:
         parser.error("requires two ranks; start it with torchrun --standalone --nproc-per-node 2 -m bench.ll")
@@ -149,8 +150,10 @@ def gpu_gathers(parser: argparse.ArgumentParser) -> dict[str, float] | None:
         "all_gather LL": lambda: group.all_gather(x), "all_gather NCCL": lambda: library.all_gather(x),
     }  # fmt: skip
     found = {name: fixed_graph_timer([call]) for name, call in calls.items()}
-    group.close()
-    return found if world.rank == 0 else None
+    if world.rank == 0:
+        print("\n".join(f"{name:20} {us:10.2f} us" for name, us in found.items()))
+        print(json.dumps(found))
+    leave(group, device)
 
 
 def main() -> None:
@@ -163,9 +166,7 @@ def main() -> None:
     args = parser.parse_args()
     check_device(parser, args.device)
     if args.device == "cuda":
-        if (times := gpu_gathers(parser)) is not None:
-            print("\n".join(f"{name:20} {us:10.2f} us" for name, us in times.items()))
-            print(json.dumps(times))
+        measure_gathers(parser)
         return
     if args.join:
         run_rank(1, Path(args.join[0]), args.join[1:], args.runs, args.calls, args.pin)

@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -36,6 +38,7 @@ from bench.gpu.shapes import RankShape
 from bench.gpu.timing import Call, Timer, fixed_graph_timer
 from swiftspec.backends import cuda
 from swiftspec.distributed.collectives.join import RankGroup, join_group
+from swiftspec.distributed.collectives.leave import leave_group
 from swiftspec.distributed.collectives.peers import PeerMemoryGroup
 from swiftspec.distributed.collectives.torch_dist import TorchDistGroup
 from swiftspec.distributed.launch.world import join_world
@@ -162,13 +165,20 @@ def one_shot_reduce(elements: int, device: torch.device) -> Reduce | str:
         return first_line(error)
 
 
+def leave(group: RankGroup, device: torch.device) -> None:
+    """Leaves the group. If that takes too long, exits without the interpreter's shutdown, which would wait as well."""
+    if leave_group(group, device, lambda: None, lost=False) is not None:
+        sys.stdout.flush()
+        os._exit(0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="8,1,32")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no further case starts")
     parser.add_argument("--json", type=Path, help="file for the results of rank 0, written after every case")
     args = parser.parse_args()
-    world, began = join_world(), time.monotonic()
+    world, began = join_world(log=lambda line: print(line, flush=True)), time.monotonic()
     if world is None:
         parser.error("requires several ranks; start it with torchrun --standalone --nproc-per-node 2")
     check_device(parser, "cuda", world.local_size)
@@ -196,7 +206,7 @@ def main() -> None:
             print("\n".join([*map(str, found), *failed]), flush=True)
             if args.json is not None:
                 args.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    group.close()
+    leave(group, device)
 
 
 if __name__ == "__main__":
