@@ -9,6 +9,9 @@ then the baselines sample too, and the texts differ. The sampling defaults of ma
 0.95 --top-k 20 --repetition-penalty 1.05`. Every figure covers whole requests, prefill included, except
 `decode`: tokens per second after the prefill. The systems alternate on every prompt, so that varying machine load
 affects all of them.
+
+With `--device cuda` transformers and SwiftSpec run on the GPU, by default also in mode async on the one GPU, or under
+torchrun with a GPU for each model; llama.cpp, a baseline on the CPU, is left out. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import torch
 
 from bench.baselines.engines import load_transformers, write_dense
 from bench.baselines.llama_plain import LlamaCpp, LlamaSampling, has_llama_cpp
+from bench.common.device import add_device_flag, check_device
 from bench.data import tasks
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.backends import cpu as host
@@ -45,9 +49,10 @@ DEFAULTS = EngineConfig()
 # every system sets its own threads before it decodes
 
 
-def load_options(dtype: torch.dtype) -> LoadOptions:
+def load_options(args: argparse.Namespace) -> LoadOptions:
     """Returns the options with which SwiftSpec's systems are loaded."""
-    return {"device": "cpu", "threads": 1, "set_torch_threads": False, "dtype": dtype}
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    return {"device": args.device, "threads": 1, "set_torch_threads": False, "dtype": dtype}
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace
     extra = {"assistant_model": draft} if draft is not None else {}
 
     def generate(prompt: list[int]) -> Answer:
-        before, ids = forwards, torch.tensor([prompt])
+        before, ids = forwards, torch.tensor([prompt], device=target.device)
         with torch.inference_mode():
             out = target.generate(
                 ids,
@@ -181,10 +186,12 @@ def llama_cpp_system(llama: LlamaCpp, args: argparse.Namespace) -> Generate:
     return generate
 
 
-def config_of(mode: str, args: argparse.Namespace) -> EngineConfig:
-    """Returns the engine configuration of one mode."""
+def config_of(mode: str, args: argparse.Namespace, *, together: bool = False) -> EngineConfig:
+    """Returns the engine configuration of one mode. `together`: in mode async, both models on one GPU instead of two
+    ranks."""
     return EngineConfig(
         mode=mode,
+        draft_tp=0 if together else -1,
         verify_batch=args.verify_batch,
         draft_leaves=args.draft_leaves,
         draft_steps=args.draft_steps,
@@ -197,7 +204,7 @@ def config_of(mode: str, args: argparse.Namespace) -> EngineConfig:
 def build(args: argparse.Namespace) -> dict[str, Generate]:
     """Builds all systems that run in this process. The keys are their names in the table."""
     dtype, every = getattr(torch, args.dtype), available_cores()
-    target, draft = load_transformers(args.model, dtype), load_transformers(args.draft_model, dtype)
+    target, draft = (load_transformers(path, dtype).to(args.device) for path in (args.model, args.draft_model))
     systems = {
         "transformers": transformers_system(target, None, args),
         "transformers assisted": transformers_system(target, draft, args),
@@ -210,9 +217,9 @@ def build(args: argparse.Namespace) -> dict[str, Generate]:
         for what, model in models.items():
             for mode in args.modes.split(","):
                 draft_path = args.draft_model if mode != "ar" else None
-                llm = LLM(model, draft_path, config_of(mode, args), **load_options(dtype))
+                llm = LLM(model, draft_path, config_of(mode, args, together=mode == "async"), **load_options(args))
                 systems[f"swiftspec {mode}{what}"] = our_system(llm, args, every)
-    return systems | llama_cpp_systems(args)
+    return systems | (llama_cpp_systems(args) if args.device == "cpu" else {})
 
 
 def measure(systems: dict[str, Generate], prompts: list[list[int]], repeats: int) -> list[Result]:
@@ -250,6 +257,8 @@ def report(results: list[Result], args: argparse.Namespace, prompts: int) -> dic
     settings = {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items() if k != "json"}
     settings |= {"prompts": prompts}
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+    if args.device == "cuda":
+        machine["gpu"] = torch.cuda.get_device_name()
     return {"settings": settings, "machine": machine, "systems": rows}
 
 
@@ -276,7 +285,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parses the command line. Exits with a message if the device is not available."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO / "target")
     parser.add_argument("--draft-model", type=Path, default=DEMO / "draft")
@@ -289,7 +298,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=12, help="number of prompts")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--modes", default="ar,serial")
+    parser.add_argument("--modes", help="default: ar,serial; on one GPU also async")
+    add_device_flag(parser)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -304,7 +314,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--proposal", choices=PROPOSAL_METHODS)
     parser.add_argument("--calibration", type=float)
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    check_device(parser, args.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    alone = args.device == "cuda" and "RANK" not in os.environ
+    args.modes = args.modes or ("ar,serial,async" if alone else "ar,serial")
+    return args
 
 
 def main() -> None:
@@ -317,9 +331,7 @@ def main() -> None:
     world = join_world()
     if world is not None and world.rank > 0:
         torch.set_num_threads(1)
-        serve_rank(
-            world, args.model, args.draft_model, config_of("async", args), **load_options(getattr(torch, args.dtype))
-        )
+        serve_rank(world, args.model, args.draft_model, config_of("async", args), **load_options(args))
         return
     if world is not None:
         pin_to_cores(set(world.cores))  # the other systems' threads may use all cores
@@ -331,8 +343,8 @@ def main() -> None:
     prompts = prompts[: args.limit]
     systems, together = build(args), None
     if world is not None:
-        config, dtype = config_of("async", args), getattr(torch, args.dtype)
-        together = LLM(args.model, args.draft_model, config, world=world, **load_options(dtype))
+        config = config_of("async", args)
+        together = LLM(args.model, args.draft_model, config, world=world, **load_options(args))
         systems["swiftspec async 1 + 1"] = our_system(together, args, world.own_cores())
     result = report(measure(systems, prompts, args.repeats), args, len(prompts))
     if together is not None:

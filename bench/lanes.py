@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 -m bench.lanes [--limit 8] [--steps 4] [--temperature 0] [--supervised]
 
 Processes of one machine share a clock, so the timelines are aligned. Timing adds a microsecond to each timed function;
-`target busy` comes from a run without timing.
+`target busy` comes from a run without timing. With `--device cuda` (not run yet) every rank has its own GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 from transformers import AutoTokenizer
 
+from bench.common.device import add_device_flag, check_device
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.cache.model_cache import ModelCache
@@ -33,6 +34,8 @@ from swiftspec.distributed.launch.world import World, join_world
 from swiftspec.distributed.transport.shm import ShmTransport
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.executors.graph_expansions import GraphExpansionExecutor
+from swiftspec.runtime.executors.graph_verifications import GraphVerificationExecutor
 from swiftspec.runtime.executors.native import NativeExecutor, NativeTree
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.sampler import Sampler
@@ -43,6 +46,7 @@ from swiftspec.tree.tree import DraftTree
 
 TIMED: list[tuple[Any, str]] = [
     (Runner, "_batch"), (Runner, "run"), (NativeExecutor, "verify"), (NativeExecutor, "expand"),
+    (GraphVerificationExecutor, "verify"), (GraphExpansionExecutor, "expand"),
     (ShmTransport, "send"),
     (ShmTransport, "recv"), (ShmTransport, "recv_or_reply"),
     (ModelCache, "commit"), (Sampler, "draw"), (Sampler, "children"), (DraftTree, "best_leaves"),
@@ -92,7 +96,7 @@ def rounds(target: list[Span]) -> list[tuple[float, float]]:
 def host_times(target: list[Span], draft: list[Span]) -> list[float]:
     """Returns the seconds from one verification to the next, in rounds whose proposal was ready.
 
-    That is the host time on the critical path. The list is empty without native operators.
+    That is the host time on the critical path. The list is empty without executors that run a phase in one call.
     """
     expansions, times = [(a, b) for name, a, b in draft if name == "expand"], []
     verifications = sorted(span[1:] for span in target if span[0] == "verify")
@@ -171,14 +175,17 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=8, help="prompts")
     parser.add_argument("--steps", type=int, default=None, help="d (default: measured)")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--ops", default="auto", choices=("auto", "reference"))
+    parser.add_argument("--ops", default="auto", choices=("auto", "reference", "unfused"))
     parser.add_argument("--supervised", action="store_true", help="include the heartbeats to a supervisor")
+    add_device_flag(parser)
     args = parser.parse_args()
+    check_device(parser, args.device)
     whole = join_world(supervisor=supervisor_link() if args.supervised else None)
     if whole is None or whole.size != 2:
         parser.error("requires two ranks; start it with torchrun --standalone --nproc-per-node 2 -m bench.lanes")
+    check_device(parser, args.device, whole.local_size)
     torch.set_num_threads(1)
-    options: LoadOptions = {"dtype": torch.bfloat16, "ops": args.ops, "device": "cpu", "threads": 1}
+    options: LoadOptions = {"dtype": torch.bfloat16, "ops": args.ops, "device": args.device, "threads": 1}
     config, spans = EngineConfig("async", draft_steps=args.steps), []
     plain, close = (replace(whole, store=PrefixStore(name, whole.store)) for name in ("plain", "close"))
     if whole.rank:

@@ -7,6 +7,12 @@ Prints a table and one line of JSON with the median and the 98th percentile of a
 caller in Python. The transports alternate within a run. The run with the best median counts, with its percentile, since
 other work on the machine disturbs whichever transport is running. Each process is pinned to one core, sockets included;
 with --no-pin the system schedules them, on a busy machine often both on one core.
+
+    torchrun --standalone --nproc-per-node 2 -m bench.ll --device cuda
+
+compares the gather of the same tensor on two GPUs: by LL through peer memory, and by NCCL. The times are those of calls
+in a CUDA graph, without the host. Sums of products in their kernels are compared by bench.gpu.all_reduce. Not run on a
+GPU yet.
 """
 
 from __future__ import annotations
@@ -25,7 +31,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bench.common.device import add_device_flag, check_device
+from bench.gpu.all_reduce import leave
+from bench.gpu.timing import fixed_graph_timer
 from swiftspec.backends.cpu.shm import Mailbox, ShmCollectives, new_name
+from swiftspec.distributed.collectives.join import join_group
+from swiftspec.distributed.collectives.peers import PeerMemoryGroup
+from swiftspec.distributed.collectives.torch_dist import TorchDistGroup
+from swiftspec.distributed.launch.world import join_world
 
 ROWS, WIDTH, WORDS = 8, 384, 100
 WAYS = ["all_reduce LL", "all_reduce gloo", "round trip mailbox", "round trip TCP"]
@@ -120,13 +133,41 @@ def show(results: list[dict[str, tuple[float, float]]], pinned: bool) -> None:
     print(json.dumps({"best": best, "ratios": ratios, "runs": results, "pinned": pinned, "cores": os.cpu_count()}))
 
 
+def measure_gathers(parser: argparse.ArgumentParser) -> None:
+    """Measures the gathers between two GPUs, and prints microseconds by name on rank 0. Exits with a message if there
+    are not two ranks, or if their GPUs do not exchange data by peer memory."""
+    world = join_world()
+    if world is None or world.size != 2:
+        parser.error("requires two ranks; start it with torchrun --standalone --nproc-per-node 2 -m bench.ll")
+    check_device(parser, "cuda", world.local_size)
+    device = torch.device("cuda", world.local_rank)
+    group = join_group(world, "ll", world.rank, 2, device=device, share_device=False, width=WIDTH)
+    if not isinstance(group, PeerMemoryGroup):
+        parser.error("these GPUs do not exchange data by peer memory, which LL needs")
+    x = torch.zeros(ROWS, WIDTH, device=device)
+    library = TorchDistGroup("ll", world.rank, 2, nccl=True)
+    calls: dict[str, Callable[[], object]] = {
+        "all_gather LL": lambda: group.all_gather(x), "all_gather NCCL": lambda: library.all_gather(x),
+    }  # fmt: skip
+    found = {name: fixed_graph_timer([call]) for name, call in calls.items()}
+    if world.rank == 0:
+        print("\n".join(f"{name:20} {us:10.2f} us" for name, us in found.items()))
+        print(json.dumps(found))
+    leave(group, device)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--no-pin", dest="pin", action="store_false")
     parser.add_argument("--join", nargs=3, metavar=("FOLDER", "GROUP", "MAILBOX"), help=argparse.SUPPRESS)
+    add_device_flag(parser)
     args = parser.parse_args()
+    check_device(parser, args.device)
+    if args.device == "cuda":
+        measure_gathers(parser)
+        return
     if args.join:
         run_rank(1, Path(args.join[0]), args.join[1:], args.runs, args.calls, args.pin)
         return

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 -m bench.ranks [--limit 8] [--passes 3]
 
 Runs modes ar and serial. The systems alternate pass by pass; "alone" is rank 0 with one thread while the other ranks
-sleep. The figures cover decoding without prefill.
+sleep. The figures cover decoding without prefill. With `--device cuda` (not run yet) every rank has its own GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from bench.common.device import add_device_flag, check_device
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import EngineConfig
@@ -24,7 +25,7 @@ from swiftspec.distributed.launch.world import World, join_world, pin_to_cores
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.params import SamplingParams
 
-OPTIONS: LoadOptions = {"dtype": torch.bfloat16, "device": "cpu", "threads": 1}
+OPTIONS: LoadOptions = {"dtype": torch.bfloat16, "threads": 1}
 DRAFT_STEPS = 3
 
 
@@ -73,24 +74,26 @@ def measure(llm: LLM, prompts: list[list[int]]) -> tuple[float, float, float, fl
     return tokens / spent, each * target, each * draft, each * (spent - target - draft)
 
 
-def run(system: System, world: World, prompts: list[list[int]]) -> None:
+def run(system: System, world: World, prompts: list[list[int]], device: str) -> None:
     """Runs a pass on rank 0. The other ranks join when the engine is built."""
     pin_to_cores(world.own_cores())  # closing an engine resets the affinity to all cores
     if not system.alone:
         world.store.set(f"turn {len(system.passes)} of {system.name}", "")
-    llm = LLM(*system.models, system.config, world=None if system.alone else world, **OPTIONS)
+    options: LoadOptions = {**OPTIONS, "device": device}
+    llm = LLM(*system.models, system.config, world=None if system.alone else world, **options)
     system.passes.append(measure(llm, prompts))
     llm.close()
 
 
-def follow(world: World, passes: int) -> None:
+def follow(world: World, passes: int, device: str) -> None:
     """Runs the main loop of the other ranks: joins each engine that rank 0 builds on all ranks."""
     for number in range(passes):
         for system in systems(world.size):
             if not system.alone:
                 world.store.get(f"turn {number} of {system.name}")
                 pin_to_cores(world.own_cores())
-                serve_rank(world, *system.models, system.config, **OPTIONS)
+                options: LoadOptions = {**OPTIONS, "device": device}
+                serve_rank(world, *system.models, system.config, **options)
 
 
 def main() -> None:
@@ -98,18 +101,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=8, help="prompts")
     parser.add_argument("--passes", type=int, default=3)
+    add_device_flag(parser)
     args = parser.parse_args()
+    check_device(parser, args.device)
     world = join_world()
     if world is None:
         sys.exit("requires several ranks; start it with torchrun --standalone --nproc-per-node 2 -m bench.ranks")
+    check_device(parser, args.device, world.local_size)
     if world.rank:
-        follow(world, args.passes)
+        follow(world, args.passes, args.device)
         return
     prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
     all_systems = systems(world.size)
     for _ in range(args.passes):
         for system in all_systems:
-            run(system, world, prompts)
+            run(system, world, prompts, args.device)
     for system in all_systems:
         alone = next(s for s in all_systems if s.alone and s.config.mode == system.config.mode)
         rates = " ".join(f"{one[0]:.0f}" for one in system.passes)

@@ -4,7 +4,7 @@
 
 The models are the demo models and wait in each forward as long as a step of Qwen2-72B, or of its draft, would take;
 everything else is real. Prints each d of both modes, the ratio of their best, and the cost of a round beyond both
-models.
+models. With `--device cuda` (not run yet) every rank has its own GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from bench.common.device import add_device_flag, check_device
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import EngineConfig
@@ -51,13 +52,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=6, help="prompts")
     parser.add_argument("--max-tokens", type=int, default=96)
+    add_device_flag(parser)
     args = parser.parse_args()
+    check_device(parser, args.device)
     world = join_world()
     if world is None or world.size != 2:
         parser.error("requires two ranks; start it with torchrun --standalone --nproc-per-node 2 -m bench.table6")
+    check_device(parser, args.device, world.local_size)
     torch.set_num_threads(1)
     text, target, draft = spec("parallel")
-    options: LoadOptions = {"dtype": torch.bfloat16, "device": "cpu", "threads": 1}
+    options: LoadOptions = {"dtype": torch.bfloat16, "device": args.device, "threads": 1}
     options["emulate"] = emulation.parse_emulation(text)
     pool = RankPool(Pair(DEMO / "target", DEMO / "draft", options, threads=1), world)
     if world.rank > 0:

@@ -11,6 +11,8 @@ from swiftspec.settings_schema import check_fields, require, setting
 
 MODES = ("ar", "serial", "async", "smc")
 DEFAULT_DRAFT_STEPS = 3  # default d: the fastest for the demo models in mode serial (docs/decisions/tree-and-cache.md)
+# default w; more leaves slow a draft forward down on a CPU (docs/decisions/tree-and-cache.md); the paper uses 8
+DEFAULT_DRAFT_LEAVES, GPU_DRAFT_LEAVES = 4, 8
 MAX_MEASURED_DRAFT_STEPS = 16  # limit of a measured d: deeper nodes are hardly ever accepted
 MAX_CONCURRENT_REQUESTS = 256
 MAX_THREADS = 8  # threads of one operator by default: more take longer to synchronise than short rounds compute
@@ -126,9 +128,10 @@ class EngineConfig:
         le=MAX_TREE_NODES,
         applies_to=TREE,
     )
-    draft_leaves: int = setting(
-        4, "Leaves expanded per draft forward.", SPECULATION, "W", ge=1, le=MAX_TREE_NODES, applies_to=TREE
-    )
+    draft_leaves: int | None = setting(  # None: by the device of the draft; see `for_device`
+        None, "Leaves expanded per draft forward.", SPECULATION, "W",
+        f"{DEFAULT_DRAFT_LEAVES}; {GPU_DRAFT_LEAVES} on a GPU", ge=1, le=MAX_TREE_NODES, applies_to=TREE,
+    )  # fmt: skip
     draft_steps: int | None = setting(  # None: 3; in mode async as many as fit into a target forward
         None, "Draft forwards per round.", SPECULATION, "D", "async: as many as fit into a target forward; serial: 3",
         ge=1, le=MAX_TREE_NODES, applies_to=TREE,
@@ -224,6 +227,14 @@ class EngineConfig:
         require(has_draft or self.max_num_seqs == 1, "max_num_seqs above 1 requires a draft model: specify one")
         return replace(self, mode="serial" if has_draft else "ar", draft_tp=-1)
 
+    def for_device(self, device: str) -> "EngineConfig":
+        """Returns the configuration with w filled in. `device`: type of the device of this process, such as "cuda". A
+        worker's device is unknown, so a remote draft gets the default of a CPU, which every worker accepts."""
+        if self.draft_leaves is not None:
+            return self
+        wide = device == "cuda" and not self.draft_remote
+        return replace(self, draft_leaves=GPU_DRAFT_LEAVES if wide else DEFAULT_DRAFT_LEAVES)
+
     def check_request(self, sampling: SamplingParams) -> None:
         """Raises UserError if `sampling` does not fit this configuration: its mode, its proposal method, or the largest
         bs and d that its caches are allocated for."""
@@ -271,7 +282,12 @@ class EngineConfig:
     @property
     def children_per_leaf(self) -> int:
         """k, the number of children of an expanded leaf: a round cannot verify or expand more of them."""
-        return max(self.verify_batch, self.draft_leaves)
+        return max(self.verify_batch, self.leaves_per_expansion)
+
+    @property
+    def leaves_per_expansion(self) -> int:
+        """w, or its default on a CPU if `for_device` has not filled it in."""
+        return self.draft_leaves if self.draft_leaves is not None else DEFAULT_DRAFT_LEAVES
 
     @property
     def initial_draft_steps(self) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from swiftspec.backends.cpu.packed_weight_cache import BackgroundWriter
 from swiftspec.batching.decoding import BatchRequest
+from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.model_pair import ModelPair
@@ -210,6 +211,7 @@ class LLM(LLMBase):
         options = {**options, "note": note}
         config = (config if config is not None else EngineConfig()).for_models(draft)
         with report_startup_error(world):
+            config = config.for_device(resolve_device(options.get("device", "auto")).type)
             models = ModelPair.create(target, draft, config, world, options)
         models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
         began = time.perf_counter()
@@ -247,6 +249,7 @@ def serve_rank(
     exits without shutting this rank down."""
     config = config.for_models(draft)
     with report_startup_error(world):
+        config = config.for_device(resolve_device(options.get("device", "auto")).type)
         models = ModelPair.create(target, draft, config, world, options)
     models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
     rank = EngineRank(world, config, models, options.get("progress"))

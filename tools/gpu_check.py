@@ -12,6 +12,10 @@ before it have saved, a build all that is left. The optional steps use the remai
 safetensors, setuptools, pytest, hypothesis, cmake, ninja, pybind11, nvcc and a C++ compiler, but no network and none of
 the front end's packages. docs/guides/gpu.md explains how to interpret the results.
 
+With several GPUs, optional steps measure projections with their all-reduce over 2, 4 and 8 GPUs, a 70B and a 3B on two
+groups of ranks, and, if pydantic is installed, all splits of an 8B and a 1B for three minutes; --budget 1000 is enough
+for all of them.
+
 After every step, writes <gpu>-step.json (steps and decodes), <gpu>-kernels.json (operators), <gpu>-constants.json,
 <gpu>-many-rows.json and <gpu>-logs.tar.gz to DIR, by default profiles/. At the end, prints the results compared with
 the targets.
@@ -32,7 +36,7 @@ from typing import Any
 
 from tools.gpu.processes import read, run_all
 from tools.gpu.report import report
-from tools.gpu.steps import ROOT, SCRATCH, build, comparison, plan, slug
+from tools.gpu.steps import ROOT, SCRATCH, SIZES, build, comparison, plan, slug
 
 FIRST_LOOK = 120.0  # seconds to import torch and to find the GPU
 SLOW_LOOK = 20.0  # seconds; a first look that takes longer means that each of the steps' processes starts slowly
@@ -46,6 +50,7 @@ if torch.cuda.is_available():
         "gpu": found.name, "memory GB": round(found.total_memory / 1e9, 1),
         "multiprocessors": found.multi_processor_count, "capability": f"{found.major}.{found.minor}",
         "torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0],
+        "gpus": torch.cuda.device_count(),
     }))
 """
 
@@ -86,7 +91,8 @@ def main() -> int:
         print("gpu_check: PyTorch finds no NVIDIA GPU; list the steps with --dry-run", file=sys.stderr)
         return 2
     output, name = args.output.resolve(), slug(found["gpu"]) if found is not None else "GPU"
-    steps = [build(), *comparison()] if args.compare else plan(output, name)
+    gpus = SIZES[-1] if found is None else found["gpus"]
+    steps = [build(), *comparison()] if args.compare else plan(output, name, gpus)
     name += "-compared" if args.compare else ""
     if found is None:
         for step in steps:
@@ -98,7 +104,8 @@ def main() -> int:
         if old is not None:
             old.unlink(missing_ok=True)
     whole = run_all(steps, args.budget - (time.monotonic() - began), output / f"{name}-step.json", found)
-    report(whole, read(SCRATCH / "kernels.json"), read(SCRATCH / "constants.json"))
+    sums = [read(step.result) for step in steps if step.name.startswith("all-reduce")]
+    report(whole, read(SCRATCH / "kernels.json"), read(SCRATCH / "constants.json"), [each for each in sums if each])
     missing = [step for step in whole["steps"] if step["state"] != "ok" and not step["extra"]]
     return 1 if missing else 0
 

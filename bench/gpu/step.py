@@ -1,12 +1,16 @@
 """Whole decodes and single steps of a pair of models, without a tokenizer, for a GPU machine without further packages.
 
     python -m bench.gpu.step [--pair demo | Llama-3-70B,Llama-3.2-3B] [--device cuda] [--steps 4] [--json out.json]
+    torchrun --standalone --nproc-per-node 8 -m bench.gpu.step --pair Llama-3-70B,Llama-3.2-3B --split 6+2
 
 A pair of shapes means the demo models width-expanded to these shapes in int4 (tools/width_expand), built in memory: the
 speed is that of the large models, text and acceptance are real. The prompts are held-out texts, tokenised beforehand.
 The text is compared with the demo target's own in float32; in bfloat16 texts diverge at a near-tie sooner or later.
 
-Mode `serial` runs the models alternately, `async` (only on a GPU) concurrently on two streams, `ar` the target alone.
+Every mode is an `LLM` as `swiftspec serve` builds it, with the same roles, streams, graphs and rounding: `serial` runs
+the models alternately, `async` (only on a GPU) concurrently on two streams, `ar` the target alone. The engines share
+the loaded models. With --split the target runs on the first x ranks and the draft on the next y, each rank with its
+shard, which it cuts from layers that it builds in memory.
 `host ms` is the time of a round minus that of both models; in mode `async` it is negative if the models overlap.
 `step ms` is the time of one forward after `--context` tokens as the engine runs it, host time included: bs rows for the
 target, w rows for the draft. Not run on a GPU yet.
@@ -15,8 +19,10 @@ target, w rows for the draft. Not run on a GPU yet.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,30 +34,29 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from bench.common.roles import decode_on, growing_ahead, local_roles
+from bench.common.roles import local_roles
 from bench.data.heldout import DEMO, ROOT, read_token_ids
 from swiftspec.backends import cuda
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder.load_options import CacheName, HeadName, LoadModel, LoadOptions
 from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.distributed.launch.world import World, join_world
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm import LLM, serve_rank
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.executors import ExecutorRequest
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.graph import FORWARD_GRAPHS, GraphForwardExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
-from swiftspec.runtime.overlapped import ThreadedVerifier
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.tree import mask as tree_mask
 from tools.width_expand.checkpoint import write_config
 from tools.width_expand.model import load as load_grown
 from tools.width_expand.shapes import read_shape
 
+MODES = ("serial", "ar", "async")
 REPEATS = 20
 WARM = 0.7  # temperature of particles; at temperature 0 all particles would be equal
 TEXT = ROOT / "bench" / "data" / "demo_text.json"
@@ -68,14 +73,26 @@ def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], L
             write_config(DEMO / role, read_shape(shape), "int4", Path(folder) / role)
 
         def load(path: Path, /, **options: Any) -> Transformer:
-            if options.pop("group") is not None:
-                raise UserError("a width-expanded model needs one rank, or to be written to disk first")
-            for name in ("progress", "quantization", "packed_cache", "hidden_layers", "vocab_rows"):
+            for name in ("progress", "packed_cache", "hidden_layers", "vocab_rows"):
                 del options[name]
             sizes = read_shape(str(path / "config.json"))
             return load_grown(smalls[path], sizes, "int4", seed=seed, **options)
 
         yield list(smalls), load
+
+
+class SharedModels:
+    """Function that loads a model once, for several engines of this process."""
+
+    def __init__(self, load: LoadModel) -> None:
+        self._load = load
+        self._loaded: dict[Path, Transformer] = {}
+
+    def __call__(self, path: Path, /, **options: Any) -> Transformer:
+        if path not in self._loaded:
+            self._loaded[path] = self._load(path, **options)
+        assert options["max_positions"] <= self._loaded[path].max_positions
+        return self._loaded[path]
 
 
 def forwards(role: Role) -> EagerExecutor:
@@ -160,60 +177,119 @@ def truth(prompts: list[list[int]], tokens: int) -> list[list[int]]:
     return [llm.generate(prompt, sampling).token_ids for prompt in prompts]
 
 
+def config_of(mode: str, args: argparse.Namespace) -> EngineConfig:
+    """Returns the engine configuration of a mode on one device, or with `args.split` that of mode async on its
+    ranks."""
+    if args.split is not None:
+        return EngineConfig("async", draft_steps=args.steps, target_tp=args.split[0], draft_tp=args.split[1])
+    if mode == "async":
+        return EngineConfig("async", draft_steps=args.steps, draft_tp=0)
+    return EngineConfig(mode, draft_steps=args.steps)
+
+
+def options_of(args: argparse.Namespace, load: LoadModel) -> LoadOptions:
+    """Returns the load options of all engines."""
+    return {
+        "device": args.device, "max_model_len": args.context + 256, "dtype": torch.bfloat16, "ops": args.ops,
+        "head": args.head, "kv_cache_dtype": args.kv_cache_dtype, "load": load,
+    }  # fmt: skip
+
+
+def description(pair: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what a result was measured with."""
+    return {
+        "pair": pair, "d": args.steps, "context": args.context, "head": args.head, "kv cache": args.kv_cache_dtype,
+        "early starts": os.environ.get("SWIFTSPEC_EARLY_STARTS") != "0",  # csrc/cuda/launch.cuh
+        "few stages": os.environ.get("SWIFTSPEC_FEW_STAGES"),  # csrc/cuda/device/device.cu
+    }  # fmt: skip
+
+
 def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measures one pair: speed with and without a draft tree, agreement with the reference text, step times.
+    """Measures one pair in each of `args.modes`: speed, agreement with the reference text and among the modes; with the
+    engine of mode serial also step times.
 
     `note` is called with the results after every part, so that a later failure does not lose them.
     """
-    prompts = read_token_ids(args.prompts)
-    options: LoadOptions = {"device": args.device, "max_model_len": args.context + 256}
-    said = truth(prompts, args.tokens)
-    shapes = pair.split(",")
-    with grown_pair(shapes) if pair != "demo" else _demo() as (paths, load):
-        began = time.perf_counter()
-        config = EngineConfig(draft_steps=args.steps)
-        options = {**options, "dtype": torch.bfloat16, "ops": args.ops, "load": load}
-        options = {**options, "head": args.head, "kv_cache_dtype": args.kv_cache_dtype}
-        llm = LLM(paths[0], paths[1], config, **options)
-        drafter, verifier = local_roles(llm)
-        roles: tuple[Role, Role] = (verifier, drafter)
-        names = [getattr(role.runner.ops, "__name__", "?").rpartition(".")[2] for role in roles]
-        result: dict[str, Any] = {
-            "pair": pair,
-            "ops": names,
-            "d": args.steps,
-            "context": args.context,
-            "load s": time.perf_counter() - began,
-        }
-        result["early starts"] = os.environ.get("SWIFTSPEC_EARLY_STARTS") != "0"  # csrc/cuda/launch.cuh
-        result["few stages"] = os.environ.get("SWIFTSPEC_FEW_STAGES")  # csrc/cuda/device/device.cu
-        result["head"], result["kv cache"] = args.head, args.kv_cache_dtype
-        texts, result["serial"] = decode(llm, prompts, args.tokens)
-        result["same text"] = agreement(texts, said)
-        note(result)
-        rows = (config.verify_batch, config.draft_leaves)
-        names = shapes if pair != "demo" else ["demo target", "demo draft"]
-        result["step ms"] = {
-            name: step_time(role, count, args.context) for name, role, count in zip(names, roles, rows)
-        }
-        if all(role.runner.ops is cuda for role in roles):
-            result["step ms, nothing asked for ahead"] = {
-                name: step_time(asking_ahead(role, False), count, args.context)
-                for name, role, count in zip(names, roles, rows)
-            }
-            for role in roles:
-                asking_ahead(role, True)
-        note(result)
-        decode_on(llm, NoDrafter(), verifier)
-        plain, result["ar"] = decode(llm, prompts, args.tokens)
-        result["tree equals ar"] = agreement(texts, plain)
-        note(result)
-        if args.device == "cuda":
-            config = EngineConfig("async", draft_steps=args.steps, draft_tp=0)
-            decode_on(llm, growing_ahead(drafter, config, LookaheadDrafter), ThreadedVerifier(verifier))
-            texts, result["async"] = decode(llm, prompts, args.tokens)
-            result["async equals ar"] = agreement(texts, plain)
+    prompts, said = read_token_ids(args.prompts), truth(read_token_ids(args.prompts), args.tokens)
+    texts: dict[str, list[list[int]]] = {}
+    result = description(pair, args)
+    with models_of(pair) as (paths, load):
+        shared = SharedModels(load)
+        for mode in args.modes:
+            began = time.perf_counter()
+            draft = None if mode == "ar" else paths[1]
+            options = options_of(args, shared)
+            # the memory check would count weights that an earlier engine has loaded a second time
+            options["share_device"] = bool(texts)
+            llm = LLM(paths[0], draft, config_of(mode, args), **options)
+            result.setdefault("load s", time.perf_counter() - began)
+            if mode == "serial":
+                result["ops"] = operators_of(llm)
+            texts[mode], result[mode] = decode(llm, prompts, args.tokens)
+            result.setdefault("same text", agreement(texts[mode], said))
             note(result)
+            if mode == "serial":
+                names = pair.split(",") if pair != "demo" else ["demo target", "demo draft"]
+                for part in step_times(llm, names, args.context):
+                    result |= part
+                    note(result)
+            llm.close()
+            del llm
+            gc.collect()  # frees caches and graphs before the next engine allocates its own
+    for mode in texts.keys() & {"serial", "async"} if "ar" in texts else ():
+        result["tree equals ar" if mode == "serial" else "async equals ar"] = agreement(texts[mode], texts["ar"])
+    note(result)
+    return result
+
+
+def operators_of(llm: LLM) -> list[str]:
+    """Returns the names of the operators of target and draft of an engine in mode serial."""
+    drafter, verifier = local_roles(llm)
+    return [getattr(role.runner.ops, "__name__", "?").rpartition(".")[2] for role in (verifier, drafter)]
+
+
+def step_times(llm: LLM, names: list[str], context: int) -> Iterator[dict[str, Any]]:
+    """Yields the step times of the models of an engine in mode serial, with the CUDA operators also those without
+    weight prefetch. `names`: of target and draft."""
+    drafter, verifier = local_roles(llm)
+    roles: tuple[Role, Role] = (verifier, drafter)
+    rows = (llm.config.verify_batch, llm.config.leaves_per_expansion)
+    yield {"step ms": {name: step_time(role, count, context) for name, role, count in zip(names, roles, rows)}}
+    if all(role.runner.ops is cuda for role in roles):
+        for role in roles:
+            asking_ahead(role, False)
+        times = {name: step_time(role, count, context) for name, role, count in zip(names, roles, rows)}
+        for role in roles:
+            asking_ahead(role, True)
+        yield {"step ms, nothing asked for ahead": times}
+
+
+def run_split(args: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+    """Joins the ranks of --split and measures them. Returns None on ranks other than 0."""
+    world, ranks = join_world(), sum(args.split)
+    if world is None or world.size != ranks:
+        raise UserError(f"--split requires {ranks} ranks: start it with torchrun --standalone --nproc-per-node {ranks}")
+    return measure_split(args.pair, args, note, world)
+
+
+def measure_split(
+    pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]], None], world: World
+) -> dict[str, Any] | None:
+    """Measures mode async on the ranks of `args.split`. Returns None on ranks other than 0, which serve rank 0."""
+    config = config_of("async", args)
+    with models_of(pair) as (paths, load):
+        options = options_of(args, load)
+        if world.rank > 0:
+            serve_rank(world, paths[0], paths[1], config, **options)
+            return None
+        began = time.perf_counter()
+        llm = LLM(paths[0], paths[1], config, world=world, **options)
+        result = description(pair, args) | {"split": args.split, "load s": time.perf_counter() - began}
+        prompts = read_token_ids(args.prompts)
+        texts, result["async"] = decode(llm, prompts, args.tokens)
+        result["same text"] = agreement(texts, truth(prompts, args.tokens))
+        note(result)
+        llm.close()
     return result
 
 
@@ -223,17 +299,13 @@ def measure_particles(pair: str, args: argparse.Namespace, note: Callable[[dict[
     `note` as in `measure`. The models are built once, for the largest number of particles, which needs the most
     positions.
     """
-    prompts, shapes = read_token_ids(args.prompts), pair.split(",")
+    prompts = read_token_ids(args.prompts)
     result: dict[str, Any] = {"pair": pair, "context": args.context}
-    made: dict[Path, Transformer] = {}
-    with grown_pair(shapes) if pair != "demo" else _demo() as (paths, load):
-
-        def once(path: Path, /, **options: Any) -> Transformer:
-            return made[path] if path in made else made.setdefault(path, load(path, **options))
-
+    with models_of(pair) as (paths, load):
+        shared = SharedModels(load)
         for count in sorted(args.particles, reverse=True):
             config = EngineConfig("smc", population=PopulationConfig(particles=count))
-            options: LoadOptions = {"device": args.device, "max_model_len": args.context + 256, "load": once}
+            options: LoadOptions = {"device": args.device, "max_model_len": args.context + 256, "load": shared}
             options = {**options, "dtype": torch.bfloat16, "ops": args.ops}
             llm = LLM(paths[0], paths[1], config, **options)
             result[f"smc {count}"] = decode(llm, prompts, args.tokens, WARM)[1]
@@ -246,12 +318,31 @@ def measure_particles(pair: str, args: argparse.Namespace, note: Callable[[dict[
 
 
 @contextmanager
-def _demo() -> Iterator[tuple[list[Path], LoadModel]]:
-    yield [DEMO / "target", DEMO / "draft"], load_model
+def models_of(pair: str) -> Iterator[tuple[list[Path], LoadModel]]:
+    """Yields the directories of target and draft, and the function that loads them. `pair`: as --pair."""
+    if pair == "demo":
+        yield [DEMO / "target", DEMO / "draft"], load_model
+        return
+    with grown_pair(pair.split(",")) as found:
+        yield found
 
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
+
+
+def _modes(text: str) -> list[str]:
+    modes = text.split(",")
+    if not {*modes} <= {*MODES}:
+        raise argparse.ArgumentTypeError(f"modes are {', '.join(MODES)}")
+    return modes
+
+
+def _split(text: str) -> list[int]:
+    found = re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError("a split has the form 6+2: target ranks, draft ranks")
+    return [int(found[1]), int(found[2])]
 
 
 def main() -> None:
@@ -260,6 +351,8 @@ def main() -> None:
         "--pair", default="demo", help="demo, or two comma-separated shapes of tools/width_expand/shapes.py"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--modes", type=_modes, help="serial, ar, async; default: all, async only on a GPU")
+    parser.add_argument("--split", type=_split, help="x+y: mode async on x target and y draft ranks, under torchrun")
     parser.add_argument("--ops", default="auto", choices=("auto", "reference", "unfused"))
     parser.add_argument("--head", default="auto", choices=get_args(HeadName), help="LM head of the draft")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=get_args(CacheName))
@@ -281,13 +374,16 @@ def main() -> None:
         if args.json is not None:
             args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
+    args.modes = args.modes or [mode for mode in MODES if mode != "async" or args.device != "cpu"]
     try:
         if args.particles:
             print(json.dumps(measure_particles(args.pair, args, note), indent=1))
             return
-        found = measure(args.pair, args, note)
+        found = run_split(args, note) if args.split is not None else measure(args.pair, args, note)
     except UserError as error:
         parser.error(str(error))
+    if found is None:
+        return
     print(json.dumps(found, indent=1))
     if found["same text"] < args.least:
         raise SystemExit(f"only {found['same text']:.0%} of the text is correct, expected at least {args.least:.0%}")

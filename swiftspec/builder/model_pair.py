@@ -255,7 +255,7 @@ class ModelPair:
         """Returns the description of a run for the first line of a trace."""
         shape = {
             "verify_batch": plan.verify_batch,
-            "draft_leaves": plan.draft_leaves,
+            "draft_leaves": plan.leaves_per_expansion,
             "draft_steps": plan.initial_draft_steps,
         }
         split = {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp}
@@ -468,9 +468,9 @@ def draft_tree_slots(plan: EngineConfig) -> int:
     """Returns the number of tree slots of the draft's KV cache, which is also that of the draft tree."""
     if plan.proposal == "sample":
         return (
-            plan.draft_leaves * (plan.max_draft_steps + 1) * (MAX_REROOTS + 1)
+            plan.leaves_per_expansion * (plan.max_draft_steps + 1) * (MAX_REROOTS + 1)
         )  # every slot that a tree uses before it is rebuilt
-    return 4 * plan.draft_leaves * plan.max_draft_steps + plan.draft_leaves
+    return (4 * plan.max_draft_steps + 1) * plan.leaves_per_expansion
 
 
 def build_drafter(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalDrafter:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
+from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions, WorkerAddress
 from swiftspec.builder.model_pair import ModelPair, draft_tree_slots
 from swiftspec.builder.roles import EngineLimits, Roles, TreeRoles, check_request, make_tree_decoding
@@ -154,6 +155,7 @@ def build_remote_roles(
     `draft`: a draft model to load in this process; None without a draft, or with a draft worker.
     `tokenizer`: folder with the target's tokenizer files.
     """
+    config = config.for_device("cpu" if draft is None else resolve_device(options.get("device", "auto")).type)
     info, note = target.info, options.get("note") or (lambda line: None)
     length = min(options.get("max_model_len") or info.max_model_len, info.max_model_len)
     models = None
@@ -181,7 +183,7 @@ def build_remote_roles(
     recorder = Recorder(None if trace is None else TraceFile(trace))
     shape = {
         "verify_batch": config.verify_batch,
-        "draft_leaves": config.draft_leaves,
+        "draft_leaves": config.leaves_per_expansion,
         "draft_steps": config.initial_draft_steps,
     }
     rpc_log = verifier.rpc_log if away is None or away.rpc_log is None else away.rpc_log

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions, Side
 from swiftspec.builder.loaded_model import LoadedModel
 from swiftspec.builder.model_pair import ModelPair, build_drafter, build_verifier
@@ -54,10 +55,12 @@ class WorkerLimits:
     def check(self, shape: EngineConfig, side: Side) -> None:
         """Raises UserError if bs, or on a draft worker w or d, exceeds the limits. `shape`: the configuration of a
         session."""
-        for name in ("verify_batch",) if side == "target" else ("verify_batch", "draft_leaves", "max_draft_steps"):
+        flags = {"verify_batch": "verify_batch"}  # by the name of the value in the configuration
+        if side == "draft":
+            flags |= {"leaves_per_expansion": "draft_leaves", "max_draft_steps": "draft_steps"}
+        for name, flag in flags.items():
             requested, limit = getattr(shape, name), getattr(self.shape, name)
             if requested > limit:
-                flag = "draft_steps" if name == "max_draft_steps" else name
                 raise UserError(
                     f"{flag} {requested} exceeds this worker's limit of {limit}: start the worker with"
                     f" --{flag.replace('_', '-')} {requested}"
@@ -76,8 +79,10 @@ class WorkerModel:
     ) -> None:
         options = {**options, "only": side, "sessions": limits.sessions}
         self.side: Side = side
-        self.limits, self.path = limits, model
         with report_startup_error(world):
+            device = resolve_device(options.get("device", "auto"))
+            limits = replace(limits, shape=limits.shape.for_device(device.type))
+            self.limits, self.path = limits, model
             models = ModelPair.create(model, model if side == "draft" else None, limits.shape, world, options)
         models.set_thread_counts(limits.shape, set_torch_threads=options.get("set_torch_threads", True))
         self.rank: WorkerRank | None = None

@@ -44,11 +44,21 @@ def html(profile: Json) -> str:
             parts.append(f"<h2>{_text(title)}</h2>{picture}<p class=note>{_text(note)}</p>")
     settings, versions = profile["settings"], ", ".join(f"{k} {v}" for k, v in profile["environment"].items())
     parts.append(
-        f"<p class=note>{settings['prompts']} prompts, {settings['max_tokens']} tokens each, greedy (mode smc:"
-        f" temperature 1), speed without prefill; {_text(versions)}</p>"
+        f"<p class=note>{settings['prompts']} prompts, {settings['max_tokens']} tokens each,"
+        f" {_text(_samplings(settings))} (mode smc: temperature 1), speed without prefill; {_text(versions)}</p>"
     )
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>SwiftSpec profile</title><style>{STYLE}</style>"
     return head + "\n".join(parts) + "</html>\n"
+
+
+def _samplings(settings: Json) -> str:
+    """Returns the sampling parameters of the requests, such as `greedy, and with temperature 0.6, top_p 0.9`."""
+    off = {"temperature": None, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    names = []
+    for each in settings.get("samplings", [])[1:]:
+        set_ = {name: value for name, value in each.items() if value != off.get(name, 0.0)}
+        names.append(", and with " + ", ".join(f"{name} {value:g}" for name, value in set_.items()))
+    return "greedy" + "".join(names)
 
 
 def _text(value: object) -> str:
@@ -62,12 +72,16 @@ def _table(profile: Json, winner: Json | None) -> str:
         cells = [store.plan_title(run["plan"]), run["ops"]]
         if run["speeds"]:
             median, least, most = store.median_min_max(run["speeds"])
-            cells += [f"{median:.1f}", f"{least:.1f}–{most:.1f}", len(run["speeds"]), f"{run['tokens_per_round']:.2f}"]
+            sampled = run.get("sampled_speeds")
+            cells += [
+                f"{median:.1f}", f"{least:.1f}–{most:.1f}", f"{statistics.median(sampled):.1f}" if sampled else "",
+                len(run["speeds"]), f"{run['tokens_per_round']:.2f}",
+            ]  # fmt: skip
         else:
-            cells += ["", "", 0, ""]
+            cells += ["", "", "", 0, ""]
         cells.append(store.run_note(run))
         rows.append(f"<tr{kind}>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>")
-    names = ("run", "operators", "tok/s", "least–most", "repeats", "tok/round", "note")
+    names = ("run", "operators", "tok/s", "least–most", "sampled tok/s", "repeats", "tok/round", "note")
     return "<table><tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>" + "".join(rows) + "</table>"
 
 
@@ -121,20 +135,34 @@ def draw_splits(profile: Json, axes: Axes) -> bool:
     return bool(bars)
 
 
-def draw_compression(profile: Json, axes: Axes) -> bool:
-    """Draws the tokens per round against bs at w = 8, and against w at bs = 8 (paper, Figure 2)."""
-    trees = [run for run in profile["runs"] if run["plan"]["mode"] != "smc"]
-    winner = next((run for run in trees if run["variation"] and run["ops"] == "auto" and run["speeds"]), None)
-    if winner is None:
-        return False
+def compression_curves(profile: Json) -> dict[str, list[tuple[int, float]]]:
+    """Returns the points (bs, tokens per round) and (w, tokens per round) of the runs in which the other one has the
+    sweep's default, by the label of the curve. Empty without such runs."""
     names = ("mode", "target_tp", "draft_tp", "draft_steps")
-    alike = [r for r in profile["runs"] if r["speeds"] and r["ops"] == "auto"
-             and all(r["plan"][n] == winner["plan"][n] for n in names)]  # fmt: skip
-    for name, other, label in (
-        ("verify_batch", "draft_leaves", "bs (w 8)"),
-        ("draft_leaves", "verify_batch", "w (bs 8)"),
-    ):
-        points = sorted((r["plan"][name], r["tokens_per_round"]) for r in alike if r["plan"][other] == 8)
+    trees = [run for run in profile["runs"] if run["plan"]["mode"] in ("serial", "async") and run["ops"] == "auto"
+             and run["speeds"] and run["plan"].get("calibration") is None]  # fmt: skip
+    varied = next((run["plan"] for run in trees if run["variation"]), None)
+    if varied is None:
+        return {}
+    alike = [run for run in trees if all(run["plan"][name] == varied[name] for name in names)]
+    usual = next((run["plan"] for run in alike if not run["variation"]), None)
+    if usual is None:
+        return {}
+    curves = {}
+    for name, other, letter, fixed in (
+        ("verify_batch", "draft_leaves", "bs", "w"), ("draft_leaves", "verify_batch", "w", "bs"),
+    ):  # fmt: skip
+        points = {r["plan"][name]: r["tokens_per_round"] for r in alike if r["plan"][other] == usual[other]}
+        curves[f"{letter} ({fixed} {usual[other]})"] = sorted(points.items())
+    return curves
+
+
+def draw_compression(profile: Json, axes: Axes) -> bool:
+    """Draws the tokens per round against bs at the default w, and against w at the default bs (paper, Figure 2)."""
+    curves = compression_curves(profile)
+    if not curves:
+        return False
+    for label, points in curves.items():
         axes.plot(*zip(*points), marker="o", label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
@@ -201,15 +229,17 @@ def draw_lanes(profile: Json, axes: Axes) -> bool:
 
 
 def draw_ablation(profile: Json, axes: Axes) -> bool:
-    """Draws the speed with and without the parallel tree and the fused operators (paper, Figure 8)."""
+    """Draws the speed with and without the parallel tree and the fused operators (paper, Figure 8). The base are the
+    operators of the runs with others than `auto`: `reference`, or `unfused` on a GPU."""
+    base = next((run["ops"] for run in profile["runs"] if run["ops"] != "auto"), "reference")
     systems = {
-        "base": ("serial", "reference"), "async only": ("async", "reference"),
+        "base": ("serial", base), "async only": ("async", base),
         "operators only": ("serial", "auto"), "both": ("async", "auto"),
     }  # fmt: skip
     ranks = profile["key"]["ranks"]
     for place, (mode, ops) in enumerate(systems.values()):
         mine = [r for r in profile["runs"] if r["plan"]["mode"] == mode and r["ops"] == ops
-                and (ops == "reference" or not r["variation"])]  # fmt: skip
+                and (ops == base or not r["variation"])]  # fmt: skip
         run = _best_of([r for r in mine if store.ranks_of(r["plan"]) == ranks] or mine)
         if run is not None:
             axes.bar(
@@ -221,15 +251,16 @@ def draw_ablation(profile: Json, axes: Axes) -> bool:
     axes.set_xticks(range(4), list(systems))
     axes.set_ylabel("tokens a second")
     axes.margins(y=0.15)
-    return any(run["ops"] == "reference" and run["speeds"] for run in profile["runs"])
+    return any(run["ops"] == base and run["speeds"] for run in profile["runs"])
 
 
 # (title, caption, function that draws into the axes and returns False if the profile has no data)
 FIGURES: tuple[tuple[str, str, Callable[[Json, Axes], bool]], ...] = (
     ("Splits and modes", "Median at the best d; the whiskers show the slowest and the fastest repeat.", draw_splits),
-    ("Compression ratio", "Tokens per target forward against bs and w; the other one is 8.", draw_compression),
+    ("Compression ratio", "Tokens per target forward against bs and w; the other one has its default.",
+     draw_compression),
     ("Step time", "A forward with sampling, by group size; the band spans minimum to maximum.", draw_step_times),
     ("Timelines", "A few rounds of the best asynchronous run; the numbers are tokens per round.", draw_lanes),
-    ("Ablation", "Asynchronous mode and native operators, alone and together; each at its best d.",
-     draw_ablation),
+    ("Ablation", "Asynchronous mode and native operators, alone and together; each at its best d. The base are plain"
+     " torch operators, on a GPU those of torch's libraries in CUDA graphs.", draw_ablation),
 )  # fmt: skip

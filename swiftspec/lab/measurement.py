@@ -74,6 +74,14 @@ class Run:
         self.seconds += last.seconds - first.seconds
         self.busy += last.busy - first.busy
 
+    def join(self, other: Run) -> None:
+        """Adds the totals of another pass."""
+        self.tokens += other.tokens
+        self.rounds += other.rounds
+        self.seconds += other.seconds
+        self.busy += other.busy
+        self.answers += other.answers
+
     @property
     def speed(self) -> float:
         return self.tokens / self.seconds
@@ -83,13 +91,17 @@ class Run:
         return self.tokens / max(self.rounds, 1)
 
 
-def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, deadline: float = float("inf")) -> Run:
-    """Decodes `max_tokens` tokens for every prompt and returns the totals. Greedy; in mode smc at temperature 1.
+def decode_all(
+    llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, deadline: float = float("inf"),
+    sampling: SamplingParams = GREEDY,
+) -> Run:  # fmt: skip
+    """Decodes `max_tokens` tokens for every prompt and returns the totals. Mode smc does not support most sampling
+    parameters, so it always decodes at temperature 1.
 
     Raises OutOfTime after the first round that ends later than `deadline`, a time of `time.monotonic`.
     """
-    temperature = 1.0 if llm.config.mode == "smc" else 0.0
-    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+    sampling = SamplingParams(temperature=1.0) if llm.config.mode == "smc" else sampling
+    sampling = replace(sampling, max_tokens=max_tokens, ignore_eos=True)
     if llm.max_num_seqs > 1:
         return _decode_batch(llm, prompts, sampling, deadline)
     run = Run()
@@ -103,6 +115,25 @@ def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, dead
         run.add(first or RequestProgress(), RequestProgress.of(llm))
         run.answers.append(answer)
     return run
+
+
+def decode_samplings(
+    llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, deadline: float, samplings: Sequence[SamplingParams]
+) -> tuple[Run, Run | None]:
+    """Decodes all prompts with each of `samplings`, the first of which is greedy; mode smc only once, see `decode_all`.
+
+    Returns the totals of all requests, and those of the requests that are not greedy; None if there are none.
+    """
+    if llm.config.mode == "smc":
+        return decode_all(llm, prompts, max_tokens, deadline), None
+    whole = decode_all(llm, prompts, max_tokens, deadline, samplings[0])
+    if len(samplings) == 1:
+        return whole, None
+    sampled = Run()
+    for sampling in samplings[1:]:
+        sampled.join(decode_all(llm, prompts, max_tokens, deadline, sampling))
+    whole.join(sampled)
+    return whole, sampled
 
 
 def _decode_batch(llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams, deadline: float) -> Run:

@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World
     from swiftspec.lab.sweep import Sweep
     from swiftspec.lab.trials import SweepRequest
+    from swiftspec.lab.worker_pool import Pair
     from swiftspec.serve.model_resolution import ResolvedModels
     from swiftspec.serve.settings.settings import Settings
 
@@ -69,8 +71,10 @@ def build_profile_parser(prog: str = "python -m swiftspec.profile") -> argparse.
         made.add_argument("--" + name.replace("_", "-"), dest=name, metavar="X", help="as in `serve`")
     made.add_argument("--splits", default="all", help="all, or target+draft such as 3+1,2+2 (default: all)")
     made.add_argument("--modes", default="ar,serial,async,smc", help="modes to measure (default: ar,serial,async,smc)")
-    made.add_argument("--prompts", type=Path, help="JSONL file with field prompt (default: a few built-in prompts)")
-    made.add_argument("--limit", type=int, default=4, help="number of prompts to use (default: 4)")
+    made.add_argument(
+        "--prompts", type=Path, help="JSONL file with field prompt (default: built-in ones of six kinds of tasks)"
+    )
+    made.add_argument("--limit", type=int, default=6, help="number of prompts to use (default: 6)")
     made.add_argument("--max-tokens", type=int, default=64, help="tokens per answer (default: 64)")
     made.add_argument("--repeats", type=int, default=3, help="repeats of every measurement (default: 3)")
     made.add_argument("--budget", default="10m", help="time limit, such as 90s, 10m or 1h (default: 10m)")
@@ -125,7 +129,7 @@ def _prepare(
 
     pair = pool.pair
     demo = found.built_in is DEMO_MODELS
-    request = _request(args, pool.ranks, pair.target, pair.draft, code_only=demo)
+    request = _request(args, settings, pool.ranks, pair, found)
     key = profile_key(settings, pair.target, pair.draft, pool.ranks)
     file = args.output / f"{store.file_stem(key, 'embedded' if demo else Path(found.model).name)}.json"
     if args.dry_run:
@@ -143,33 +147,56 @@ def _prepare(
     return sweeps.Sweep(pool, request, profile, file, bar)
 
 
-def _request(args: argparse.Namespace, ranks: int, target: Path, draft: Path, *, code_only: bool) -> SweepRequest:
-    """Returns what the flags ask to measure. `code_only`: whether the models know source code only."""
+def _request(
+    args: argparse.Namespace, settings: Settings, ranks: int, pair: Pair, found: ResolvedModels
+) -> SweepRequest:
+    """Returns what the flags ask to measure."""
+    from swiftspec.builder.hardware import resolve_device
+    from swiftspec.control.step_times import GREEDY
     from swiftspec.lab import trials
-    from swiftspec.lab.trials import SweepRequest
-    from swiftspec.serve.text.codec import TextCodec
+    from swiftspec.lab.trials import USUAL, SweepRequest
+    from swiftspec.serve.model_resolution import generation_defaults
 
     for name in ("limit", "max_tokens", "repeats"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1")
     if ranks == 1 and args.splits != "all":
         raise UserError("--splits requires several ranks: start it with torchrun --standalone --nproc-per-node N")
-    configs = read_config(target), read_config(draft)
+    device = resolve_device(settings.device).type
+    configs = read_config(pair.target), read_config(pair.draft)
     pairs, reasons = trials.splits(args.splits, ranks, *configs) if ranks > 1 else ([], [])
     for reason in reasons:
         print(f"swiftspec: skipped split {reason}", file=sys.stderr)
     whole = all(trials.shard_error(config, ranks) is None for config in configs)
     modes = trials.check_modes(args.modes)
-    if "async" in modes and ranks == 1:
+    if "async" in modes and ranks == 1 and device == "cuda":
+        pairs = [(1, 0)]  # both models on one GPU
+    elif "async" in modes and ranks == 1:
         modes = [mode for mode in modes if mode != "async"]
     if not modes:
         raise UserError("mode async requires at least two ranks: use torchrun --standalone --nproc-per-node 2")
-    family = "humaneval" if code_only else None
-    texts = read_prompts(args.prompts or PROMPTS, None if args.prompts else family)[: args.limit]
-    codec = TextCodec(target)
+    code_only = found.built_in is not None and found.built_in.completes_code
+    texts = read_prompts(args.prompts or PROMPTS, "humaneval" if code_only and not args.prompts else None, args.limit)
+    sampling = settings.sampling_params(generation_defaults(found.generation_config))
     return SweepRequest(
-        modes, pairs, whole, [codec.encode(text) for text in texts], args.max_tokens, args.repeats, seconds(args.budget)
-    )
+        modes, pairs, whole, encode_prompts(pair.target, texts, chat=not code_only), args.max_tokens, args.repeats,
+        seconds(args.budget), (GREEDY,) if sampling.greedy else (GREEDY, sampling),
+        USUAL.for_device(device).leaves_per_expansion, "unfused" if device == "cuda" else "reference",
+    )  # fmt: skip
+
+
+def encode_prompts(target: Path, texts: Sequence[str], *, chat: bool) -> list[list[int]]:
+    """Encodes prompts as requests of `serve` are encoded: each as the only turn of a chat, or as raw text if `chat` is
+    False or the target has no chat template."""
+    from swiftspec.serve.text.codec import TextCodec
+
+    codec = TextCodec(target)
+    try:
+        if chat and codec.has_template:
+            return [codec.encode_chat([{"role": "user", "content": text}]) for text in texts]
+        return [codec.encode(text) for text in texts]
+    finally:
+        codec.close()
 
 
 def _measure(sweep: Sweep) -> int:
@@ -188,13 +215,14 @@ def _measure(sweep: Sweep) -> int:
     return 0
 
 
-def read_prompts(file: Path, family: str | None = None) -> list[str]:
-    """Returns the field `prompt` of every line of a JSONL file.
+def read_prompts(file: Path, family: str | None = None, limit: int | None = None) -> list[str]:
+    """Returns the field `prompt` of the lines of a JSONL file, at most `limit` of them.
 
-    `family`: skips lines whose field `family` differs from it; None: skips none.
-    Raises UserError if a line is invalid, a prompt is empty, or no prompt is found.
+    Lines have a field `family`, the kind of their task, or all lack it. The prompts are taken from the families in
+    turn, so that the first ones belong to as many families as possible. `family`: skips lines of other families; None:
+    skips none. Raises UserError if a line is invalid, a prompt is empty, or no prompt is found.
     """
-    name, texts = f"--prompts {file}", []
+    name, families = f"--prompts {file}", dict[str, list[str]]()
     for number, line in enumerate(file_io.read_lines(file, name, max_bytes=MAX_PROMPTS_BYTES), 1):
         where = f"{name}, line {number},"
         text = file_io.decode_utf8(line, where).strip()
@@ -203,7 +231,9 @@ def read_prompts(file: Path, family: str | None = None) -> list[str]:
             if not isinstance(data, dict) or not isinstance(data.get("prompt"), str):
                 raise UserError(f'{name} must contain a JSON object with field "prompt" on every line')
             if family in (None, data.get("family")):
-                texts.append(data["prompt"])
+                families.setdefault(str(data.get("family")), []).append(data["prompt"])
+    turns = zip_longest(*families.values())
+    texts = [text for turn in turns for text in turn if text is not None][:limit]
     if not texts or not all(texts):
         raise UserError(f"--prompts {file} contains no prompt, or an empty one")
     return texts

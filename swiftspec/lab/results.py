@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from swiftspec.profiles import schema, store
 
+FIELDS = (*store.PLAN_FIELDS, "calibration", *schema.PARTICLE_FIELDS)
 COLUMNS = (
-    *store.PLAN_FIELDS, *schema.PARTICLE_FIELDS, "ops", "tokens_per_second", "least", "most", "repeats",
-    "tokens_per_round",
+    *FIELDS, "ops", "tokens_per_second", "least", "most", "sampled_tokens_per_second", "repeats", "tokens_per_round",
     "target_busy", "verification_ms", "expansion_ms", "dropped",
 )  # fmt: skip
 
@@ -24,12 +25,10 @@ def as_csv(profile: Mapping[str, Any]) -> str:
     for run in profile["runs"]:
         plan, times = run["plan"], run["steps"] or (None, None)
         speeds = store.median_min_max(run["speeds"]) if run["speeds"] else (None, None, None)
-        writer.writerow(
-            [*(plan.get(name) for name in (*store.PLAN_FIELDS, *schema.PARTICLE_FIELDS)), run["ops"], *speeds,
-            len(run["speeds"]),
-             run["tokens_per_round"], run["target_busy"], *(None if t is None else 1e3 * t for t in times),
-             run["dropped"]]
-        )  # fmt: skip
+        sampled = statistics.median(run["sampled_speeds"]) if run.get("sampled_speeds") else None
+        shape, milliseconds = (plan.get(name) for name in FIELDS), (None if t is None else 1e3 * t for t in times)
+        measured = *speeds, sampled, len(run["speeds"]), run["tokens_per_round"], run["target_busy"]
+        writer.writerow([*shape, run["ops"], *measured, *milliseconds, run["dropped"]])
     return stream.getvalue()
 
 

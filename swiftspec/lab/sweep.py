@@ -18,6 +18,8 @@ from swiftspec.lab import measurement, timeline, trials
 from swiftspec.lab.timeline import Trace
 from swiftspec.lab.trials import SweepRequest, Trial
 from swiftspec.lab.worker_pool import EngineBuild, RankPool
+from swiftspec.llm import LLM
+from swiftspec.params import SamplingParams
 from swiftspec.profiles import store
 
 Json = dict[str, Any]
@@ -85,7 +87,9 @@ class Sweep:
             self._rounds()
             self._step_times()
             self._run_variations(self._variations)
-            self._run_variations(lambda: trials.ablation(self.profile["runs"]))
+            self._run_variations(lambda: self._of_winner(trials.leaf_trials))
+            self._run_variations(lambda: self._of_winner(trials.calibration_trials))
+            self._run_variations(lambda: trials.ablation(self.profile["runs"], self._request.base_ops))
             self._run_variations(lambda: trials.populations(self.profile["runs"]))
         except measurement.OutOfTime:
             self.profile["stopped"] = f"the budget of {self._request.budget:g} s is spent; raise it with --budget"
@@ -132,8 +136,14 @@ class Sweep:
                 self._decode(trial, steps, variation=True)
 
     def _variations(self) -> list[Trial]:
-        winner = store.best_run(self.profile)
+        first = {**self.profile, "runs": [run for run in self.profile["runs"] if not run["variation"]]}
+        winner = store.best_run(first)
         return [] if winner is None else trials.variations(winner["plan"])
+
+    def _of_winner(self, make: Callable[[Json], list[Trial]]) -> list[Trial]:
+        """Returns the trials that `make` derives from the plan of the fastest run so far."""
+        winner = store.best_run(self.profile)
+        return [] if winner is None else make(winner["plan"])
 
     def _decode(self, trial: Trial, steps: tuple[int | None, ...], variation: bool) -> None:
         """Builds the engine of a trial, decodes the prompts at each d and adds the speeds to the profile.
@@ -148,17 +158,17 @@ class Sweep:
         try:
             with self._pool.engine(order) as llm:
                 times = None
-                if trial.mode == "async":
+                if trial.mode == "async" and trial.draft_tp > 0:
                     times = measurement.phase_times(llm)
                     steps = trials.depths(*times) if not known else steps
-                measurement.decode_all(llm, self._request.prompts[:1], WARM_UP_TOKENS, self._deadline())
+                self._decode_prompts(llm, self._request.prompts[:1], WARM_UP_TOKENS)
                 for d in steps:
                     self._entry(trial, d, variation)  # so that a resumed sweep finds the d that are missing
                 for d in steps:
                     if d is not None:
                         measurement.tree_roles(llm).drafter.draft_steps = d
-                    run = measurement.decode_all(llm, self._request.prompts, self._request.max_tokens, self._deadline())
-                    self._add(trial, d, run, times, variation)
+                    found = self._decode_prompts(llm)
+                    self._add(trial, d, found, times, variation)
                     self._save()
         except UserError as error:
             for d in steps:
@@ -166,23 +176,35 @@ class Sweep:
             self._show.note(f"{store.plan_title(trial.row(None))} skipped: {error}")
         self._save()
 
+    def _decode_prompts(
+        self, llm: LLM, prompts: Sequence[Sequence[int]] | None = None, max_tokens: int | None = None
+    ) -> tuple[measurement.Run, measurement.Run | None]:
+        """Decodes the prompts with all samplings. `prompts`, `max_tokens`: None: those of the request."""
+        request = self._request
+        return measurement.decode_samplings(
+            llm, prompts or request.prompts, max_tokens or request.max_tokens, self._deadline(), request.samplings
+        )
+
     def _entry(self, trial: Trial, d: int | None, variation: bool) -> Json:
         plan = trial.row(d)
         for run in self.profile["runs"]:
             if run["plan"] == plan and run["ops"] == trial.ops:
                 return run
         run = {
-            "plan": plan, "ops": trial.ops, "variation": variation, "speeds": [], "tokens_per_round": None, "rounds": 0,
-            "target_busy": None, "steps": None, "dropped": None,
+            "plan": plan, "ops": trial.ops, "variation": variation, "speeds": [], "sampled_speeds": [],
+            "tokens_per_round": None, "rounds": 0, "target_busy": None, "steps": None, "dropped": None,
         }  # fmt: skip
         self.profile["runs"].append(run)
         return run
 
     def _add(
-        self, trial: Trial, d: int | None, run: measurement.Run, times: tuple[float, float] | None, variation: bool
-    ) -> None:
-        entry = self._entry(trial, d, variation)
+        self, trial: Trial, d: int | None, found: tuple[measurement.Run, measurement.Run | None],
+        times: tuple[float, float] | None, variation: bool,
+    ) -> None:  # fmt: skip
+        entry, (run, sampled) = self._entry(trial, d, variation), found
         entry["speeds"].append(run.speed)
+        if sampled is not None:
+            entry["sampled_speeds"].append(sampled.speed)
         entry["tokens_per_round"], entry["rounds"] = run.tokens_per_round, run.rounds
         entry["target_busy"], entry["steps"] = run.busy / run.seconds, times
         leader = store.best_run(self.profile)
@@ -227,7 +249,7 @@ class Sweep:
             shape = {name: plan[name] for name in ("mode", *store.TREE_FIELDS)}
             if not any(plan_matches(known["plan"], shape) for known in self.profile["rounds"]):
                 self._step(f"rounds of {store.plan_title(plan)}")
-                trial = replace(Trial.of(plan), target_tp=1, draft_tp=1)
+                trial = replace(Trial.of(plan), target_tp=1, draft_tp=min(plan["draft_tp"], 1))
                 trace = self._traced(trial, plan)
                 self.profile["rounds"].append({"plan": shape, "rounds": measurement.rounds_of(trace)})
                 self._save()
@@ -252,7 +274,7 @@ class Sweep:
         if emulate is None or emulate.target is None or emulate.draft is None:
             return None
         target = emulate.target.at(plan["target_tp"], plan["verify_batch"])
-        draft = emulate.draft.at(plan["draft_tp"], plan["draft_leaves"])
+        draft = emulate.draft.at(max(plan["draft_tp"], 1), plan["draft_leaves"])
         costs = timeline.costs(trace)
         cost = statistics.median(timeline.host_overhead(costs, target, draft))
         return {"seconds": cost, "share": cost / statistics.median(r.length for r in costs)}
@@ -262,7 +284,7 @@ class Sweep:
             file = Path(folder) / "rounds.jsonl"
             order = EngineBuild(trial.plan(plan["draft_steps"]), paced=paced, trace=str(file))
             with self._pool.engine(order) as llm:
-                measurement.decode_all(llm, self._request.prompts, self._request.max_tokens, self._deadline())
+                self._decode_prompts(llm)
             return Trace.read(file)
 
     # ---- the budget
@@ -287,7 +309,7 @@ class Sweep:
     def _total(self) -> int:
         """Estimates the number of measurements, since the variations and dropped runs are not known in advance."""
         contest = trials.initial_trials(self._request, self._pool.ranks)
-        alone = 2 * self._pool.ranks + len(trials.BATCHES) * 4
+        alone = 2 * self._pool.ranks + len(trials.BATCHES) * 4 + len(trials.BATCHES) + len(trials.CALIBRATIONS)
         return len(contest) * self._request.repeats + alone + self._populations()
 
     def _populations(self) -> int:
@@ -321,15 +343,28 @@ def load_resumed(file: Path, fresh: Json) -> Json:
     return found
 
 
+def describe_sampling(sampling: SamplingParams) -> str:
+    """Describes sampling parameters in a few words: `greedy`, or those that differ from their defaults."""
+    if sampling.greedy:
+        return "greedy"
+    default = SamplingParams()
+    names = (name for name in trials.SAMPLING_FIELDS if getattr(sampling, name) != getattr(default, name))
+    changed = ", ".join(f"{name} {getattr(sampling, name):g}" for name in names)
+    return f"sampled with {changed or 'temperature 1'}"
+
+
 def describe_trials(request: SweepRequest, ranks: int) -> Sequence[str]:
     """Returns lines that describe the measurements of a sweep, for --dry-run. `ranks`: number of ranks of the job."""
     contest = trials.initial_trials(request, ranks)
     lines = []
     for trial in contest:
-        d = "d measured" if trial.mode == "async" else f"d in {', '.join(map(str, trial.steps))}" if trial.steps else ""
+        measured = trial.mode == "async" and not trial.steps
+        d = "d measured" if measured else f"d in {', '.join(map(str, trial.steps))}" if trial.steps else ""
         lines.append(f"{store.plan_title(trial.row(None))} {d}".rstrip())
     rows = f"{trials.ROWS[0]}..{trials.ROWS[-1]}"
     lines.append(f"step times of both models on 1..{ranks} ranks, {rows} rows")
-    lines += ["the best serial and async runs with reference operators", "the winner with other bs or w"]
+    lines.append(f"the winner with other bs or w, and with calibration {', '.join(map(str, trials.CALIBRATIONS))}")
+    lines.append(f"the best serial and async runs with {request.base_ops} operators")
+    lines.append(f"{len(request.prompts)} prompts, each {' and '.join(map(describe_sampling, request.samplings))}")
     several = [f"{name} in {', '.join(map(str, values))}" for name, values in trials.PARTICLES.items()]
     return [*lines, *(["smc with one changed at a time: " + "; ".join(several)] if "smc" in request.modes else [])]

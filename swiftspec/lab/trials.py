@@ -8,23 +8,32 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from swiftspec.config import MAX_MEASURED_DRAFT_STEPS, MODES, EngineConfig
-from swiftspec.control.step_times import DraftTimes, steps_for
+from swiftspec.control.step_times import GREEDY, DraftTimes, steps_for
 from swiftspec.errors import UserError
+from swiftspec.lab.worker_pool import Ops
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.shard import Shard
+from swiftspec.params import SamplingParams
 from swiftspec.profiles import schema, store
 
 ROWS = (1, 2, 4, 8, 16, 32)  # rows per forward of the measured step times
-SERIAL_STEPS = (1, 2, 3, 4, 6)  # d in serial mode, where the best d depends on acceptance, not on a ratio of times
+# d in serial mode and on one GPU, where the best d depends on acceptance, not on a ratio of times
+SERIAL_STEPS = (1, 2, 3, 4, 6)
 BATCHES = (2, 4, 8, 16, 32)  # values of bs and of w, each with the other one at its default (paper, Figure 2)
+CALIBRATIONS = (0.5, 0.7, 1.0)  # calibrations of the winner: the defaults fit the demo models, whose draft is small
 PARTICLES = {  # values of N, K and sequence groups, each with the others at their defaults
     "particles": (1, 2, 8, 16), "smc_draft_tokens": (1, 2, 8), "smc_groups": (2, 4, 8),
 }  # fmt: skip
 USUAL = EngineConfig()
+TREE_MODES = ("serial", "async")
+# of SamplingParams, as field `samplings` of a profile has them
+SAMPLING_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 ENGINE = tuple(
     name for name in store.PLAN_FIELDS if name != "draft_steps"
 )  # fields of a plan that are fixed when an engine is built, unlike d
@@ -41,19 +50,21 @@ class Trial:
     mode: str
     target_tp: int
     draft_tp: int
-    ops: str
+    ops: Ops
     verify_batch: int = USUAL.verify_batch
-    draft_leaves: int = USUAL.draft_leaves
+    draft_leaves: int = USUAL.leaves_per_expansion
     steps: tuple[int, ...] = ()
+    calibration: float | None = None  # None: the default
     particles: int = USUAL.population.particles  # only used in mode smc, like the next two fields
     smc_draft_tokens: int = USUAL.population.smc_draft_tokens
     smc_groups: int = USUAL.population.smc_groups
 
     @staticmethod
-    def of(plan: Mapping[str, Any], ops: str = "auto", steps: tuple[int, ...] = ()) -> Trial:
+    def of(plan: Mapping[str, Any], ops: Ops = "auto", steps: tuple[int, ...] = ()) -> Trial:
         """Returns the trial whose engine has `plan`, the plan of a run in a profile."""
         particles = {name: plan[name] for name in schema.PARTICLE_FIELDS if plan.get(name) is not None}
-        return Trial(ops=ops, steps=steps, **{name: plan[name] for name in ENGINE}, **particles)
+        tree = {name: plan[name] for name in ENGINE}
+        return Trial(ops=ops, steps=steps, calibration=plan.get("calibration"), **tree, **particles)
 
     def plan(self, draft_steps: int | None) -> EngineConfig:
         """Returns the engine configuration at d = `draft_steps`."""
@@ -63,7 +74,8 @@ class Trial:
         """Returns the plan at d = `draft_steps` as a profile stores it. d is None in modes without a draft tree."""
         names = (*ENGINE, *(schema.PARTICLE_FIELDS if self.mode == "smc" else ()))
         engine = {name: getattr(self, name) for name in names}
-        return {**engine, "draft_steps": draft_steps if self.mode in ("serial", "async") else None}
+        calibration = {} if self.calibration is None else {"calibration": self.calibration}
+        return {**engine, **calibration, "draft_steps": draft_steps if self.mode in ("serial", "async") else None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +83,25 @@ class SweepRequest:
     """Specification of a sweep."""
 
     modes: list[str]
-    pairs: list[tuple[int, int]]  # (target ranks, draft ranks) of mode async
+    pairs: list[tuple[int, int]]  # (target ranks, draft ranks) of mode async; (1, 0): both models on one GPU
     shards_on_all_ranks: bool  # whether both models can be sharded over all ranks
     prompts: list[list[int]]  # token ids
-    max_tokens: int  # per prompt
+    max_tokens: int  # per request
     repeats: int
     budget: float  # seconds
+    samplings: tuple[SamplingParams, ...] = (GREEDY,)  # each prompt is decoded with each; the first one is greedy
+    draft_leaves: int = USUAL.leaves_per_expansion  # default w of the device
+    base_ops: Ops = "reference"  # operators of the ablation's base
 
     def settings(self) -> dict[str, Any]:
         """Returns field `settings` of the profile. A sweep can only be resumed with equal settings."""
         digest = hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
+        samplings = [
+            {name: value for name, value in asdict(each).items() if name in SAMPLING_FIELDS} for each in self.samplings
+        ]
         return {
             "prompts": len(self.prompts), "prompts_sha256": digest, "max_tokens": self.max_tokens,
-            "repeats": self.repeats, "temperature": 0,
+            "repeats": self.repeats, "samplings": samplings, "draft_leaves": self.draft_leaves,
         }  # fmt: skip
 
 
@@ -139,29 +157,50 @@ def check_modes(text: str) -> list[str]:
 def initial_trials(request: SweepRequest, ranks: int) -> list[Trial]:
     """Returns the first trials of a sweep over `ranks` ranks: every mode and split with the default bs and w.
 
-    Modes ar and serial run on one rank, and also on all ranks if both models can be sharded over them.
+    Modes ar and serial run on one rank, and also on all ranks if both models can be sharded over them. With both models
+    on one GPU d is tried as in serial mode, since their step times depend on each other.
     """
-    trials, modes = [], request.modes
+    trials: list[Trial] = []
+    modes, w = request.modes, request.draft_leaves
     sizes = dict.fromkeys((ranks if request.shards_on_all_ranks else 1, 1))
     if "ar" in modes:
-        trials += [Trial("ar", x, 0, "auto") for x in sizes]
+        trials += [Trial("ar", x, 0, "auto", draft_leaves=w) for x in sizes]
     if "serial" in modes:
-        trials += [Trial("serial", x, x, "auto", steps=SERIAL_STEPS) for x in sizes]
+        trials += [Trial("serial", x, x, "auto", draft_leaves=w, steps=SERIAL_STEPS) for x in sizes]
     if "async" in modes:
-        trials += [Trial("async", x, y, "auto") for x, y in request.pairs]
+        steps = {pair: SERIAL_STEPS if pair[1] == 0 else () for pair in request.pairs}
+        trials += [Trial("async", x, y, "auto", draft_leaves=w, steps=steps[x, y]) for x, y in request.pairs]
     if "smc" in modes:
         trials.append(Trial("smc", 1, 1, "auto"))
     return trials
 
 
 def variations(plan: Mapping[str, Any]) -> list[Trial]:
-    """Returns trials with the mode, split and d of the fastest plan, `plan`, and other values of bs or w: one is varied
+    """Returns trials of the fastest plan with the default bs and w, `plan`, with other values of bs or w: one is varied
     while the other has its default (paper, Figure 2). Returns none if the plan has no draft tree."""
-    if plan["mode"] not in ("serial", "async"):
+    if plan["mode"] not in TREE_MODES:
         return []
-    start = Trial(plan["mode"], plan["target_tp"], plan["draft_tp"], "auto", steps=(plan["draft_steps"],))
+    start = Trial.of(plan, steps=(plan["draft_steps"],))
     made = [replace(start, verify_batch=bs) for bs in BATCHES] + [replace(start, draft_leaves=w) for w in BATCHES]
     return [trial for trial in dict.fromkeys(made) if trial != start]
+
+
+def leaf_trials(plan: Mapping[str, Any]) -> list[Trial]:
+    """Returns trials of the fastest plan, `plan`, with other values of w, which `variations` has tried at the default
+    bs only. Returns none if the plan has no draft tree."""
+    if plan["mode"] not in TREE_MODES:
+        return []
+    start = Trial.of(plan, steps=(plan["draft_steps"],))
+    return [replace(start, draft_leaves=w) for w in BATCHES if w != start.draft_leaves]
+
+
+def calibration_trials(plan: Mapping[str, Any]) -> list[Trial]:
+    """Returns trials of the fastest plan, `plan`, with other calibrations. Returns none if the plan has no draft
+    tree."""
+    if plan["mode"] not in TREE_MODES:
+        return []
+    start = Trial.of(plan, steps=(plan["draft_steps"],))
+    return [replace(start, calibration=value) for value in CALIBRATIONS]
 
 
 def populations(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
@@ -176,11 +215,13 @@ def populations(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
     return [replace(start, **{name: value}) for name, values in PARTICLES.items() for value in values]
 
 
-def ablation(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
-    """Returns trials that repeat the fastest serial and the fastest asynchronous run with plain torch operators.
+def ablation(runs: Sequence[Mapping[str, Any]], base_ops: Ops = "reference") -> list[Trial]:
+    """Returns trials that repeat the fastest serial and the fastest asynchronous run with the operators `base_ops`.
 
     Considers only runs on the largest number of ranks with the default bs and w. Together with the original runs the
-    trials are an ablation of asynchronous mode and of the operators (paper, Figure 8, which has CUDA kernels instead).
+    trials are an ablation of asynchronous mode and of the operators (paper, Figure 8). On a GPU the base are the
+    operators of torch's libraries in captured graphs (`unfused`), since the reference operators expand int4 weights and
+    capture nothing.
     """
     made = []
     most = max((store.ranks_of(run["plan"]) for run in runs), default=1)
@@ -189,7 +230,7 @@ def ablation(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
                 and store.ranks_of(r["plan"]) == most and not r["variation"]]  # fmt: skip
         if mine:
             plan = max(mine, key=lambda run: statistics.median(run["speeds"]))["plan"]
-            made.append(Trial.of(plan, "reference", (plan["draft_steps"],)))
+            made.append(Trial.of(plan, base_ops, (plan["draft_steps"],)))
     return made
 
 

@@ -21,19 +21,20 @@ from swiftspec.errors import RankLost, UserError
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
 
-Ops = Literal["auto", "reference"]
+Ops = Literal["auto", "reference", "unfused"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBuild:
     """Description of an engine that the first `plan.num_ranks` ranks of the job build.
 
+    `ops`: operators, see `--ops`.
     `alone`: name of a model that is loaded without the other one, to measure its step times.
     `trace`: path of the trace file, or None.
     """
 
     plan: EngineConfig
-    ops: str = "auto"
+    ops: Ops = "auto"
     alone: str | None = None  # "target" or "draft"
     paced: bool = True  # whether to emulate the step times that the load options contain
     trace: str | None = None
@@ -63,8 +64,7 @@ class Pair:
         if order.alone == "draft":
             emulate = StepTimeEmulation(target=emulate.draft)
         trace = None if order.trace is None else Path(order.trace)
-        ops: Ops = "reference" if order.ops == "reference" else "auto"
-        return {**self.options, "emulate": emulate, "trace": trace, "ops": ops, "prefix_cache_memory": 0}
+        return {**self.options, "emulate": emulate, "trace": trace, "ops": order.ops, "prefix_cache_memory": 0}
 
     def models(self, order: EngineBuild) -> tuple[Path, Path | None]:
         """Returns the paths of the models that a build loads as target and as draft; None if it has no draft."""

@@ -94,6 +94,7 @@ class EngineShape(SchemaModel):
     verify_batch: int
     draft_leaves: int
     draft_steps: int | None
+    calibration: float | None = None
     particles: int | None = None
     smc_draft_tokens: int | None = None
     smc_groups: int | None = None
@@ -117,6 +118,7 @@ class RunSchema(SchemaModel):
     ops: Name
     variation: bool
     speeds: list[Positive]
+    sampled_speeds: list[Positive] = []
     tokens_per_round: Positive | None
     rounds: Count
     target_busy: Annotated[float, Field(ge=0, le=MAX_TIME_S)] | None
@@ -197,6 +199,7 @@ class Orchestration(SchemaModel):
 class RunSettings(SchemaModel):
     prompts: Count
     max_tokens: Count
+    samplings: list[dict[Name, Any]] = []
 
 
 class ProfileSchema(SchemaModel):

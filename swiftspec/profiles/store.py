@@ -6,7 +6,8 @@ A profile is a JSON object:
     key                 hardware, ranks, models, dtype, operators and emulation (ProfileKey): the profile is used only
                         where all of them are equal
     environment         versions of Python and torch, and the operating system; for information only
-    settings            number of prompts, tokens per prompt and repeats
+    settings            number of prompts, tokens per prompt and repeats; `samplings`: the sampling parameters that each
+                        prompt is decoded with, except in mode smc; greedy if the field is missing
     steps               {side, tp, rows, seconds: [one per repeat]}: step times of one model on a group of tp ranks, for
                         forwards over `rows` rows
     runs                {plan, ops, variation, speeds, tokens_per_round, rounds, target_busy, steps, dropped}, see below
@@ -20,11 +21,13 @@ A profile is a JSON object:
 
 Fields of a run:
 
-    plan                mode, split and tree shape; in mode smc also the particles
+    plan                mode, split and tree shape; `calibration`, if it is not the default; in mode smc also the
+                        particles
     ops                 operators (`--ops`)
     variation           whether the plan is a variation of the fastest plan, measured once after the main part of the
                         sweep
-    speeds              tokens per second after the prefill, one per repeat
+    speeds              tokens per second after the prefill, one per repeat, over the requests with all samplings
+    sampled_speeds      the same over the requests that are not greedy; missing if there are none
     tokens_per_round    tokens per round in the last repeat
     rounds              number of rounds in the last repeat
     target_busy         share of the last repeat's decode time that the target spent in forwards
@@ -191,7 +194,9 @@ def plan_settings(plan: Mapping[str, Any]) -> Json:
     """Returns the `serve` settings of a plan: the fields that its mode uses, without those that are None."""
     names = ("mode", "target_tp") if plan["mode"] == "ar" else PLAN_FIELDS
     own_group = plan["mode"] == "async"  # in other modes draft_tp follows from target_tp
-    return {name: plan[name] for name in names if plan[name] is not None and (own_group or name != "draft_tp")}
+    found = {name: plan[name] for name in names if plan[name] is not None and (own_group or name != "draft_tp")}
+    calibration = plan.get("calibration")
+    return found if calibration is None else found | {"calibration": calibration}
 
 
 def ranks_of(plan: Mapping[str, Any]) -> int:
@@ -200,7 +205,8 @@ def ranks_of(plan: Mapping[str, Any]) -> int:
 
 
 def plan_title(plan: Mapping[str, Any]) -> str:
-    """Returns a title such as `async 3+1 bs 8 w 8 d 4`: mode, ranks, and tree shape. d is left out if it is None."""
+    """Returns a title such as `async 3+1 bs 8 w 8 d 4 c 0.7`: mode, ranks, tree shape and calibration. d and c are left
+    out if they are None."""
     split = f"{plan['target_tp']}+{plan['draft_tp']}" if plan["mode"] == "async" else str(plan["target_tp"])
     if plan["mode"] == "smc":
         words = zip(("N", "K", "G"), schema.PARTICLE_FIELDS, strict=True)
@@ -208,7 +214,8 @@ def plan_title(plan: Mapping[str, Any]) -> str:
     if plan["mode"] == "ar":
         return f"ar {split}"
     d = "" if plan["draft_steps"] is None else f" d {plan['draft_steps']}"
-    return f"{plan['mode']} {split} bs {plan['verify_batch']} w {plan['draft_leaves']}{d}"
+    c = "" if plan.get("calibration") is None else f" c {plan['calibration']:g}"
+    return f"{plan['mode']} {split} bs {plan['verify_batch']} w {plan['draft_leaves']}{d}{c}"
 
 
 def run_note(run: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ class TreeConfig(Protocol):
     @property
     def verify_batch(self) -> int: ...  # bs
     @property
-    def draft_leaves(self) -> int: ...  # w
+    def leaves_per_expansion(self) -> int: ...  # w
     @property
     def children_per_leaf(self) -> int: ...  # k
     @property
@@ -96,7 +96,7 @@ class LocalDrafter:
         coupled = config.proposal == "coupled" and not sampling.greedy
         count = min(config.children_per_leaf, self.runner.vocab)
         self.executor = self.select_executor(start)
-        shape = ExpansionShape(config.draft_leaves, count, coupled, tau, self._children.rank)
+        shape = ExpansionShape(config.leaves_per_expansion, count, coupled, tau, self._children.rank)
         self.executor.open(ExecutorRequest(sampler, expansion=shape))
 
     def propose(self) -> Proposal:
@@ -134,7 +134,7 @@ class LocalDrafter:
     def expand(self, count: int = 1) -> None:
         """Expands the tree `count` times, or fewer if the tree or the KV cache is full."""
         self.settle()
-        if len(self.pending) > self._config.draft_leaves:
+        if len(self.pending) > self._config.leaves_per_expansion:
             self.runner.prefill(self.pending)
             self.pending.clear()
         self.executor.expand(self.tree, self.pending, count)

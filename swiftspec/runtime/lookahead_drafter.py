@@ -78,11 +78,11 @@ class LookaheadDrafter(LocalDrafter):
         if self._children.sampled or self._root != 0:
             return None
         config, worth = self._config, EXPANSION_YIELD if self._catch_up else 0.0
-        shape = self._nodes, config.draft_leaves, self.expansions
+        shape = self._nodes, config.leaves_per_expansion, self.expansions
         return self.executor.fast_reply(self.tree, self._request, self._root_at, *shape, worth)
 
     def _worth_expanding(self) -> bool:
-        prospects = self.tree.expected_mass(self._nodes, self._config.draft_leaves, self._root)
+        prospects = self.tree.expected_mass(self._nodes, self._config.leaves_per_expansion, self._root)
         return expansion_pays(*prospects, self.expansions)
 
     def grow(self) -> None:

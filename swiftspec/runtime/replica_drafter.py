@@ -160,7 +160,7 @@ class ReplicaDrafter:
 
     def _expansion_pays(self, steps: int) -> bool:
         """Returns `expansion_pays` for a round of `steps` expansions."""
-        prospects = self._replica.expected_mass(self._shape.verify_batch, self._shape.draft_leaves)
+        prospects = self._replica.expected_mass(self._shape.verify_batch, self._shape.leaves_per_expansion)
         return expansion_pays(*prospects, steps)
 
     def _receive(self, deadline: float | None) -> bool:

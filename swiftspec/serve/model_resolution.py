@@ -128,14 +128,15 @@ def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, pha
         profile, file, reasons = store.find(folder, key)
         for reason in reasons:
             phases.note(reason)
-    fixed = {name: getattr(settings, name) for name in store.PLAN_FIELDS if name in settings.model_fields_set}
+    given = settings.model_fields_set
+    fixed = {name: getattr(settings, name) for name in store.PLAN_FIELDS if name in given}
     run = None if profile is None else store.best_run(profile, fixed)
     if run is None and named:
-        given = " with ".join(["", *(f"{flag_name(name)} {value}" for name, value in fixed.items())])
-        raise UsageError(f"--plan {settings.plan} has no lossless run{given}; remove one of these flags")
+        flags = " with ".join(["", *(f"{flag_name(name)} {value}" for name, value in fixed.items())])
+        raise UsageError(f"--plan {settings.plan} has no lossless run{flags}; remove one of these flags")
     if run is None:
         return settings
-    open_ = {name: value for name, value in store.plan_settings(run["plan"]).items() if name not in fixed}
+    open_ = {name: value for name, value in store.plan_settings(run["plan"]).items() if name not in given}
     filled = settings.model_copy(update=open_)
     filled.model_fields_set.difference_update(open_)  # values from a profile do not count as given
     try:

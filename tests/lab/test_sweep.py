@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from swiftspec.errors import UserError
-from swiftspec.lab import measurement, trials
+from swiftspec.lab import measurement, profile, trials
+from swiftspec.lab import sweep as sweeps
 from swiftspec.lab.measurement import RequestProgress
 from swiftspec.lab.profile import main
 from swiftspec.lab.worker_pool import EngineBuild, Pair, RankPool
@@ -19,6 +20,7 @@ from swiftspec.llm import LLM
 from swiftspec.serve import model_resolution as serve_found
 from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.terminal import StartupProgress
+from swiftspec.serve.text.codec import TextCodec
 from tests.support.ranks import Pool
 from tests.support.toy_pair import make_pair
 
@@ -35,6 +37,8 @@ def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The flags of a short sweep with a separate working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trials, "PARTICLES", {"particles": (2,), "smc_groups": (2,)})
+    monkeypatch.setattr(trials, "BATCHES", (4, 8))
+    monkeypatch.setattr(trials, "CALIBRATIONS", (0.5,))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "def add(a"}\n{"prompt": "class"}\n')
     prompts = ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "profiles")]
     return [*prompts, "--max-tokens", "8", "--repeats", "2", "--budget", "1m"]
@@ -55,6 +59,10 @@ def test_on_one_rank(pair: list[str], short: list[str], tmp_path: Path, capsys: 
     assert all(run["speeds"] for run in found["runs"])
     assert modes["ar"]["tokens_per_round"] == 1
     assert {(step["side"], step["tp"]) for step in found["steps"]} == {("target", 1), ("draft", 1)}
+    assert all(
+        len(run["sampled_speeds"]) == len(run["speeds"]) * (run["plan"]["mode"] != "smc") for run in found["runs"]
+    )
+    assert [each["temperature"] for each in found["settings"]["samplings"]] == [0, 1]
     deep = {r["plan"]["draft_steps"]: r["rounds"] for r in found["rounds"] if r["plan"]["verify_batch"] == 8}
     assert set(deep) >= {1, 2, 3, 4, 6}
     assert all(critical == d for d, rounds in deep.items() for _, critical in rounds)
@@ -133,12 +141,12 @@ def test_a_sweep_killed_between_two_d_resumes_with_the_next(
     decoded: list[int] = []
     decode_all = measurement.decode_all
 
-    def counting(llm: LLM, prompts: Any, max_tokens: int, deadline: float) -> measurement.Run:
+    def counting(llm: LLM, prompts: Any, max_tokens: int, deadline: float, sampling: Any) -> measurement.Run:
         if max_tokens == 8:
             if len(decoded) == killed_at:
                 raise KeyboardInterrupt
             decoded.append(measurement.tree_roles(llm).drafter.draft_steps)
-        return decode_all(llm, prompts, max_tokens, deadline)
+        return decode_all(llm, prompts, max_tokens, deadline, sampling)
 
     monkeypatch.setattr(measurement, "decode_all", counting)
     args = [*pair, *short, "--modes", "serial", "--repeats", "1"]
@@ -147,7 +155,7 @@ def test_a_sweep_killed_between_two_d_resumes_with_the_next(
     killed_at = -1
     monkeypatch.setattr("swiftspec.lab.sweep.Sweep._lanes", interrupted)
     assert main([*args, "--resume"]) == 130
-    assert decoded == [1, 2, 3, 4, 6]
+    assert decoded == [d for d in (1, 2, 3, 4, 6) for _ in ("greedy", "sampled")]
 
 
 def interrupted(*args: object) -> None:
@@ -211,6 +219,41 @@ def test_serve_uses_the_plan_and_prints_a_line(
     file.write_text(json.dumps(data))
     assert serve_found.ResolvedModels.resolve(parse_command(pair).settings, 1, phases).plan.draft_steps is None
     assert "is not used: it was measured on another machine" in capsys.readouterr().err
+
+
+def test_one_gpu_runs_both_models_asynchronously_and_its_ablation_is_captured(
+    pair: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A sweep on one GPU, as far as that is possible without one: what it would measure."""
+    (Path(pair[1]) / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "top_k": 20}')
+    try:
+        args = profile.build_profile_parser().parse_args([*pair, "--limit", "6"])
+        settings = parse_command(pair).settings
+        found = serve_found.ResolvedModels.resolve(settings, 1, StartupProgress(quiet=True))
+        asked = Pair(Path(pair[1]), Path(pair[3]), {})
+
+        def request(device: str) -> trials.SweepRequest:
+            monkeypatch.setattr("swiftspec.builder.hardware.resolve_device", lambda name: torch.device(device))
+            return profile._request(args, settings, 1, asked, found)
+
+        gpu = request("cuda")
+        monkeypatch.setattr(profile, "encode_prompts", lambda *texts, chat: [[1]])
+        here = request("cpu")
+    finally:
+        (Path(pair[1]) / "generation_config.json").unlink()
+    assert "async" not in here.modes and (here.base_ops, here.draft_leaves) == ("reference", 4)
+    assert "async" in gpu.modes and (gpu.pairs, gpu.base_ops, gpu.draft_leaves) == ([(1, 0)], "unfused", 8)
+    made = {trial.mode: trial for trial in trials.initial_trials(gpu, 1)}
+    assert made["async"].plan(2).overlap_on_one_gpu and made["async"].steps == made["serial"].steps
+    assert {made[mode].draft_leaves for mode in ("async", "serial")} == {8}
+    greedy, sampled = gpu.samplings
+    assert greedy.greedy and (sampled.temperature, sampled.top_p, sampled.top_k) == (0.6, 0.9, 20)
+    lines = sweeps.describe_trials(gpu, 1)
+    assert "6 prompts, each greedy and sampled with temperature 0.6, top_p 0.9, top_k 20" in lines
+    assert "the best serial and async runs with unfused operators" in lines
+    codec = TextCodec(Path(pair[1]))
+    texts = [str(codec.tokenizer.decode(ids)) for ids in gpu.prompts]
+    assert len(texts) == 6 and all(text.startswith("<|user|>") and text.endswith("<|bot|>") for text in texts)
 
 
 def test_a_deadline_ends_a_run(pair: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from swiftspec.config import PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.lab import trials
-from swiftspec.lab.profile import read_prompts, seconds
+from swiftspec.lab.profile import PROMPTS, read_prompts, seconds
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.profiles import store
@@ -54,12 +55,39 @@ def test_losers_are_dropped_but_every_mode_keeps_its_best() -> None:
 
 
 def test_variations_change_one_thing_at_a_time() -> None:
-    made = trials.variations(run("async", 3, 1, 100, d=5)["plan"])
+    made = trials.variations(run("async", 3, 1, 100, d=5, draft_leaves=4)["plan"])
     assert {(t.verify_batch, t.draft_leaves) for t in made} == {
         (2, 4), (4, 4), (16, 4), (32, 4), (8, 2), (8, 8), (8, 16), (8, 32),
     }  # fmt: skip
     assert all((t.target_tp, t.draft_tp, t.steps) == (3, 1, (5,)) for t in made)
     assert trials.variations(run("ar", 4, 0, 100)["plan"]) == []
+
+
+def test_the_winner_is_tried_with_other_leaves_and_calibrations() -> None:
+    """At its own bs, mode, split and d; a calibration is part of the plan, and of the settings of `serve`."""
+    winner = run("async", 1, 0, 100, d=5, verify_batch=16)["plan"]
+    made = trials.leaf_trials(winner)
+    assert [(t.verify_batch, t.draft_leaves) for t in made] == [(16, 2), (16, 4), (16, 16), (16, 32)]
+    made = trials.calibration_trials(winner)
+    assert [t.calibration for t in made] == [0.5, 0.7, 1.0]
+    assert all((t.mode, t.draft_tp, t.draft_leaves, t.steps) == ("async", 0, 8, (5,)) for t in made)
+    row = made[0].row(5)
+    assert trials.Trial.of(row, steps=(5,)) == made[0] and made[0].plan(5).calibration == 0.5
+    assert store.plan_settings(row)["calibration"] == 0.5 and "calibration" not in store.plan_settings(winner)
+    assert store.plan_title(row) == "async 1+0 bs 16 w 8 d 5 c 0.5"
+    for make in (trials.leaf_trials, trials.calibration_trials):
+        assert make(run("ar", 4, 0, 100)["plan"]) == []
+
+
+def test_prompts_are_taken_from_all_families_in_turn(tmp_path: Path) -> None:
+    families = [json.loads(line)["family"] for line in PROMPTS.read_text().splitlines()]
+    by_prompt = {json.loads(line)["prompt"]: json.loads(line)["family"] for line in PROMPTS.read_text().splitlines()}
+    found = [by_prompt[text] for text in read_prompts(PROMPTS)]
+    assert len(found) == len(families) and sorted(found) == sorted(families)
+    assert len({*found[:6]}) == len({*families}) == 6
+    assert {by_prompt[text] for text in read_prompts(PROMPTS, "gsm8k", 3)} == {"gsm8k"}
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n')
+    assert read_prompts(tmp_path / "p.jsonl", None, 2) == ["a", "b"]
 
 
 def test_the_ablation_takes_the_best_of_both_modes() -> None:
@@ -69,6 +97,7 @@ def test_the_ablation_takes_the_best_of_both_modes() -> None:
     assert [(t.mode, t.target_tp, t.steps, t.ops) for t in made] == [
         ("serial", 4, (2,), "reference"), ("async", 2, (6,), "reference"),
     ]  # fmt: skip
+    assert {trial.ops for trial in trials.ablation(runs, "unfused")} == {"unfused"}
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("90s", 90), ("10m", 600), ("1.5h", 5400)])

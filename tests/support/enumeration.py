@@ -134,7 +134,7 @@ class Pair:
         self.target = HistoryModel(vocab, seed)
         draft = HistoryModel(vocab, seed + 100, sharpness)
         self.vocab, self.plan, self.sampling = vocab, plan, sampling
-        slots = plan.draft_leaves * (plan.initial_draft_steps + 1) * (sampled_children.MAX_REROOTS + 1)
+        slots = plan.leaves_per_expansion * (plan.initial_draft_steps + 1) * (sampled_children.MAX_REROOTS + 1)
         self.drafter = make_drafter(make_runner(draft, reference, context=24, tree_slots=slots), plan)
         self._laws: dict[tuple[int, ...], list[float]] = {}
         self.outcomes = outcomes

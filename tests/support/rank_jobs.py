@@ -325,6 +325,29 @@ def profile(argv: list[str]) -> int:
         sys.stdout = out
 
 
+def split_decode(argv: list[str]) -> Json | None:
+    """The command bench.gpu.step with --split, on every rank: rank 0 returns its result."""
+    import sys
+
+    from bench.gpu import step
+
+    results: list[Json] = []
+    measured = step.measure_split
+
+    def keep(*args: Any) -> Json | None:
+        found = measured(*args)
+        results.extend([] if found is None else [found])
+        return found
+
+    out, before, sys.stdout, sys.argv = sys.stdout, sys.argv, sys.stderr, ["step", *argv]
+    step.measure_split = keep
+    try:
+        step.main()
+    finally:
+        step.measure_split, sys.stdout, sys.argv = measured, out, before
+    return results[0] if results else None
+
+
 def paced(emulate: str, plans: list[Json], prompts: list[list[int]], max_tokens: int) -> list[Json] | None:
     """The demo models with emulated step times, one plan after the other: rank 0 returns the speed of each, and the
     rounds of a run without emulation."""

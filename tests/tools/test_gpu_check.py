@@ -66,6 +66,24 @@ def test_the_required_steps_fit_into_nine_minutes() -> None:
     assert planned[-1].result == next(step.result for step in planned if step.name == "kernels")
 
 
+@pytest.mark.parametrize(("gpus", "sizes", "split"), [(2, [2], "1+1"), (6, [2, 4], "3+1"), (8, [2, 4, 8], "6+2")])
+def test_several_gpus_are_measured_together(
+    gpus: int, sizes: list[int], split: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As extra steps, before those of one GPU. The sweep needs a package of the front end."""
+    planned = plan(Path("profiles"), "h200", gpus)
+    several = [step for step in planned if step not in plan(Path("profiles"), "h200")]
+    assert all(step.extra for step in several) and planned.index(several[0]) == sum(not step.extra for step in planned)
+    assert [step.name for step in several] == [
+        *(f"all-reduce over {size} GPUs" for size in sizes), f"decode Llama-3-70B,Llama-3.2-3B, split {split}",
+        f"sweep over {sizes[-1]} GPUs",
+    ]  # fmt: skip
+    assert all(step.command[1:4] == ("-m", "tools.gpu.ranks", str(size)) for step, size in zip(several, sizes))
+    assert several[-1].limit > int(steps.SWEEP_S) == 180
+    monkeypatch.setattr(steps.importlib.util, "find_spec", lambda name: None)
+    assert len(plan(Path("profiles"), "h200", gpus)) == len(planned) - 1
+
+
 def test_every_file_of_gpu_tests_is_run_once() -> None:
     run = [part for step in steps.tests() for part in step.command if part.startswith("tests/gpu")]
     assert sorted(run) == sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
@@ -95,7 +113,7 @@ def test_without_a_gpu_one_line_is_printed() -> None:
     compared = ("--dry-run", "--compare")
     for arguments, code, where in (
         (("--output", "x"), 2, 1),
-        (("--dry-run",), 0, len(plan(Path(), ""))),
+        (("--dry-run",), 0, len(plan(Path(), "", 8))),
         (compared, 0, 1 + len(steps.comparison())),
     ):
         command = [sys.executable, "-m", "tools.gpu_check", *arguments]
@@ -150,7 +168,7 @@ def collected() -> str:
     """The tests of tests/gpu, in a process that has imported everything that the steps import, without the front
     end."""
     modules = "bench.gpu.constants, bench.gpu.kernels, bench.gpu.step, bench.gpu.verify_chains, tools.gpu_check"
-    modules += ", swiftspec.engine"
+    modules += ", bench.gpu.all_reduce, tools.gpu.ranks, swiftspec.engine"
     done = bare(f"import {modules}, pytest\nsys.exit(pytest.main(['tests/gpu', '-m', 'gpu', '--collect-only']))")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
@@ -174,7 +192,7 @@ def test_a_width_expanded_pair_decodes_without_a_tokenizer(tmp_path: Path) -> No
         Path(shapes[-1]).write_text(json.dumps(config))
     done = bare(
         f"import runpy\nsys.argv = ['step', '--pair', {','.join(shapes)!r}, '--device', 'cpu', '--prompts', '1',"
-        f" '--tokens', '12', '--context', '64', '--json', {str(tmp_path / 'out.json')!r}]\n"
+        f" '--tokens', '12', '--context', '64', '--ops', 'unfused', '--json', {str(tmp_path / 'out.json')!r}]\n"
         "runpy.run_module('bench.gpu.step', run_name='__main__')"
     )
     assert done.returncode == 0, done.stderr

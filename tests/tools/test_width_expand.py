@@ -21,8 +21,10 @@ from swiftspec.llm import LLM
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.formats.int4 import Int4Weight, unpack_int4
+from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
+from tests.support.thread_group import ThreadGroup, on_ranks
 from tests.support.tiny_checkpoints import ROPES, chain, make_checkpoint
 from tools.width_expand.checkpoint import write
 from tools.width_expand.maps import map_layer, spread
@@ -184,3 +186,27 @@ def test_shapes(tmp_path: Path) -> None:
         map_layer(read_config(DRAFT), large)
     with pytest.raises(UserError, match="or the path of a config"):
         read_shape("Llama-4")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shards_compute_the_function_of_the_whole_model(size: int) -> None:
+    """Each rank builds its shard by itself, with a quantised head as the draft of an engine has it."""
+    options: Any = {"device": "cpu", "ops": reference, "max_positions": 64, "dtype": torch.float64}
+    head = LoadTimeQuantization(head="int4")
+    whole = load(DRAFT, LARGE_DRAFT, "int4", quantization=head, **options)
+    tokens = torch.randint(0, whole.spec.vocab_size, (16,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def run(group: ThreadGroup) -> Tensor:
+        model = load(DRAFT, LARGE_DRAFT, "int4", quantization=head, group=group, **options)
+        kv_heads, mixer = model.cache_shapes[0][1], model.spec.layer.mixer
+        kv = KVCache(len(model.spec.layers), kv_heads, mixer.head_dim, 64, reference.make_slot_mover, dtype=model.dtype)
+        found = model.forward(chain(tokens), ModelCache(kv)).logits
+        assert found is not None
+        return group.all_gather(found)
+
+    want = logits(whole, tokens)
+    for parts in on_ranks(size, run):
+        found = torch.cat([*parts], dim=1)[:, : want.shape[1]]
+        assert torch.allclose(found, want, atol=1e-8, rtol=1e-8)
+    plain = logits(load(DRAFT, LARGE_DRAFT, "int4", **options), tokens)
+    assert not torch.allclose(plain, want, atol=1e-3), "the head is rounded"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +32,14 @@ class Line:
         return f"{self.what:62} {self.got:9.2f} {self.accept:9.2f} {self.goal:9.2f} {self.unit:6} {verdict}"
 
 
-def lines(decodes: list[Json], kernels: Json | None, constants: Json | None) -> Iterator[Line]:
+def lines(
+    decodes: list[Json], kernels: Json | None, constants: Json | None, sums: Sequence[Json] = ()
+) -> Iterator[Line]:
     """Yields all measured figures with a target: operators, speedups over competitors, ratios among own operators,
     steps, decodes.
 
-    `decodes`, `kernels`, `constants`: documents of bench.gpu.step, bench.gpu.kernels and bench.gpu.constants.
+    `decodes`, `kernels`, `constants`, `sums`: documents of bench.gpu.step, bench.gpu.kernels, bench.gpu.constants and
+    bench.gpu.all_reduce.
     """
     copy = targets.ASSUMED.copy if kernels is None else kernels["machine"]["copy GB/s"]
     on = Constants.of(constants, copy)
@@ -48,9 +51,10 @@ def lines(decodes: list[Json], kernels: Json | None, constants: Json | None) -> 
             if OURS in found:
                 yield from _operator(name, found, on)
         yield from _beside_each_other([found[OURS] for found in by_case.values() if OURS in found])
+    yield from _all_reduces([result for document in sums for result in document["results"]])
     for decoded in decodes:
         baseline = "unfused" in decoded.get("ops", ()) or not decoded.get("early starts", True)
-        if not baseline and decoded.get("context", USUAL_CONTEXT) == USUAL_CONTEXT:
+        if not baseline and "split" not in decoded and decoded.get("context", USUAL_CONTEXT) == USUAL_CONTEXT:
             yield from _decode(decoded, on)
 
 
@@ -68,6 +72,16 @@ def _operator(name: str, found: Found, on: Constants) -> Iterator[Line]:
     if SUMMED in found:
         more = found[SUMMED]["microseconds"] - took
         yield Line(f"{name}, added by the all-reduce", "us", more, targets.SUMMED.accept, targets.SUMMED.goal)
+
+
+def _all_reduces(results: Iterable[Json]) -> Iterator[Line]:
+    """Yields how much faster a projection with its all-reduce in the kernel is than with a library's after it."""
+    took = {(r["model"], r["ranks"], r["op"], r["rows"], r["competitor"]): r["microseconds"] for r in results}
+    for (model, ranks, op, rows, competitor), us in took.items():
+        ours = took.get((model, ranks, op, rows, OURS))
+        if ours is not None and competitor not in (OURS, "product"):
+            name = f"{model} over {ranks} GPUs {op} x{rows}, all-reduced, against {competitor}"
+            yield Line(name, "x", us / ours, 1.0, 1.0, more=True)
 
 
 def _beside_each_other(ours: Iterable[Json]) -> Iterator[Line]:
@@ -102,10 +116,10 @@ def _decode(decoded: Json, on: Constants) -> Iterator[Line]:
             yield Line(name, "tok/s", decoded[mode]["tok/s"], target.accept, target.goal, more=True)
 
 
-def report(whole: Json, kernels: Json | None, constants: Json | None) -> None:
+def report(whole: Json, kernels: Json | None, constants: Json | None, sums: Sequence[Json] = ()) -> None:
     where = "measured" if constants is not None else "assumed"
     print(f"\ntargets computed from {where} constants\n{'':62} {'measured':>9} {'accept':>9} {'goal':>9}")
-    found = list(lines(whole["decodes"], kernels, constants))
+    found = list(lines(whole["decodes"], kernels, constants, sums))
     for line in found:
         print(line)
     for decoded in whole["decodes"]:
@@ -117,6 +131,8 @@ def report(whole: Json, kernels: Json | None, constants: Json | None) -> None:
         print(f"{decoded['step']}{on and f' on {on}'}: {', '.join(rates + same) or 'nothing'}")
     for said in (kernels["rivals"] + kernels["failed"]) if kernels is not None else []:
         print(said)
+    for document in sums:
+        print("\n".join(document["failed"]))
     for step in whole["steps"]:
         print(f"{step['name']:62} {step['state']}, {step['seconds']:.0f} s")
     print(f"{sum('MISS' in str(line) for line in found)} of {len(found)} targets missed")

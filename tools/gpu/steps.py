@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import sys
@@ -16,6 +17,7 @@ PAIR, SMALL_PAIR, MIDDLE_PAIR = "Llama-3-70B,Llama-3.2-1B", "Llama-3-8B,Llama-3.
 NOTHING_EARLY = {"SWIFTSPEC_EARLY_STARTS": "0"}  # csrc/cuda/launch.cuh
 FEW_STAGES = {"SWIFTSPEC_FEW_STAGES": "3"}  # csrc/cuda/device/device.cu; lets two blocks share a multiprocessor
 NAMES = {"SWIFTSPEC_EARLY_STARTS": "nothing early", "SWIFTSPEC_FEW_STAGES": "three stages"}
+SIZES, SWEEP_S = (2, 4, 8), "180"  # GPUs of the sums over several; seconds of the sweep
 SMOKE = "smoke"  # if this fails, all later steps run without early starts
 
 
@@ -37,8 +39,8 @@ class Step:
     patient: bool = False  # may use all that is left of the budget: without it the other steps show nothing
 
 
-def plan(output: Path, gpu: str) -> list[Step]:
-    """Returns the steps, the most informative first."""
+def plan(output: Path, gpu: str, gpus: int = 1) -> list[Step]:
+    """Returns the steps, the most informative first. `gpus`: number of GPUs of this machine."""
     python, kernels = sys.executable, SCRATCH / "kernels.json"
     constants = SCRATCH / "constants.json"
     bench = (python, "-m", "bench.gpu.kernels", "--budget", SECONDS, "--json", str(kernels))
@@ -59,6 +61,7 @@ def plan(output: Path, gpu: str) -> list[Step]:
         decode(SMALL_PAIR, 40),
         decode(PAIR, 70),
         sanitize("memcheck", "virtual", 35),
+        *several_gpus(output, gpu, gpus),
         profile(),
         decode(SMALL_PAIR, 40, "--context", "32000", extra=True),
         decode(SMALL_PAIR, 60, "--particles", "4,8,16", extra=True),
@@ -72,6 +75,35 @@ def plan(output: Path, gpu: str) -> list[Step]:
         sanitize("racecheck", "virtual and 4", 60, extra=True),  # four ranks; it may report false positives
         Step("kernels, the rest", (*bench, "--resume"), 300, kernels, kept, extra=True),
     ]
+
+
+def several_gpus(output: Path, gpu: str, gpus: int) -> list[Step]:
+    """Returns the steps of a machine with several GPUs: sums over 2, 4 and 8 of them, a large pair on the default split
+    of all, and a sweep over all splits, which needs a package that a bare image lacks."""
+    sizes = [size for size in SIZES if size <= gpus]
+    if not sizes:
+        return []
+    steps = []
+    for size in sizes:
+        file = SCRATCH / f"all-reduce-{size}.json"
+        command = on_ranks(size, "bench.gpu.all_reduce", "--budget", SECONDS, "--json", str(file))
+        kept = output / f"{gpu}-all-reduce-{size}.json"
+        steps.append(Step(f"all-reduce over {size} GPUs", command, 45, file, kept, extra=True))
+    size = sizes[-1]
+    draft = max(1, size // 4)  # as `split_ranks` splits them
+    split, file = f"{size - draft}+{draft}", SCRATCH / "split.json"
+    command = on_ranks(size, "bench.gpu.step", "--pair", MIDDLE_PAIR, "--split", split, "--json", str(file))
+    steps.append(Step(f"decode {MIDDLE_PAIR}, split {split}", command, 120, file, extra=True))
+    if importlib.util.find_spec("pydantic") is not None:
+        file = SCRATCH / "sweep.json"
+        command = on_ranks(size, "bench.gpu.sweep", "--pair", SMALL_PAIR, "--budget", SWEEP_S, "--json", str(file))
+        steps.append(Step(f"sweep over {size} GPUs", command, 240, file, extra=True))
+    return steps
+
+
+def on_ranks(size: int, module: str, *options: str) -> tuple[str, ...]:
+    """Returns the command that runs a module on `size` ranks of this machine."""
+    return (sys.executable, "-m", "tools.gpu.ranks", str(size), module, *options)
 
 
 SWITCHES: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (

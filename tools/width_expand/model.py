@@ -18,6 +18,10 @@ from swiftspec.model.config import ModelConfig
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.float8 import FLOAT8, Fp8KVScale
 from swiftspec.model.formats import format_of
+from swiftspec.model.formats.int8 import LoadTimeQuantization
+from swiftspec.model.loader import NO_QUANTIZATION
+from swiftspec.model.shard import Shard
+from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.transformer import ModelOps, Transformer
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight
 from tools.width_expand.fill import Filler
@@ -142,15 +146,25 @@ def load(
     max_positions: int,
     dtype: torch.dtype | None = None,
     cache_dtype: torch.dtype | None = None,
+    group: TensorParallelGroup | None = None,
+    quantization: LoadTimeQuantization = NO_QUANTIZATION,
     seed: int = 0,
 ) -> Transformer:
     """Builds the width-expanded model on the device with the interface of model/loader.py.
 
-    It writes no file and keeps no second copy.
+    It writes no file and keeps no second copy. With a `group`, a rank builds one whole layer at a time and keeps its
+    shard; equal seeds on devices of one kind give all ranks the same layers.
     """
     grown = Grown.of(path, sizes, kind, device, seed)
     spec, weights = grown.large.spec, grown.weights()
+    shard = None if group is None else Shard.of(grown.large, group.rank, group.size)
+    weights = quantization.of_weights(weights if shard is None else shard.cut(weights))
     if cache_dtype == FLOAT8:
         mixer = spec.layer.mixer
-        weights = Fp8KVScale(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim).of_weights(weights)
-    return Transformer(spec, weights, ops, device, dtype or DTYPES[kind], max_positions, cache_dtype=cache_dtype)
+        heads = (mixer.num_heads, mixer.num_kv_heads)
+        heads = heads if shard is None else (shard.layers[0].num_heads, shard.layers[0].kv_heads)
+        weights = Fp8KVScale(*heads, mixer.head_dim).of_weights(weights)
+    return Transformer(
+        spec, weights, ops, device, dtype or DTYPES[kind], max_positions, shard=shard, group=group,
+        cache_dtype=cache_dtype,
+    )  # fmt: skip

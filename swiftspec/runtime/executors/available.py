@@ -80,7 +80,7 @@ def target_executors(runner: Runner, deps: ExecutorDeps) -> list[TreeExecutor]:
 def draft_executors(runner: Runner, deps: ExecutorDeps, config: EngineConfig) -> tuple[list[TreeExecutor], DraftTree]:
     """Returns the executors that can expand the draft tree, the fastest first, and the tree."""
     executors: list[TreeExecutor] = []
-    slots, leaves, children = runner.tree_slots, config.draft_leaves, config.children_per_leaf
+    slots, leaves, children = runner.tree_slots, config.leaves_per_expansion, config.children_per_leaf
     tree = DraftTree(1 + slots * children, slots)
     if deps.fused is not None:
         tree = NativeTree(1 + slots * children, slots, deps.fused)
@@ -110,7 +110,7 @@ def target_captures(executors: Sequence[TreeExecutor], config: EngineConfig) -> 
 
 def draft_captures(executors: Sequence[TreeExecutor], config: EngineConfig, slots: int) -> list[Callable[[], None]]:
     """As `target_captures`, for the expansions of a draft tree of `slots` tree slots."""
-    leaves, found = config.draft_leaves, list[Callable[[], None]]()
+    leaves, found = config.leaves_per_expansion, list[Callable[[], None]]()
     for kind in executors:
         if isinstance(kind, GraphExpansionExecutor):
             found += kind.expansion_captures(config.max_draft_steps)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,15 @@ import torch
 from bench.data.heldout import DEMO, read_token_ids
 from bench.gpu import step
 from swiftspec.backends import unfused
+from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
 from swiftspec.model.loader import load_model
 from swiftspec.runtime.executors.graph import FORWARD_GRAPHS, GraphForwardExecutor
 from tests.support.fake_cuda_graphs import Rerun
+from tests.support.ranks import Pool
 from tests.support.roles import make_drafter, make_runner
+from tools.width_expand.shapes import FIELDS, grown_config
 
 
 def test_prompts_use_the_demo_tokenizer() -> None:
@@ -27,6 +33,67 @@ def test_prompts_use_the_demo_tokenizer() -> None:
 
 def test_agreement() -> None:
     assert step.agreement([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == pytest.approx(4 / 6)
+
+
+def arguments(**changed: Any) -> Namespace:
+    usual: dict[str, Any] = {
+        "prompts": 1, "tokens": 8, "context": 64, "device": "cpu", "ops": "auto", "steps": 2, "head": "auto",
+        "kv_cache_dtype": "auto", "split": None, "modes": list(step.MODES),
+    }  # fmt: skip
+    return Namespace(**usual | changed)
+
+
+def test_every_mode_decodes_with_the_roles_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On shared models. On a CPU the streams of the overlapped mode do nothing, and the check for a GPU is left out."""
+    create, loaded, roles = ModelPair.create, [], dict[str, tuple[str, str]]()
+
+    def anywhere(target: Any, draft: Any, plan: EngineConfig, *others: Any) -> ModelPair:
+        return create(target, draft, EngineConfig("serial") if plan.overlap_on_one_gpu else plan, *others)
+
+    class Recorded(step.LLM):
+        def __init__(self, target: Any, draft: Any, config: EngineConfig, **options: Any) -> None:
+            super().__init__(target, draft, config, **options)
+            parts: Any = self.roles.inner_roles
+            roles[config.mode] = type(parts.drafter).__name__, type(parts.verifier).__name__
+
+    def counted(path: Any, **options: Any) -> Any:
+        loaded.append((path.name, options["quantization"].head))
+        return load_model(path, **options)
+
+    monkeypatch.setattr(ModelPair, "create", staticmethod(anywhere))
+    monkeypatch.setattr(step, "LLM", Recorded)
+    monkeypatch.setattr(step, "load_model", counted)
+    parts: list[set[str]] = []
+    found = step.measure("demo", arguments(head="int4"), lambda result: parts.append(set(result)))
+    assert roles == {
+        "serial": ("LocalDrafter", "TargetVerifier"), "ar": ("NoDrafter", "TargetVerifier"),
+        "async": ("OverlappedDrafter", "ThreadedVerifier"),
+    }  # fmt: skip
+    assert loaded == [("target", "int4"), ("draft", "int4")]
+    assert found["tree equals ar"] == found["async equals ar"] == 1.0
+    assert {*step.MODES, "step ms", "ops"} <= set(found) and "ar" not in parts[0]
+
+
+def test_a_split_needs_its_ranks() -> None:
+    with pytest.raises(UserError, match="requires 8 ranks: start it with torchrun --standalone --nproc-per-node 8"):
+        step.run_split(arguments(split=[6, 2]), print)
+    config = step.config_of("async", arguments(split=[6, 2]))
+    assert (config.mode, config.target_tp, config.draft_tp) == ("async", 6, 2)
+
+
+@pytest.mark.slow
+def test_a_width_expanded_pair_decodes_on_two_ranks(pool: Pool, tmp_path: Path) -> None:
+    """The text is that of one rank; each rank builds its own models in memory."""
+    shapes = []
+    for role, sizes in (("target", (512, 9, 8, 2, 128, 1152, 4224)), ("draft", (256, 3, 8, 2, 64, 512, 4224))):
+        config = grown_config(DEMO / role, dict(zip(FIELDS, (*sizes, False), strict=True)), "int4")
+        shapes.append(str(tmp_path / f"{role}.json"))
+        Path(shapes[-1]).write_text(json.dumps(config))
+    short = ["--pair", ",".join(shapes), "--device", "cpu", "--prompts", "1", "--tokens", "12", "--context", "64"]
+    short += ["--ops", "unfused"]  # without int8 activations, which change the text
+    found, nothing = pool.run(2, "split_decode", argv=[*short, "--split", "1+1"])
+    assert nothing is None
+    assert found["same text"] > 0.4 and found["async"]["tok/round"] > 1.5 and found["split"] == [1, 1]
 
 
 def test_particles_are_measured_after_a_warm_up_on_shared_models(monkeypatch: pytest.MonkeyPatch) -> None:

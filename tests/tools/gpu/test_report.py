@@ -9,6 +9,7 @@ import pytest
 
 from bench.baselines.kernels import BaselineKernels
 from bench.gpu import kernels as bench
+from bench.gpu.all_reduce import SumTime
 from bench.gpu.cases import Maker
 from bench.gpu.targets import ASSUMED
 from tools.gpu.report import lines, report
@@ -82,6 +83,21 @@ def test_the_table_names_every_miss(capsys: pytest.CaptureFixture[str]) -> None:
     assert "big, nothing early on cuda and cuda: " in printed, "shown, but held against nothing"
     assert "6 of 14 targets missed" in printed and "flashinfer: not importable" in printed
     report({"steps": [], "decodes": []}, None, None)  # no results
+
+
+def test_sums_over_several_gpus_are_compared_with_libraries(capsys: pytest.CaptureFixture[str]) -> None:
+    def took(competitor: str, us: float) -> dict[str, Any]:
+        return asdict(SumTime("Llama-3-70B", 4, "o", 8, competitor, us, {}))
+
+    rivals = {"swiftspec": 10.0, "product": 8.0, "product + nccl": 30.0, "product + one-shot": 9.0}
+    sums = {"results": [took(*each) for each in rivals.items()], "failed": ["no symmetric memory"]}
+    split = DECODED | {"split": [6, 2]}
+    name = "Llama-3-70B over 4 GPUs o x8, all-reduced, against product +"
+    assert {line.what: str(line).split()[-1] for line in lines([split], None, None, [sums])} == {
+        f"{name} nccl": "goal", f"{name} one-shot": "MISS",
+    }  # fmt: skip
+    report({"steps": [], "decodes": [split]}, None, None, [sums])
+    assert "no symmetric memory" in capsys.readouterr().out
 
 
 def test_a_decode_that_ended_early_counts_its_tokens(capsys: pytest.CaptureFixture[str]) -> None:
