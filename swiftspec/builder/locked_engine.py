@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from swiftspec.backends.cuda.devices import is_device_error
 from swiftspec.batching.decoding import BatchDecoding, BatchRequest, IsCancelled, NextRequest
 from swiftspec.engine import Decoding, Engine, RequestLimits, Stats, TokenChunk
 from swiftspec.errors import NonFiniteLogits, UserError, truncated_repr
@@ -44,14 +45,16 @@ class LockedEngine(Engine):
         background: BackgroundWork | None = None,
         cancel_check: CancelCheck | None = None,
         on_finished: Callable[[Stats], object] = lambda stats: None,
+        on_device_error: Callable[[Exception], object] = lambda error: None,
     ) -> None:
         """`background`: work that is paused while a request runs.
         `cancel_check`: the check that the runners of `decoding` call before each prefill chunk.
         `on_finished`: called with the statistics of each request when it ends.
+        `on_device_error`: called with an error that says that a GPU of this process has failed, before it is raised.
         """
         super().__init__(decoding, limits)
         self._background, self._cancel_check = background, cancel_check if cancel_check is not None else CancelCheck()
-        self._on_finished = on_finished
+        self._on_finished, self._on_device_error = on_finished, on_device_error
         self._lock = threading.RLock()  # held during a round
         self._open: tuple[Generator[Any], int] | None = None  # the running request and its thread
         self._closed = False
@@ -188,6 +191,9 @@ class LockedEngine(Engine):
                     except Cancelled:
                         return
                     except (MemoryError, RuntimeError) as error:
+                        if is_device_error(error):
+                            self._on_device_error(error)
+                            raise
                         if isinstance(error, RuntimeError) and "memory" not in str(error):
                             raise
                         raise UserError(OUT_OF_MEMORY) from None

@@ -19,7 +19,7 @@ from swiftspec.distributed.group.leader import FollowerGroup, dispatch_loop
 from swiftspec.distributed.launch.config_check import RankConfig, check_consistent, report_startup_error
 from swiftspec.distributed.launch.supervision import Heartbeat
 from swiftspec.distributed.launch.world import World, pin_to_cores
-from swiftspec.distributed.rank_startup import RoleBuilder
+from swiftspec.distributed.rank_startup import RoleBuilder, agree_on_operators
 from swiftspec.distributed.transport.codec import (
     Message,
     Words,
@@ -221,6 +221,7 @@ class WorkerRank:
         self._group: RankGroup | None = None
         error, kinds = None, set[str]()
         try:
+            builder = agree_on_operators(builder, world, "target", world.rank, world.size)
             builder = builder.with_vocab(vocab, tuple(masked))
             self._group = join_group(
                 world, "target", world.rank, world.size, device=builder.device, share_device=builder.share_device,

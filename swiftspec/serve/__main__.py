@@ -199,6 +199,8 @@ def run_rank(command: ParsedCommand, first: bool, supervisor: SupervisorClient |
     `supervisor`: connection to the supervisor that has started this process; None without one.
     """
     serving = command.settings.port is not None
+    if supervisor is not None and supervisor.incarnation > 0 and command.settings.gpu_trial == "again":
+        command.settings.gpu_trial = "auto"  # the verdict may say that the GPU has failed since
     if not first:
         from swiftspec.serve.session import run_follower_rank
 

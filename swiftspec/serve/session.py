@@ -205,6 +205,7 @@ def _load_llm(
     """Loads the models. `masked`: tokens that the draft must not propose. Raises UserError if there is not enough
     memory."""
     phases.begin("target weights")
+    from swiftspec.backends.cuda.devices import is_device_error
     from swiftspec.llm import LLM
 
     options = load_options(settings)
@@ -215,7 +216,7 @@ def _load_llm(
     try:
         llm = LLM(resolved.target, resolved.draft, resolved.plan, world=world, **options)
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if is_device_error(error) or (isinstance(error, RuntimeError) and "memory" not in str(error)):
             raise
         raise UserError(
             "not enough memory for these models: use a smaller --max-model-len, or --dtype bfloat16"
@@ -253,6 +254,8 @@ def load_options(settings: Settings) -> LoadOptions:
         "emulate": requested_emulation(settings),
         "trace": None if settings.trace is None else Path(settings.trace),
         "packed_cache": _packed_cache_folder(settings),
+        "gpu_trial": settings.gpu_trial,
+        "trial_cache": _user_cache("gpu_trial"),
         "draft_worker": draft_worker(settings),
     }
 
@@ -262,9 +265,14 @@ def _packed_cache_folder(settings: Settings) -> Path | None:
     no home directory)."""
     if settings.packed_cache is not None:
         return None if settings.packed_cache == "off" else expand_user(settings.packed_cache)
+    return _user_cache("packed")
+
+
+def _user_cache(name: str) -> Path | None:
+    """Returns a folder in the user's cache directory; None if there is no home directory."""
     try:
-        return expand_user(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "swiftspec" / "packed"
-    except UserError:  # no home directory
+        return expand_user(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "swiftspec" / name
+    except UserError:
         return None
 
 

@@ -18,7 +18,17 @@ from swiftspec import _C
 from swiftspec.backends import reference
 from swiftspec.backends.cpu.decoder import fuse
 from swiftspec.backends.cpu.packing import PackedLinear, mask_outputs, pack
-from swiftspec.backends.reference import DEFAULT_SCORES, MAX_CAPTURED_SEQUENCES, Scores, device_tree, embed, rope_tables
+from swiftspec.backends.reference import (
+    DEFAULT_SCORES,
+    DRAFT_HEAD,
+    MAX_CAPTURED_SEQUENCES,
+    PEER_ALL_REDUCE,
+    PREFILL_CHUNK_ROWS,
+    Scores,
+    device_tree,
+    embed,
+    rope_tables,
+)
 from swiftspec.backends.reference.resampling import ResamplingState
 from swiftspec.errors import UserError
 from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors, PackedMlp, ProjectionNorm
@@ -28,7 +38,11 @@ if TYPE_CHECKING:
     from swiftspec.model.batch import Batch
 
 __all__ = [
+    "DEFAULT_SCORES",
+    "DRAFT_HEAD",
     "MAX_CAPTURED_SEQUENCES",
+    "PEER_ALL_REDUCE",
+    "PREFILL_CHUNK_ROWS",
     "Scores",
     "check_supported",
     "children",

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+from contextlib import suppress
+from pathlib import Path
+
 import torch
 
-from swiftspec import _C
+from swiftspec import _C, __version__
 from swiftspec.errors import UserError
 
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 MIN_COMPUTE_CAPABILITY = (8, 0)  # Ampere
+# How torch begins its messages about a failed device, and how the CUDA runtime describes faults of kernels; the native
+# extension reports the latter without the former
+DEVICE_ERRORS = (
+    "CUDA error", "illegal memory access", "launch failure", "misaligned address", "illegal instruction",
+    "launch timed out", "hardware stack error", "invalid program counter", "not supported on global/shared",
+    "device-side assert",
+)  # fmt: skip
 
 
 def require_usable(device: torch.device | str) -> torch.device:
@@ -51,6 +63,25 @@ def driver_version() -> str | None:
     return f"{driver // 1000}.{driver % 1000 // 10}" if driver else None
 
 
+def machine_facts(device: torch.device) -> dict[str, str | None]:
+    """Returns everything outside of the models that decides whether the CUDA operators work on a GPU, serialisable as
+    JSON: the contents of the native extension, the GPU, its driver and torch."""
+    assert _C.__file__ is not None
+    with Path(_C.__file__).open("rb") as extension:
+        digest = hashlib.file_digest(extension, "sha256").hexdigest()
+    return {
+        "version": __version__, "extension": digest, "gpu": torch.cuda.get_device_name(device),
+        "driver": _driver_build() or driver_version(), "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def _driver_build() -> str | None:
+    """Returns the line with the version of the NVIDIA driver; None if the kernel does not report it."""
+    with suppress(OSError):
+        return DRIVER_FILE.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+    return None
+
+
 def why_no_gpu() -> str:
     """Returns in one line why torch finds no GPU and how to fix it."""
     if torch.version.cuda is None:
@@ -61,3 +92,12 @@ def why_no_gpu() -> str:
         has = f"{driver // 1000}.{driver % 1000 // 10}"
         return f"the NVIDIA driver supports CUDA {has}, but this PyTorch needs {needed}; install a newer driver"
     return "no NVIDIA driver is installed" if driver == 0 else "the driver reports no usable GPU"
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Returns whether an exception says that a kernel has failed, after which this process cannot use its GPU any more.
+    Exhausted memory is not such an error."""
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    text = str(error)
+    return any(part in text for part in DEVICE_ERRORS) and "out of memory" not in text

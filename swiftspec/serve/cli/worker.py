@@ -169,13 +169,14 @@ def _load(
         adapts = side == "draft" and settings.draft_steps is None
         shape = EngineConfig("serial" if side == "draft" else "ar", adapt_steps=adapts, target_tp=ranks, **tree)
     phases.begin(f"{side} weights")
+    from swiftspec.backends.cuda.devices import is_device_error
     from swiftspec.builder.worker_model import WorkerLimits, WorkerModel
 
     room = WorkerLimits(settings.max_sessions, settings.session_idle, shape)
     try:
         return WorkerModel(side, path, room, world, options), codec
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if is_device_error(error) or (isinstance(error, RuntimeError) and "memory" not in str(error)):
             raise
         raise UserError(
             "not enough memory for this model: use a smaller --max-model-len or --max-sessions, or --dtype bfloat16"
