@@ -51,7 +51,7 @@ class LLMBase:
         cache.
         `pause`: cancellation check that the runners of the roles call before each prefill chunk.
         `note`: receives a line if hardly any token of the draft is accepted.
-        `on_device_error`: called with an error that says that a GPU of this process has failed.
+        `on_device_error`: called with an error of this process's GPU.
         """
         self.roles, self.load_time, self.writer = roles, load_time, writer
         self.config = roles.config

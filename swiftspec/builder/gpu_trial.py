@@ -169,7 +169,7 @@ class TrialRunner:
     """Runs checks in processes, each of which continues behind the check that has ended the one before.
 
     `start`: starts a process. `clock`: returns the time in seconds; all processes together have `TRIAL_S`.
-    `problem`: why a process has ended before its first check; None if none has.
+    `problem`: why no check of a process has begun; None if one did in each process.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class TrialRunner:
         try:
             process = self._start(request)
         except OSError as error:
-            return None, error.strerror or str(error)
+            return None, f"its process was not started ({error.strerror or error})"
         try:
             while (line := process.next_line(self._time_left(current, began))) is not None:
                 match _decoded(line):
@@ -214,10 +214,11 @@ class TrialRunner:
         except TimeoutError:
             lasted = self._clock() - began
             process.stop()
-            hung = current is not None and lasted >= UNFINISHED_S
-            return (current if hung else None), f"it hung for {lasted:.0f} s"
+            if current is None:
+                return None, f"no check began within {lasted:.0f} s"
+            return (current if lasted >= UNFINISHED_S else None), f"it hung for {lasted:.0f} s"
         how = process.stop()
-        return current, f"it ended its process ({how})"
+        return current, f"{'its process ended' if current is None else 'it ended its process'} ({how})"
 
     def _time_left(self, current: str | None, began: float) -> float:
         """Returns the seconds that the next line may take. Raises TimeoutError if there are none."""
@@ -297,6 +298,4 @@ def run_trial(
     verdict, complete = search_rungs(trial_checks(plan), runner.run)
     if complete:
         return verdict, None
-    if runner.problem is not None:
-        return verdict, f"its process did not begin: {runner.problem}"
-    return verdict, f"it was not complete after {TRIAL_S:g} s"
+    return verdict, runner.problem or f"it was not complete after {TRIAL_S:g} s"

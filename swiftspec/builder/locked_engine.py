@@ -50,7 +50,7 @@ class LockedEngine(Engine):
         """`background`: work that is paused while a request runs.
         `cancel_check`: the check that the runners of `decoding` call before each prefill chunk.
         `on_finished`: called with the statistics of each request when it ends.
-        `on_device_error`: called with an error that says that a GPU of this process has failed, before it is raised.
+        `on_device_error`: called with an error of this process's GPU (`is_device_error`) before it is raised.
         """
         super().__init__(decoding, limits)
         self._background, self._cancel_check = background, cancel_check if cancel_check is not None else CancelCheck()

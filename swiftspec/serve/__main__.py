@@ -200,7 +200,7 @@ def run_rank(command: ParsedCommand, first: bool, supervisor: SupervisorClient |
     """
     serving = command.settings.port is not None
     if supervisor is not None and supervisor.incarnation > 0 and command.settings.gpu_trial == "again":
-        command.settings.gpu_trial = "auto"  # the verdict may say that the GPU has failed since
+        command.settings.gpu_trial = "auto"  # an error of the GPU may have changed the verdict
     if not first:
         from swiftspec.serve.session import run_follower_rank
 

@@ -53,7 +53,12 @@ class StandIn(SimpleNamespace):
         names = {name for members in FAMILIES.values() for name in members if hasattr(reference, name)}
         functions = {name: own.get(name, getattr(reference, name)) for name in names}
         super().__init__(**{name: self._noting(name, function) for name, function in functions.items()})
-        self.PREFILL_CHUNK_ROWS, self.PEER_ALL_REDUCE, self.DRAFT_HEAD, self.MAX_CAPTURED_SEQUENCES = 1024, True, "int4", 64
+        self.PREFILL_CHUNK_ROWS, self.PEER_ALL_REDUCE, self.DRAFT_HEAD, self.MAX_CAPTURED_SEQUENCES = (
+            1024,
+            True,
+            "int4",
+            64,
+        )
 
     def _noting(self, name: str, function: Any) -> Any:
         if not callable(function) or isinstance(function, type):
@@ -89,7 +94,9 @@ def logits(ops: Any) -> Tensor:
     runner.prefill([3, 1, 4, 1, 5, 9])
     slots = torch.tensor([6, 7, 8])
     mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
-    batch = Batch(torch.tensor([7, 8, 9]), torch.tensor([6, 7, 7]), slots, mask, torch.zeros(3).long(), torch.tensor([9]))
+    batch = Batch(
+        torch.tensor([7, 8, 9]), torch.tensor([6, 7, 7]), slots, mask, torch.zeros(3).long(), torch.tensor([9])
+    )
     out = model.forward(batch, runner.cache).logits
     runner.cache.kv.move(0, [8], 7)
     assert out is not None

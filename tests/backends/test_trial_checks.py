@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -190,6 +191,4 @@ def test_which_errors_are_of_the_device() -> None:
 def test_early_starts_are_disabled_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFTSPEC_EARLY_STARTS", "1")
     trial.disable_early_starts()
-    import os
-
     assert os.environ["SWIFTSPEC_EARLY_STARTS"] == "0"

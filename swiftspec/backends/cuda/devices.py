@@ -95,8 +95,8 @@ def why_no_gpu() -> str:
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Returns whether an exception says that a kernel has failed, after which this process cannot use its GPU any more.
-    Exhausted memory is not such an error."""
+    """Returns whether an exception reports that a kernel has failed, after which this process cannot use its GPU any
+    more. Exhausted memory is not such an error."""
     if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
         return False
     text = str(error)

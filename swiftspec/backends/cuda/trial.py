@@ -69,7 +69,7 @@ def run_checks(request: TrialRequest, ops: Any, at: TrialDevice) -> Iterator[dic
             reason = checks[name].run(ops, at)
             at.finish()
         except torch.OutOfMemoryError:
-            reason = None  # says nothing about the operators
+            reason = None  # no evidence against the operators
         except Exception as error:  # the check decides nothing else than whether these operators are used
             reason = one_line(error)
             fault = {"fault": reason} if is_device_error(error) else {}

@@ -553,5 +553,3 @@ def check_replays(shape: LayerShape, ops: Any, at: TrialDevice) -> str | None:
         for part in out:
             part.fill_(torch.nan)
     return None
-
-
