@@ -166,7 +166,8 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
     `note` is called with the results after every part, so that a later failure does not lose them.
     """
     prompts = read_token_ids(args.prompts)
-    options: LoadOptions = {"device": args.device, "max_model_len": args.context + 256}
+    # no trial: what is measured are the operators that are asked for
+    options: LoadOptions = {"device": args.device, "max_model_len": args.context + 256, "gpu_trial": "off"}
     said = truth(prompts, args.tokens)
     shapes = pair.split(",")
     with grown_pair(shapes) if pair != "demo" else _demo() as (paths, load):
@@ -234,7 +235,7 @@ def measure_particles(pair: str, args: argparse.Namespace, note: Callable[[dict[
         for count in sorted(args.particles, reverse=True):
             config = EngineConfig("smc", population=PopulationConfig(particles=count))
             options: LoadOptions = {"device": args.device, "max_model_len": args.context + 256, "load": once}
-            options = {**options, "dtype": torch.bfloat16, "ops": args.ops}
+            options = {**options, "dtype": torch.bfloat16, "ops": args.ops, "gpu_trial": "off"}
             llm = LLM(paths[0], paths[1], config, **options)
             result[f"smc {count}"] = decode(llm, prompts, args.tokens, WARM)[1]
             population = llm.roles.inner_roles

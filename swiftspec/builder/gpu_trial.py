@@ -197,7 +197,7 @@ class TrialRunner:
 
     def _run_process(self, request: TrialRequest, results: dict[str, str | None]) -> tuple[str | None, str]:
         """Runs one process and adds its results. Returns the check that has ended it, or None, and how it ended."""
-        current, began = None, self._clock()
+        current, problem, began = None, "", self._clock()
         try:
             process = self._start(request)
         except OSError as error:
@@ -209,6 +209,8 @@ class TrialRunner:
                         current, began = name, self._clock()
                     case {"check": str(name), "reason": (str() | None) as reason} if name == current:
                         results[name], current = reason, None
+                    case {"problem": str(problem)}:
+                        pass
                     case _:  # something else that the process has printed
                         pass
         except TimeoutError:
@@ -218,7 +220,9 @@ class TrialRunner:
                 return None, f"no check began within {lasted:.0f} s"
             return (current if lasted >= UNFINISHED_S else None), f"it hung for {lasted:.0f} s"
         how = process.stop()
-        return current, f"{'its process ended' if current is None else 'it ended its process'} ({how})"
+        if current is None:
+            return None, problem or f"its process ended ({how})"
+        return current, f"it ended its process ({how})"
 
     def _time_left(self, current: str | None, began: float) -> float:
         """Returns the seconds that the next line may take. Raises TimeoutError if there are none."""

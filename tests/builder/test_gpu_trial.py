@@ -232,6 +232,11 @@ def test_a_process_that_does_not_begin_gives_no_verdict(monkeypatch: pytest.Monk
     verdict, problem = run_trial(PLAN, "cuda:0", lambda request: Script(clock, []), lambda: clock[0])
     assert verdict == GpuVerdict() and problem == "its process ended (SIGABRT)"
 
+    busy = '{"problem": "CUDA error: all CUDA-capable devices are busy"}'
+    clock = [0.0]
+    found = run_trial(PLAN, "cuda:0", lambda request: Script(clock, [busy]), lambda: clock[0])
+    assert found == (GpuVerdict(), "CUDA error: all CUDA-capable devices are busy")
+
     def refuse(request: TrialRequest) -> Any:
         raise PermissionError(13, "Permission denied")
 
@@ -512,3 +517,11 @@ def test_the_ranks_of_a_group_use_the_same_operators(
     assert [agreed[rank].verdict.fallbacks for rank in range(3)] == [{"attention": "why", "early_starts": "why"}] * 3
     alone: Any = World()
     assert agree_on_operators(pairs[2], alone, "draft", 0, 1) is pairs[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")
+def test_the_program_without_a_gpu() -> None:
+    """It reports why, and has no verdict."""
+    verdict, problem = run_trial(PLAN, "cuda:0")
+    assert verdict == GpuVerdict() and (problem or "").startswith("no usable NVIDIA GPU: ")

@@ -3,8 +3,8 @@
 A kernel that faults or hangs costs the process its GPU, so the checks run in a process of their own, which
 builder/gpu_trial.py starts, watches and starts again behind a check that has ended it. The request is one line of JSON
 on standard input (`TrialRequest`). Standard output has two lines of JSON for each check, `{"begins": name}` and
-`{"check": name, "reason": text or null}`. The process exits with 0 after the last check, and with EXIT_DEVICE_FAULT
-after a check that has left the GPU unusable.
+`{"check": name, "reason": text or null}`, or the line `{"problem": text}` if the GPU cannot be used at all. The process
+exits with 0 after the last check, and with EXIT_DEVICE_FAULT after a check that has left the GPU unusable.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from swiftspec.backends.cuda.devices import is_device_error
+from swiftspec.backends import cuda, unfused
+from swiftspec.backends.cuda.devices import is_device_error, require_usable
 from swiftspec.backends.cuda.trial_checks import TrialDevice, TrialPlan, trial_checks
-from swiftspec.backends.families import compose
+from swiftspec.backends.families import Family, compose
+from swiftspec.errors import UserError
 from swiftspec.file_io import one_line
 
 EXIT_DEVICE_FAULT = 3
@@ -38,7 +40,7 @@ class TrialRequest:
     plan: TrialPlan
     device: str
     early_starts: bool
-    on_library: Sequence[str]
+    on_library: Sequence[Family]
     names: Sequence[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -98,18 +100,27 @@ def main() -> NoReturn:
     request = TrialRequest.from_json(json.loads(sys.stdin.readline()))
     if not request.early_starts:
         disable_early_starts()
-    from swiftspec.backends import cuda, unfused  # after the environment is set
-
-    device = torch.device(request.device)
-    torch.cuda.set_device(device)
-    ops = compose(cuda, unfused, [*request.on_library])  # type: ignore[list-item]
     code = 0
-    with torch.inference_mode():
-        for line in run_checks(request, ops, TrialDevice(device, capture_graph)):
-            sys.stdout.write(f"{json.dumps(line)}\n")
-            sys.stdout.flush()
-            code = EXIT_DEVICE_FAULT if "fault" in line else 0
+    for line in _lines(request):
+        sys.stdout.write(f"{json.dumps(line)}\n")
+        sys.stdout.flush()
+        code = EXIT_DEVICE_FAULT if "fault" in line else 0
     os._exit(code)  # the destructors of a faulted device may block
+
+
+def _lines(request: TrialRequest) -> Iterator[Mapping[str, str | None]]:
+    """Yields all lines of the protocol."""
+    device = torch.device(request.device)
+    try:
+        require_usable(device)
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, UserError) as error:  # torch without CUDA raises AssertionError
+        yield {"problem": one_line(error)}
+        return
+    with torch.inference_mode():
+        ops = compose(cuda, unfused, request.on_library)
+        yield from run_checks(request, ops, TrialDevice(device, capture_graph))
 
 
 if __name__ == "__main__":
