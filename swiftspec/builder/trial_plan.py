@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,21 +45,31 @@ def make_trial_plan(models: Sequence[TrialModel], tree: TreeShape | None, partic
         shard = Shard.of(model.config, 0, model.ranks) if model.ranks > 1 else None
         for index, layer in enumerate(spec.layers):
             if layer not in spec.layers[:index]:
-                layers.append(_layer_shape(model, layer, shard, index))
+                layers += [_layer_shape(model, layer, shard, index, group) for group in _stored_groups(model.config)]
         rows = spec.vocab_size if shard is None else shard.head_rows
         group = group_of(spec.hidden_size) if model.int4_head and rows % EIGHT == 0 else None
         heads.append(ProjectionShape("head", rows, spec.hidden_size, group or 0))
     return TrialPlan(tuple(dict.fromkeys(layers)), tuple(dict.fromkeys(heads)), tree, particles)
 
 
-def _layer_shape(model: TrialModel, layer: LayerSpec, shard: Shard | None, index: int) -> LayerShape:
+def _stored_groups(config: ModelConfig) -> list[int]:
+    """Returns the inputs per scale of the int4 matrices of a checkpoint; 0 for matrices that the operators have in
+    bfloat16, as they have those whose inputs are permuted."""
+    layout = format_of(config)
+    if layout is None or not layout.is_int4:
+        return [0]
+    groups: Any = (config.quantization.get("config_groups") or {}).values()
+    orders = [group.get("weights", {}).get("actorder") for group in groups if isinstance(group, dict)]
+    permuted = bool(config.quantization.get("desc_act")) or any(orders)
+    return [layout.group_size, 0] if permuted else [layout.group_size]
+
+
+def _layer_shape(model: TrialModel, layer: LayerSpec, shard: Shard | None, index: int, stored: int) -> LayerShape:
     mixer, hidden = layer.mixer, model.config.spec.hidden_size
     heads, kv_heads, inner = mixer.num_heads, mixer.num_kv_heads, layer.mlp.intermediate_size
     if shard is not None:
         part = shard.layers[index]
         heads, kv_heads, inner = part.num_heads, part.kv_heads, len(part.down)
-    layout = format_of(model.config)
-    stored = layout.group_size if layout is not None and layout.is_int4 else 0
 
     def projection(op: Projection, outputs: int, inputs: int) -> ProjectionShape:
         # a shard of O consists of whole heads, and the kernels have groups of a few sizes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_all_checks_pass_and_cover_every_family() -> None:
 
 def test_attention_over_a_float8_cache() -> None:
     shape = AttentionShape(2, 1, 64, 200, "float8_e4m3fn", False)
-    plan = TrialPlan((LayerShape(*LAYER.projections, shape),), PLAN.heads, None, 0)
+    plan = TrialPlan((replace(LAYER, attention=shape),), PLAN.heads, None, 0)
     checks = {check.name: check for check in trial_checks(plan)}
     assert checks[str(shape)].run(unfused, AT) is None
 

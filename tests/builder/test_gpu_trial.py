@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from swiftspec.backends import cuda, unfused
 from swiftspec.backends.cuda import devices
@@ -32,7 +32,6 @@ from swiftspec.backends.cuda.trial_checks import (
 from swiftspec.backends.families import FAMILIES
 from swiftspec.builder import gpu_trial
 from swiftspec.builder.gpu_trial import CheckProcess, GpuVerdict, TrialRunner, run_trial, search_rungs
-from swiftspec.builder.load_options import LoadOptions
 from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
@@ -337,6 +336,9 @@ def test_the_plan_of_a_pair() -> None:
     assert awq.attention == AttentionShape(4, 2, 64, 600, "bfloat16", False)
     assert dense.qkv.group == 0 and dense.attention.cache == "float8_e4m3fn"
     assert plan.heads == (ProjectionShape("head", 304, 256, 0), ProjectionShape("head", 304, 256, 128))
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
+    permuted = TrialModel(parse_config({**LLAMA, "quantization_config": gptq}), 1, 600, torch.bfloat16, False)
+    assert [layer.qkv.group for layer in make_trial_plan([permuted], None, 0).layers] == [128, 0]
     [shard] = make_trial_plan(
         [TrialModel(parse_config({**LLAMA, **AWQ}), 4, 600, torch.bfloat16, False)], None, 0
     ).layers
@@ -386,7 +388,7 @@ class Trials:
 
 def created(model: Path, folder: Path, plan: EngineConfig | None = None, **more: Any) -> tuple[ModelPair, list[str]]:
     notes: list[str] = []
-    options: LoadOptions = {"device": "cuda", "trial_cache": folder, "note": notes.append, **more}
+    options: Any = {"device": "cuda", "trial_cache": folder, "note": notes.append, **more}
     plan = plan or EngineConfig("serial")
     return ModelPair.create(model, model if plan.mode != "ar" else None, plan, None, options), notes
 
@@ -408,7 +410,8 @@ def test_a_verdict_is_found_again(model: Path, tmp_path: Path, monkeypatch: pyte
     created(model, folder)
     created(model, folder)
     assert len(trials.plans) == 4, "a damaged file is written again"
-    for options in ({"gpu_trial": "off"}, {"ops": "unfused"}, {"dtype": torch.float32}):
+    others: list[dict[str, Any]] = [{"gpu_trial": "off"}, {"ops": "unfused"}, {"dtype": torch.float32}]
+    for options in others:
         assert created(model, folder, **options)[0].verdict == GpuVerdict()
     assert len(trials.plans) == 4
 
