@@ -135,6 +135,7 @@ class CheckProcess:
         with suppress(OSError), self._process.stdin as pipe:  # it may have ended already
             pipe.write(f"{json.dumps(request.to_json())}\n")
         self._lines = queue.SimpleQueue[str | None]()
+        self._ended = False  # its output; it is about to exit
         Thread(target=self._read, args=(self._process.stdout,), daemon=True, name="GPU trial").start()
 
     def _read(self, pipe: IO[str]) -> None:
@@ -145,13 +146,15 @@ class CheckProcess:
 
     def next_line(self, timeout_s: float) -> str | None:
         try:
-            return self._lines.get(timeout=timeout_s)
+            line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
             raise TimeoutError from None
+        self._ended = self._ended or line is None
+        return line
 
     def stop(self) -> str:
-        try:  # one whose output has ended is about to exit
-            code = self._process.wait(STOP_S if self._lines.empty() else 0)
+        try:
+            code = self._process.wait(STOP_S if self._ended else 0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             try:
@@ -197,7 +200,7 @@ class TrialRunner:
 
     def _run_process(self, request: TrialRequest, results: dict[str, str | None]) -> tuple[str | None, str]:
         """Runs one process and adds its results. Returns the check that has ended it, or None, and how it ended."""
-        current, problem, began = None, "", self._clock()
+        current, problem, began, late = None, "", self._clock(), False
         try:
             process = self._start(request)
         except OSError as error:
@@ -214,12 +217,13 @@ class TrialRunner:
                     case _:  # something else that the process has printed
                         pass
         except TimeoutError:
-            lasted = self._clock() - began
-            process.stop()
+            late = True
+        finally:
+            lasted, how = self._clock() - began, process.stop()
+        if late:
             if current is None:
                 return None, f"no check began within {lasted:.0f} s"
             return (current if lasted >= UNFINISHED_S else None), f"it hung for {lasted:.0f} s"
-        how = process.stop()
         if current is None:
             return None, problem or f"its process ended ({how})"
         return current, f"it ended its process ({how})"

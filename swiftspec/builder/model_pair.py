@@ -189,7 +189,7 @@ class ModelPair:
             index = torch.cuda.current_device() if self.device.index is None else self.device.index
             verdict, problem = gpu_trial.run_trial(shapes, f"cuda:{index}")
             if problem is not None:
-                self.note(f"the GPU trial has no result: {problem}; --gpu-trial off skips it")
+                self.note(f"the GPU trial was not completed: {problem}; --gpu-trial off skips it")
             elif file is not None:
                 file.write(verdict)
         return replace(self, verdict_file=file)._with_verdict(verdict)

@@ -181,6 +181,22 @@ def test_a_fault_ends_the_process_and_other_errors_do_not() -> None:
     assert lines == [{"begins": names[0]}, {"check": names[0], "reason": DEVICE_ERROR, "fault": DEVICE_ERROR}]
 
 
+def test_a_fault_that_a_library_reports_ends_the_process() -> None:
+    lost = [False]
+
+    class Device(TrialDevice):
+        def finish(self) -> None:
+            if lost[0]:
+                raise RuntimeError("CUDA error: unspecified launch failure")
+
+    def fault(*of: Any) -> Any:
+        lost[0] = True
+        raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
+
+    lines = [*run_checks(request(str(LAYER.attention), "embedding of 64"), broken(prepare=fault), Device(AT.device))]
+    assert len(lines) == 2 and lines[1]["fault"] == "CUBLAS_STATUS_EXECUTION_FAILED"
+
+
 def test_which_errors_are_of_the_device() -> None:
     assert is_device_error(RuntimeError("CUDA error: unspecified launch failure\nCompile with ..."))
     assert is_device_error(RuntimeError("linear: an illegal memory access was encountered"))

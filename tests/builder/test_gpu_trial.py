@@ -421,7 +421,7 @@ def test_a_trial_without_a_result_is_not_kept(model: Path, tmp_path: Path, monke
     trials = Trials(monkeypatch)
     trials.problem = "its process ended (exit code 1)"
     _, notes = created(model, tmp_path / "verdicts")
-    assert notes == [f"the GPU trial has no result: {trials.problem}; --gpu-trial off skips it"]
+    assert notes == [f"the GPU trial was not completed: {trials.problem}; --gpu-trial off skips it"]
     assert not (tmp_path / "verdicts").exists()
 
 

@@ -74,10 +74,19 @@ def run_checks(request: TrialRequest, ops: Any, at: TrialDevice) -> Iterator[dic
             reason = None  # no evidence against the operators
         except Exception as error:  # the check decides nothing else than whether these operators are used
             reason = one_line(error)
-            fault = {"fault": reason} if is_device_error(error) else {}
+            fault = {"fault": reason} if is_device_error(error) or not _is_usable(at) else {}
         yield {"check": name, "reason": reason, **fault}
         if fault:
             return
+
+
+def _is_usable(at: TrialDevice) -> bool:
+    """Returns whether the device still works. Libraries report a fault of an earlier kernel in their own words."""
+    try:
+        at.finish()
+        return bool(torch.zeros(1, device=at.device) == 0)
+    except RuntimeError:
+        return False
 
 
 def capture_graph(work: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], Callable[[], None]]:
