@@ -23,7 +23,7 @@ from swiftspec.builder.roles import MakeRemoteDrafter, Roles, build_roles
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.rank_startup import EngineRank
+from swiftspec.distributed.rank_startup import EngineRank, Progress
 from swiftspec.distributed.remote.failover import Outage
 from swiftspec.engine import Completion, Stats, TokenChunk
 from swiftspec.extras import require_extra
@@ -50,6 +50,7 @@ class LLMBase:
         pause: CancelCheck | None = None,
         note: Callable[[str], object] = lambda line: None,
         device: torch.device = CPU,
+        on_device_error: Callable[[Exception], object] = lambda error: None,
     ) -> None:
         """`load_time`: seconds that loading took.
         `writer`: background thread that writes packed weights to the disk cache between requests; None without a disk
@@ -57,13 +58,15 @@ class LLMBase:
         `pause`: cancellation check that the runners of the roles call before each prefill chunk.
         `note`: receives a line if hardly any token of the draft is accepted.
         `device`: device of the models of this process.
+        `on_device_error`: called with an error of this process's GPU.
         """
         self.roles, self.load_time, self.writer = roles, load_time, writer
         self.config = roles.config
         monitor = DraftMonitor(note)
         self.engine = LockedEngine(
-            roles.decoding, roles.limits, writer, pause, lambda stats: monitor.add_rounds(stats.verified), device
-        )
+            roles.decoding, roles.limits, writer, pause, lambda stats: monitor.add_rounds(stats.verified), device,
+            on_device_error,
+        )  # fmt: skip
 
     @property
     def stats(self) -> Stats:
@@ -215,9 +218,13 @@ class LLM(LLMBase):
             models = ModelPair.create(target, draft, config, world, options)
         models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
         began = time.perf_counter()
-        roles = build_roles(models, config, world, options.get("progress"), _drafter_elsewhere(options))
+        with models.device_errors_recorded(config):
+            roles = build_roles(models, config, world, options.get("progress"), _drafter_elsewhere(options))
         writer = None if models.cache is None else models.cache.writer
-        super().__init__(roles, time.perf_counter() - began, writer, models.cancel_check, note, models.device)
+        super().__init__(
+            roles, time.perf_counter() - began, writer, models.cancel_check, note, models.device,
+            lambda error: models.record_device_error(error, config),
+        )  # fmt: skip
         worker = options.get("draft_worker")
         self.model, self.device = Path(target), models.device
         self.dtype, self.threads = models.dtype, models.threads
@@ -252,7 +259,12 @@ def serve_rank(
         config = config.for_device(resolve_device(options.get("device", "auto")).type)
         models = ModelPair.create(target, draft, config, world, options)
     models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
-    rank = EngineRank(world, config, models, options.get("progress"))
+    with models.device_errors_recorded(config):
+        _run_rank(world, config, models, options.get("progress"))
+
+
+def _run_rank(world: World, config: EngineConfig, models: ModelPair, progress: Progress | None) -> None:
+    rank = EngineRank(world, config, models, progress)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles interrupts and ends the other ranks
     try:
         if world.supervisor is not None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
@@ -210,3 +211,17 @@ def test_a_draft_worker_gets_the_leaves_that_every_worker_accepts() -> None:
     assert EngineConfig("async").for_device("cuda").draft_leaves == 8
     chains = EngineConfig("serial", max_num_seqs=4)
     assert chains.for_device("cuda").draft_leaves == 1, "a chain has one leaf"
+
+
+def test_an_error_of_the_gpu_is_recorded(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the verdict of its next start (tests/builder/test_gpu_trial.py)."""
+    llm, found = LLM(*pair, dtype=torch.float64), list[Exception]()
+
+    def fail(*of: Any) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(ModelPair, "record_device_error", lambda models, error, plan: found.append(error))
+    monkeypatch.setattr(type(llm.engine.decoding), "open", fail)
+    with pytest.raises(RuntimeError, match="launch failure") as raised:
+        llm.generate(PROMPT, FREE)
+    assert found == [raised.value]

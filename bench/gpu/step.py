@@ -192,6 +192,7 @@ def options_of(args: argparse.Namespace, load: LoadModel) -> LoadOptions:
     return {
         "device": args.device, "max_model_len": args.context + 256, "dtype": torch.bfloat16, "ops": args.ops,
         "head": args.head, "kv_cache_dtype": args.kv_cache_dtype, "load": load,
+        "gpu_trial": "off",  # what is measured are the operators that are asked for
     }  # fmt: skip
 
 
@@ -306,7 +307,7 @@ def measure_particles(pair: str, args: argparse.Namespace, note: Callable[[dict[
         for count in sorted(args.particles, reverse=True):
             config = EngineConfig("smc", population=PopulationConfig(particles=count))
             options: LoadOptions = {"device": args.device, "max_model_len": args.context + 256, "load": shared}
-            options = {**options, "dtype": torch.bfloat16, "ops": args.ops}
+            options = {**options, "dtype": torch.bfloat16, "ops": args.ops, "gpu_trial": "off"}
             llm = LLM(paths[0], paths[1], config, **options)
             result[f"smc {count}"] = decode(llm, prompts, args.tokens, WARM)[1]
             population = llm.roles.inner_roles

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, get_args
@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, TypedDict, get_args
 import torch
 
 from swiftspec.backends import cpu, cuda, reference, unfused
+from swiftspec.backends.families import Family, compose
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.distributed.transport.grpc.endpoint import RpcSecurity
 from swiftspec.errors import UserError, truncated_repr
@@ -26,6 +27,7 @@ PREFIX_CACHE_MEMORY_MIB = 1024
 OpsName = Literal["auto", "reference", "unfused", "cuda"]
 ActivationsName = Literal["auto", "int8", "native"]
 CacheName = Literal["auto", "fp8"]
+TrialName = Literal["auto", "off", "again"]
 Side = Literal["target", "draft"]
 HeadName = Literal["auto", "int8", "int4", "native"]
 ROUNDING_OPS = ("auto", "reference")  # with these operators, a CPU can use int8 activations
@@ -90,6 +92,8 @@ class LoadOptions(TypedDict, total=False):
     progress: Progress | None  # called while models are loaded: description, step, number of steps
     note: Callable[[str], None] | None  # receives notices, such as a model that does not run on the fastest operators
     packed_cache: Path | None  # folder of the disk cache of packed weights; default: no cache
+    gpu_trial: TrialName  # default auto: the CUDA operators are tried at start, once for each GPU and pair
+    trial_cache: Path | None  # folder of the verdicts of GPU trials; default: every start tries again
     only: Side | None  # the only model of the pair that this process loads; default both
     sessions: int  # maximum number of a worker's sessions, each with its own KV cache; default 1
     draft_worker: WorkerAddress | None  # the worker that runs the draft, if it is remote
@@ -118,15 +122,19 @@ class LoadModel(Protocol):
     ) -> Transformer: ...
 
 
-def select_operators(name: OpsName, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Any:
-    """Returns the operator module that a model runs on. Raises UserError if the CUDA operators are requested and cannot
-    run the model."""
+def select_operators(
+    name: OpsName, spec: ModelSpec, dtype: torch.dtype, device: torch.device, on_library: Collection[Family] = ()
+) -> Any:
+    """Returns the operators that a model runs on: a module, or one composed of the CUDA operators and of torch's own
+    for the families `on_library`. Raises UserError if the CUDA operators are requested and cannot run the model."""
     if name == "cuda":
         cuda.check_supported(spec, dtype, device)
-        return cuda
+        return compose(cuda, unfused, on_library)
     if name == "auto":
         native, library = (cuda, unfused) if device.type == "cuda" else (cpu, reference)
-        return native if why_not_native(spec, dtype, device) is None else library
+        if why_not_native(spec, dtype, device) is not None:
+            return library
+        return compose(native, library, on_library) if native is cuda else native
     return unfused if name == "unfused" else reference
 
 

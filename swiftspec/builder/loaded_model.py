@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swiftspec.backends import cuda
 from swiftspec.model.transformer import Transformer
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.executors.available import ExecutorDeps
@@ -44,8 +43,7 @@ class LoadedModel:
             runner = Runner(self.model, self.ops, self.vocab, **sizes)
         runner.make_constraint, runner.cancel_check = self.make_constraint, cancel_check
         runner.eos_token_ids = self.eos_token_ids
-        if self.ops is cuda:
-            runner.prefill_chunk_rows = cuda.PREFILL_CHUNK_ROWS
+        runner.prefill_chunk_rows = self.ops.PREFILL_CHUNK_ROWS
         if self.hook is not None:
             runner.hooks.append(self.hook)
         return runner, ExecutorDeps(self.ops, self.model.fused, None if self.capture is None else self.capture())

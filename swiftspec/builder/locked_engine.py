@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from swiftspec.backends.cuda.devices import is_device_error
 from swiftspec.batching.decoding import BatchDecoding, BatchRequest, IsCancelled, NextRequest
 from swiftspec.engine import Decoding, Engine, RequestLimits, Stats, TokenChunk
 from swiftspec.errors import NonFiniteLogits, UserError, is_out_of_memory, truncated_repr
@@ -47,15 +48,17 @@ class LockedEngine(Engine):
         cancel_check: CancelCheck | None = None,
         on_finished: Callable[[Stats], object] = lambda stats: None,
         device: torch.device = CPU,
+        on_device_error: Callable[[Exception], object] = lambda error: None,
     ) -> None:
         """`background`: work that is paused while a request runs.
         `cancel_check`: the check that the runners of `decoding` call before each prefill chunk.
         `on_finished`: called with the statistics of each request when it ends.
         `device`: device of the models, which becomes the current one of whatever thread decodes, while it does.
+        `on_device_error`: called with an error of this process's GPU (`is_device_error`) before it is raised.
         """
         super().__init__(decoding, limits)
         self._background, self._cancel_check = background, cancel_check if cancel_check is not None else CancelCheck()
-        self._on_finished, self._device = on_finished, device
+        self._on_finished, self._device, self._on_device_error = on_finished, device, on_device_error
         self._lock = threading.RLock()  # held during a round
         self._open: tuple[Generator[Any], int] | None = None  # the running request and its thread
         self._closed = False
@@ -194,6 +197,9 @@ class LockedEngine(Engine):
                     except Cancelled:
                         return
                     except (MemoryError, RuntimeError) as error:
+                        if is_device_error(error):
+                            self._on_device_error(error)
+                            raise
                         if not is_out_of_memory(error):
                             raise
                         raise UserError(OUT_OF_MEMORY) from None

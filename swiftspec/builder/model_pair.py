@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,14 +17,17 @@ import torch
 from swiftspec import __version__
 from swiftspec.backends import cpu, cuda, unfused
 from swiftspec.backends.cpu.packed_weight_cache import PackedWeightCache
-from swiftspec.backends.cuda.devices import gpu_uuid, why_gpu_unused
+from swiftspec.backends.cuda import trial
+from swiftspec.backends.cuda.devices import gpu_uuid, is_device_error, machine_facts, why_gpu_unused
+from swiftspec.backends.cuda.trial_checks import TreeShape
 from swiftspec.backends.reference import resampling
 from swiftspec.backends.reference.resampling import Resample
 from swiftspec.batching.chains import make_chains
 from swiftspec.batching.group_method import GroupMethod
 from swiftspec.batching.limits import chain_region_slots
 from swiftspec.batching.scheduler import BatchScheduler
-from swiftspec.builder import hardware
+from swiftspec.builder import gpu_trial, hardware
+from swiftspec.builder.gpu_trial import GpuVerdict
 from swiftspec.builder.load_options import (
     PREFIX_CACHE_MEMORY_MIB,
     ActivationsName,
@@ -32,6 +37,7 @@ from swiftspec.builder.load_options import (
     OpsName,
     RankLayout,
     Side,
+    TrialName,
     check_quantization,
     rank_device,
     resolve_cache_dtype,
@@ -40,10 +46,13 @@ from swiftspec.builder.load_options import (
 )
 from swiftspec.builder.loaded_model import LoadedModel
 from swiftspec.builder.memory_estimate import MemoryEstimate, fit_context, kv_bytes_per_token
+from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
+from swiftspec.builder.verdict_file import VerdictFile
 from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
 from swiftspec.distributed.launch.config_check import RankConfig, settings_of
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.errors import UserError, truncated_repr
+from swiftspec.file_io import one_line
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.end_tokens import end_tokens
@@ -106,6 +115,9 @@ class ModelPair:
     cancel_check: CancelCheck = field(default_factory=CancelCheck)  # shared by the runners of this process
     capture_lock: Lock = field(default_factory=Lock)  # serialises graph captures of this process
     captures: WeakSet[CudaCapture] = field(default_factory=WeakSet)  # of the runners of this process
+    verdict: GpuVerdict = field(default_factory=GpuVerdict)  # what falls back on the GPU of this process
+    verdict_file: VerdictFile | None = None  # where errors of the GPU are recorded; None: nowhere
+    note: Callable[[str], None] = lambda line: None  # receives notices
 
     @staticmethod
     def create(
@@ -137,15 +149,15 @@ class ModelPair:
             Path(target), draft_path, dtype, device, threads, share, length, vocab, ops, activations, stored, head,
             load, emulate, trace, prefix_cache, None if packed is None else PackedWeightCache(packed), ends,
             grammar_compiler(Path(target), ends, vocab), options.get("only"), options.get("sessions", 1),
-            masked, _hidden_layers(config, options),
+            masked, _hidden_layers(config, options), note=options.get("note") or (lambda line: None),
         )  # fmt: skip
-        note = options.get("note") or (lambda line: None)
         if device.type == "cpu" and options.get("device", "auto") == "auto" and (why := why_gpu_unused()) is not None:
-            note(f"the models run on the CPU although this machine has a GPU: {why}")
-        models.check_operators(plan, note)
+            models.note(f"the models run on the CPU although this machine has a GPU: {why}")
+        models.check_operators(plan, models.note)
+        models = models.with_gpu_trial(plan, options.get("gpu_trial", "auto"), options.get("trial_cache"))
         # the ranks of a job must have the same context, but may have different amounts of free memory
         adjust = options.get("max_model_len") is None and (ranks is None or ranks.size == 1)
-        return models.fit_memory(plan, adjust=adjust, note=note)
+        return models.fit_memory(plan, adjust=adjust, note=models.note)
 
     def _sides(self, plan: EngineConfig) -> dict[Side, ModelConfig]:
         """Returns the configurations of the models that the ranks of this job load."""
@@ -175,12 +187,13 @@ class ModelPair:
         needs: dict[Side, MemoryEstimate] = {}
         for side, config in self._sides(plan).items():
             ops = select_operators(self.ops, config.spec, self.dtype, self.device)
-            ranks = plan.draft_tp if side == "draft" and plan.mode == "async" else plan.target_tp
+            if ops is cuda and "projections" in self.verdict.on_library:
+                ops = unfused
             needs[side] = MemoryEstimate(
                 config,
                 self.dtype,
                 capacity=self.capacity(side, plan),
-                ranks=max(ranks, 1),
+                ranks=_ranks_of(side, plan),
                 sequences=self.sessions * plan.num_sequences,
                 ops=ops,
                 cache_dtype=self.cache_dtype,
@@ -211,6 +224,74 @@ class ModelPair:
     def capacity(self, side: Side, plan: EngineConfig) -> int:
         """Returns the number of slots of a sequence in the KV cache of target or draft."""
         return self._context(plan) + self.tree_slots(side, plan)
+
+    def with_gpu_trial(self, plan: EngineConfig, requested: TrialName, cache: Path | None) -> ModelPair:
+        """Returns a copy with the verdict of the GPU trial, if this process will use the CUDA operators. Reports to
+        `note` what falls back. `requested`: "again" ignores the verdict of an earlier trial, "off" tries nothing.
+        `cache`: folder of the verdicts; None: every start tries again."""
+        models = self._trial_models(plan)
+        if requested == "off" or not models:
+            return self
+        tree = None
+        if "draft" in self._sides(plan) and plan.group_shape is None:
+            tree = TreeShape(self.tree_slots("draft", plan), plan.children_per_leaf, plan.leaves_per_expansion)
+        shapes = make_trial_plan(models, tree, plan.population.particles if plan.mode == "smc" else 0)
+        facts = {**machine_facts(self.device), "plan": shapes.to_json()}
+        file = None if cache is None else VerdictFile.of(cache, facts)
+        verdict = file.read() if file is not None and requested == "auto" else None
+        if verdict is None:
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            verdict, problem = gpu_trial.run_trial(shapes, f"cuda:{index}")
+            if problem is not None:
+                self.note(f"the GPU trial was not completed: {problem}; --gpu-trial off skips it")
+            elif file is not None:
+                file.write(verdict)
+        return replace(self, verdict_file=file)._with_verdict(verdict)
+
+    def _trial_models(self, plan: EngineConfig) -> list[TrialModel]:
+        """Returns the models that run on the CUDA operators."""
+        if self.device.type != "cuda" or self.ops not in ("auto", "cuda"):
+            return []
+        found: list[TrialModel] = []
+        for side, config in self._sides(plan).items():
+            if why_not_native(config.spec, self.dtype, self.device) is None:
+                ops = select_operators(self.ops, config.spec, self.dtype, self.device)
+                int4_head, dtype = self._quantization(side, ops).head == "int4", self.cache_dtype or self.dtype
+                found.append(TrialModel(config, _ranks_of(side, plan), self.capacity(side, plan), dtype, int4_head))
+        return found
+
+    def _with_verdict(self, verdict: GpuVerdict) -> ModelPair:
+        """Returns a copy with a verdict, and reports it. Must be called before the first kernel is launched."""
+        if not verdict.early_starts:
+            trial.disable_early_starts()
+        if (line := verdict.note()) is not None:
+            self.note(line)
+        return replace(self, verdict=verdict)
+
+    def with_common_verdict(self, exchange: Callable[[str], Sequence[str]]) -> ModelPair:
+        """Returns a copy with the fallbacks of all ranks of this rank's group, which must use the same operators.
+        `exchange`: returns the texts that all ranks of the group pass to it."""
+        said = exchange(json.dumps(self.verdict.to_json()))
+        common = self.verdict.union([GpuVerdict.from_json(json.loads(text)) for text in said])
+        return self if common == self.verdict else self._with_verdict(common)
+
+    def record_device_error(self, error: Exception, plan: EngineConfig) -> None:
+        """Records that the GPU of this process has failed, so that the next start is one rung lower
+        (`GpuVerdict.lower`). Does nothing if no verdict is kept, and for other errors."""
+        failed = next((each for each in (error, error.__cause__) if each and is_device_error(each)), None)
+        if self.verdict_file is not None and failed is not None:
+            grouped = max(_ranks_of(side, plan) for side in self._sides(plan)) > 1
+            why = f"the GPU failed at run time: {one_line(failed)}"
+            self.verdict_file.write(self.verdict.lower(why, grouped=grouped))
+
+    @contextmanager
+    def device_errors_recorded(self, plan: EngineConfig) -> Iterator[None]:
+        """Context manager that records the error that leaves it (`record_device_error`)."""
+        try:
+            yield
+        except Exception as error:
+            self.record_device_error(error, plan)
+            raise
 
     def set_thread_counts(self, plan: EngineConfig, *, set_torch_threads: bool = True) -> None:
         """Sets the CPU threads of the native operators, and with `set_torch_threads` those of torch, for the whole
@@ -263,12 +344,13 @@ class ModelPair:
 
     def peer_all_reduce_width(self, *, target: bool, draft: bool) -> int:
         """Returns the largest hidden size of the models whose kernels all-reduce through peer memory, or 0 if they do
-        not: other operators than cuda, or ranks that share a GPU. `target`, `draft`: whether the rank's group runs the
-        model."""
+        not: other projections than those of cuda, ranks that share a GPU, or a verdict against peer memory. `target`,
+        `draft`: whether the rank's group runs the model."""
         width = 0
         for path in self._paths(target=target, draft=draft):
             spec = read_config(path).spec
-            if self.share_device or select_operators(self.ops, spec, self.dtype, self.device) is not cuda:
+            ops = select_operators(self.ops, spec, self.dtype, self.device, self.verdict.on_library)
+            if self.share_device or not self.verdict.peers or not ops.PEER_ALL_REDUCE:
                 return 0
             width = max(width, spec.hidden_size)
         return width
@@ -312,7 +394,7 @@ class ModelPair:
         path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
         assert path is not None
         context, config = self._context(plan), read_config(path)
-        ops = select_operators(self.ops, config.spec, self.dtype, self.device)
+        ops = select_operators(self.ops, config.spec, self.dtype, self.device, self.verdict.on_library)
         model = self.load(
             path, dtype=self.dtype, device=self.device, ops=ops, max_positions=self.capacity(side, plan),
             progress=progress, group=group, quantization=self._quantization(side, ops),
@@ -323,7 +405,7 @@ class ModelPair:
         if side == "draft":
             model = model.with_masked_tokens(self.masked_tokens)
         hook = None if times is None else step_time_emulation.make_hook(times, 1 if group is None else group.size)
-        captures = self.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0
+        captures = self.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0 and self.verdict.graphs
         priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
         capture = partial(self._new_capture, priority) if captures else None
         prefix_tokens = self._prefix_cache_tokens(plan) // self.sessions if plan.num_sequences == 1 else 0
@@ -356,14 +438,14 @@ class ModelPair:
             return plan.verify_batch
         return draft_tree_slots(plan)
 
-    def _quantization(self, side: Side, ops: object) -> LoadTimeQuantization:
+    def _quantization(self, side: Side, ops: Any) -> LoadTimeQuantization:
         """Returns what is quantised when the target or the draft is loaded."""
         usual = ops is cpu and self.dtype == torch.bfloat16
         activations = usual if self.activations == "auto" else self.activations == "int8"
         if self.head != "auto":
             return LoadTimeQuantization(activations, None if self.head == "native" else self.head)
         # the draft's only: rounding the target's head would change its output
-        head = None if side == "target" else "int4" if ops is cuda else "int8" if activations else None
+        head = None if side == "target" else ops.DRAFT_HEAD or ("int8" if activations else None)
         return LoadTimeQuantization(activations, head)
 
     def _prefix_cache_tokens(self, plan: EngineConfig) -> int:
@@ -382,6 +464,11 @@ class ModelPair:
             self.draft if draft and self.only != "target" else None,
         )
         return [path for path in paths if path is not None]
+
+
+def _ranks_of(side: Side, plan: EngineConfig) -> int:
+    """Returns the number of ranks that share target or draft."""
+    return max(plan.draft_tp if side == "draft" and plan.mode == "async" else plan.target_tp, 1)
 
 
 def _check_ranks(plan: EngineConfig, draft: str | Path | None, ranks: RankLayout | None) -> None:

@@ -88,11 +88,12 @@ class WorkerModel:
         self.rank: WorkerRank | None = None
         self._progress = options.get("progress")
         self._masked: dict[tuple[int, ...], LoadedModel] = {}  # by masked tokens, those of the last session
-        if world is None:
-            self._load(models, None)
-        else:
-            settings = {"worker": side, "max_sessions": limits.sessions}
-            self.rank = WorkerRank(world, limits.shape, models, settings, self._load_share)
+        with models.device_errors_recorded(limits.shape):
+            if world is None:
+                self._load(models, None)
+            else:
+                settings = {"worker": side, "max_sessions": limits.sessions}
+                self.rank = WorkerRank(world, limits.shape, models, settings, self._load_share)
 
     def _load(self, models: ModelPair, group: RankGroup | None) -> None:
         shapes = [replace(self.limits.shape, proposal=proposal) for proposal in ("coupled", "sample")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -73,6 +73,11 @@ class RoleBuilder(Protocol):
         UserError if a model's vocabulary is smaller."""
         ...
 
+    def with_common_verdict(self, exchange: Callable[[str], Sequence[str]], /) -> RoleBuilder:
+        """Returns a copy that uses the operators that work on the GPUs of all ranks of this rank's group. `exchange`:
+        returns the texts that all ranks of the group pass to it."""
+        ...
+
     def rank_config(self, config: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
         """Returns the configuration that must be the same on all ranks of the job, or on all ranks of one group.
 
@@ -113,6 +118,20 @@ def restrict_executors(role: Role, common: Container[str]) -> None:
     role.executors = agreed
 
 
+def agree_on_operators(builder: RoleBuilder, world: World, group: str, rank: int, size: int) -> RoleBuilder:
+    """Returns the builder with the operators that all ranks of a group use: a trial may have a different result on each
+    of their GPUs. `rank`: in the group. Must be called by all ranks of the group, before any of them joins it."""
+    if size == 1 or builder.device.type != "cuda":
+        return builder
+
+    def exchange(text: str) -> Sequence[str]:
+        keys = [f"{group} verdict {member}" for member in range(size)]
+        world.store.set(keys[rank], text)
+        return [world.store.get(key).decode() for key in keys]
+
+    return builder.with_common_verdict(exchange)
+
+
 class EngineRank:
     """One rank of an engine.
 
@@ -143,7 +162,9 @@ class EngineRank:
         self._team: FollowerGroup | None = None  # of rank 0 or of the draft's leader
         self.recovery: Reconnector | None = None  # set on rank 0 if a supervisor restarts a lost draft group
         error: str | None = None
+        self._builder = builder
         try:
+            builder = agree_on_operators(builder, world, here.group, here.group_rank, here.group_size)
             self._builder = builder = builder.with_vocab(vocab, tuple(masked))
             self._builder.cancel_check.on_progress = self._heartbeat.mark_busy
             self._load(here, config, builder, holds, progress or self._loading)

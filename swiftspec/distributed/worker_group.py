@@ -21,7 +21,7 @@ from swiftspec.distributed.group.leader import FollowerGroup, dispatch_loop
 from swiftspec.distributed.launch.config_check import check_consistent, report_startup_error
 from swiftspec.distributed.launch.supervision import Heartbeat
 from swiftspec.distributed.launch.world import World, pin_to_cores
-from swiftspec.distributed.rank_startup import RoleBuilder, pin_near_gpu
+from swiftspec.distributed.rank_startup import RoleBuilder, agree_on_operators, pin_near_gpu
 from swiftspec.distributed.transport.codec import (
     Message,
     Words,
@@ -224,6 +224,7 @@ class WorkerRank:
         self.worker_group = WorkerGroup(self._connections.followers)
         error, kinds = None, set[str]()
         try:
+            builder = agree_on_operators(builder, world, "target", world.rank, world.size)
             self._builder = builder = builder.with_vocab(vocab, tuple(masked))
             pin_near_gpu(world, builder.device)
             self._group = join_group(

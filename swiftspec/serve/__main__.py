@@ -216,6 +216,8 @@ def run_rank(command: ParsedCommand, first: bool, supervisor: SupervisorClient |
     `supervisor`: connection to the supervisor that has started this process; None without one.
     """
     serving = command.settings.port is not None
+    if supervisor is not None and supervisor.incarnation > 0 and command.settings.gpu_trial == "again":
+        command.settings.gpu_trial = "auto"  # an error of the GPU may have changed the verdict
     if not first:
         from swiftspec.serve.session import run_follower_rank
 

@@ -279,6 +279,8 @@ def load_options(settings: Settings) -> LoadOptions:
         "emulate": requested_emulation(settings),
         "trace": None if settings.trace is None else Path(settings.trace),
         "packed_cache": _packed_cache_folder(settings),
+        "gpu_trial": settings.gpu_trial,
+        "trial_cache": _user_cache("gpu_trial"),
         "draft_worker": draft_worker(settings),
     }
 
@@ -288,9 +290,14 @@ def _packed_cache_folder(settings: Settings) -> Path | None:
     no home directory)."""
     if settings.packed_cache is not None:
         return None if settings.packed_cache == "off" else expand_user(settings.packed_cache)
+    return _user_cache("packed")
+
+
+def _user_cache(name: str) -> Path | None:
+    """Returns a folder in the user's cache directory; None if there is no home directory."""
     try:
-        return expand_user(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "swiftspec" / "packed"
-    except UserError:  # no home directory
+        return expand_user(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "swiftspec" / name
+    except UserError:
         return None
 
 

@@ -20,7 +20,10 @@ from swiftspec.backends.cpu.decoder import fuse
 from swiftspec.backends.cpu.packing import PackedLinear, mask_outputs, pack
 from swiftspec.backends.reference import (
     DEFAULT_SCORES,
+    DRAFT_HEAD,
     MAX_CAPTURED_SEQUENCES,
+    PEER_ALL_REDUCE,
+    PREFILL_CHUNK_ROWS,
     Scores,
     capture_bucket,
     device_tree,
@@ -36,7 +39,11 @@ if TYPE_CHECKING:
     from swiftspec.model.batch import Batch
 
 __all__ = [
+    "DEFAULT_SCORES",
+    "DRAFT_HEAD",
     "MAX_CAPTURED_SEQUENCES",
+    "PEER_ALL_REDUCE",
+    "PREFILL_CHUNK_ROWS",
     "Scores",
     "capture_bucket",
     "check_supported",

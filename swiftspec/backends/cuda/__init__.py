@@ -44,7 +44,9 @@ from swiftspec.model.spec import ModelSpec, unknown_fields
 __all__ = [
     "CLUSTER_MAJORS",
     "DEFAULT_SCORES",
+    "DRAFT_HEAD",
     "MAX_CAPTURED_SEQUENCES",
+    "PEER_ALL_REDUCE",
     "PREFILL_CHUNK_ROWS",
     "DeviceTree",
     "Scores",
@@ -80,6 +82,8 @@ KNOWN_FIELDS = ("qk_norm",)  # optional fields of a spec that these operators im
 # Bytes of the next projection's tiles to prefetch: about 2 us of an H200's memory bandwidth; an estimate, not measured.
 PREFETCH_BYTES = 8 << 20
 MAX_CAPTURED_SEQUENCES = 64  # in a captured forward; an arbitrary limit: no operator synchronises with the host
+DRAFT_HEAD = "int4"  # a draft proposes only, so rounding its LM head changes no text
+PEER_ALL_REDUCE = True
 # Rows of a prefill chunk: enough for a library GEMM to be compute-bound, and for unpacking weights rarely.
 PREFILL_CHUNK_ROWS = 1024
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
-from swiftspec import _C
+from swiftspec import _C, __version__
 from swiftspec.errors import UserError
 
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 MIN_COMPUTE_CAPABILITY = (8, 0)  # Ampere
 DRIVER_LIBRARY = "libcuda.so.1"
 CUDA_ERRORS_WITHOUT_GPU = (34, 100)  # CUresult: the library is the toolkit's stub; the driver finds no GPU
+# How torch begins its messages about a failed device, and how the CUDA runtime describes faults of kernels; the native
+# extension reports the latter without the former
+DEVICE_ERRORS = (
+    "CUDA error", "illegal memory access", "launch failure", "misaligned address", "illegal instruction",
+    "launch timed out", "hardware stack error", "invalid program counter", "not supported on global/shared",
+    "device-side assert",
+)  # fmt: skip
 
 
 def require_usable(device: torch.device | str) -> torch.device:
@@ -53,6 +64,25 @@ def driver_version() -> str | None:
     """Returns the CUDA version that the NVIDIA driver supports, such as "12.8"; None without a driver."""
     driver = int(getattr(torch._C, "_cuda_getDriverVersion", int)())
     return f"{driver // 1000}.{driver % 1000 // 10}" if driver else None
+
+
+def machine_facts(device: torch.device) -> dict[str, str | None]:
+    """Returns everything outside of the models that decides whether the CUDA operators work on a GPU, serialisable as
+    JSON: the contents of the native extension, the GPU, its driver and torch."""
+    assert _C.__file__ is not None
+    with Path(_C.__file__).open("rb") as extension:
+        digest = hashlib.file_digest(extension, "sha256").hexdigest()
+    return {
+        "version": __version__, "extension": digest, "gpu": torch.cuda.get_device_name(device),
+        "driver": _driver_build() or driver_version(), "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def _driver_build() -> str | None:
+    """Returns the line with the version of the NVIDIA driver; None if the kernel does not report it."""
+    with suppress(OSError):
+        return DRIVER_FILE.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+    return None
 
 
 def why_no_gpu() -> str:
@@ -103,3 +133,12 @@ def pci_address(device: torch.device) -> str | None:
         return None
     domain, bus, slot = numbers
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Returns whether an exception reports that a kernel has failed, after which this process cannot use its GPU any
+    more. Exhausted memory is not such an error."""
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    text = str(error)
+    return any(part in text for part in DEVICE_ERRORS) and "out of memory" not in text

@@ -28,7 +28,10 @@ from swiftspec.model.packed_model import FusedModel, PackedModel
 
 __all__ = [
     "DEFAULT_SCORES",
+    "DRAFT_HEAD",
     "MAX_CAPTURED_SEQUENCES",
+    "PEER_ALL_REDUCE",
+    "PREFILL_CHUNK_ROWS",
     "Scores",
     "capture_bucket",
     "children",
@@ -54,6 +57,9 @@ __all__ = [
     "tree_attention",
 ]  # fmt: skip
 
+DRAFT_HEAD = None  # format to which a dense LM head of a draft is quantised at load; None: it stays dense
+PEER_ALL_REDUCE = False  # whether projections all-reduce in their kernel, through the memory of the group's GPUs
+PREFILL_CHUNK_ROWS = 256  # rows of a prefill chunk without logits: compute-bound, and soon interrupted
 MAX_CAPTURED_SEQUENCES = 0  # a forward cannot be captured in a CUDA graph: `prepare` reads on the host
 
 

@@ -18,6 +18,10 @@ from torch import Tensor
 from swiftspec.backends import reference
 from swiftspec.backends.cpu.packing import Int4Source
 from swiftspec.backends.reference import (
+    DEFAULT_SCORES,
+    DRAFT_HEAD,
+    PEER_ALL_REDUCE,
+    PREFILL_CHUNK_ROWS,
     Scores,
     children,
     device_tree,
@@ -52,7 +56,11 @@ from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTe
 from swiftspec.model.weights import Weight
 
 __all__ = [
+    "DEFAULT_SCORES",
+    "DRAFT_HEAD",
     "MAX_CAPTURED_SEQUENCES",
+    "PEER_ALL_REDUCE",
+    "PREFILL_CHUNK_ROWS",
     "Scores",
     "capture_bucket",
     "children",

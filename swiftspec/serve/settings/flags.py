@@ -110,6 +110,10 @@ class CommandSettings:
         None, "Directory for the packed weights of CPU operators; the next start maps them into memory.", MODELS,
         "DIR|off", "the user's cache directory", profile=True,
     )  # fmt: skip
+    gpu_trial: Literal["auto", "off", "again"] = setting(
+        "auto", "Try the CUDA operators on the GPU before the models are loaded, in at most 20 s; what fails falls back"
+        " to torch. auto: once for each GPU, driver and pair of models; again: also if there is a verdict.", MODELS,
+    )  # fmt: skip
     raw: bool = setting(False, "Continue the raw prompt, without a chat template.", MODELS)
     chat_template: str | None = setting(
         None, "Jinja file that replaces the chat template of the target.", MODELS, "FILE", "the target's own"

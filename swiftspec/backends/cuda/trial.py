@@ -1,0 +1,136 @@
+"""Process of the GPU trial: `python -m swiftspec.backends.cuda.trial` runs the checks of trial_checks.py on a GPU.
+
+A kernel that faults or hangs costs the process its GPU, so the checks run in a process of their own, which
+builder/gpu_trial.py starts, watches and starts again behind a check that has ended it. The request is one line of JSON
+on standard input (`TrialRequest`). Standard output has two lines of JSON for each check, `{"begins": name}` and
+`{"check": name, "reason": text or null}`, or the line `{"problem": text}` if the GPU cannot be used at all. The process
+exits with 0 after the last check, and with EXIT_DEVICE_FAULT after a check that has left the GPU unusable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from swiftspec.backends import cuda, unfused
+from swiftspec.backends.cuda.devices import is_device_error, require_usable
+from swiftspec.backends.cuda.trial_checks import TrialDevice, TrialPlan, trial_checks
+from swiftspec.backends.families import Family, compose
+from swiftspec.errors import UserError
+from swiftspec.file_io import one_line
+
+EXIT_DEVICE_FAULT = 3
+MAX_LIFE_S = 60  # a process whose parent has died ends after this time at the latest
+WARM_UP_RUNS = 2  # before a capture: kernels are loaded on their first launch
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRequest:
+    """What one process of a trial runs. `device`: of torch. `on_library`: families of operators to take from torch.
+    `names`: the checks to run, in this order."""
+
+    plan: TrialPlan
+    device: str
+    early_starts: bool
+    on_library: Sequence[Family]
+    names: Sequence[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "plan": self.plan.to_json(), "device": self.device, "early_starts": self.early_starts,
+            "on_library": [*self.on_library], "names": [*self.names],
+        }  # fmt: skip
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> TrialRequest:
+        return TrialRequest(**{**values, "plan": TrialPlan.from_json(values["plan"])})
+
+
+def disable_early_starts() -> None:
+    """Makes every kernel of this process start after its predecessor has ended. Must be called before the first launch
+    (csrc/cuda/launch.cuh reads the variable once)."""
+    os.environ["SWIFTSPEC_EARLY_STARTS"] = "0"
+
+
+def run_checks(request: TrialRequest, ops: Any, at: TrialDevice) -> Iterator[dict[str, str | None]]:
+    """Yields the lines of the protocol. Ends after a check that leaves the device unusable, whose line has the field
+    "fault"."""
+    checks = {check.name: check for check in trial_checks(request.plan)}
+    for name in request.names:
+        yield {"begins": name}
+        fault: dict[str, str | None] = {}
+        try:
+            reason = checks[name].run(ops, at)
+            at.finish()
+        except torch.OutOfMemoryError:
+            reason = None  # no evidence against the operators
+        except Exception as error:  # the check decides nothing else than whether these operators are used
+            reason = one_line(error)
+            fault = {"fault": reason} if is_device_error(error) or not _is_usable(at) else {}
+        yield {"check": name, "reason": reason, **fault}
+        if fault:
+            return
+
+
+def _is_usable(at: TrialDevice) -> bool:
+    """Returns whether the device still works. Libraries report a fault of an earlier kernel in their own words."""
+    try:
+        at.finish()
+        return bool(torch.zeros(1, device=at.device) == 0)
+    except RuntimeError:
+        return False
+
+
+def capture_graph(work: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], Callable[[], None]]:
+    """Captures `work` in a CUDA graph. Returns its outputs and the replay."""
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP_RUNS):
+            work()
+    current.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        out = work()
+    return out, graph.replay
+
+
+def main() -> NoReturn:
+    """Runs the request on standard input."""
+    signal.alarm(MAX_LIFE_S)
+    request = TrialRequest.from_json(json.loads(sys.stdin.readline()))
+    if not request.early_starts:
+        disable_early_starts()
+    code = 0
+    for line in _lines(request):
+        sys.stdout.write(f"{json.dumps(line)}\n")
+        sys.stdout.flush()
+        code = EXIT_DEVICE_FAULT if "fault" in line else 0
+    os._exit(code)  # the destructors of a faulted device may block
+
+
+def _lines(request: TrialRequest) -> Iterator[Mapping[str, str | None]]:
+    """Yields all lines of the protocol."""
+    device = torch.device(request.device)
+    try:
+        require_usable(device)
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, UserError) as error:  # torch without CUDA raises AssertionError
+        yield {"problem": one_line(error)}
+        return
+    with torch.inference_mode():
+        ops = compose(cuda, unfused, request.on_library)
+        yield from run_checks(request, ops, TrialDevice(device, capture_graph))
+
+
+if __name__ == "__main__":
+    main()

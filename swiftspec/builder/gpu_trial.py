@@ -1,0 +1,309 @@
+"""GPU trial at start: decides which CUDA operators and mechanisms a process uses on its GPU.
+
+A process of its own (backends/cuda/trial.py) runs every kind of operator on the shapes of the models to load. What
+fails falls back, one rung after the other: first no early starts, then no CUDA graphs, then torch's operators for the
+families of operators that fail. Sums through peer memory are checked where ranks join a group; here they fall back only
+after an error at run time.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from signal import Signals
+from threading import Thread
+from typing import IO, Any, Protocol
+
+from swiftspec.backends.cuda.trial import TrialRequest
+from swiftspec.backends.cuda.trial_checks import TrialCheck, TrialPlan, trial_checks
+from swiftspec.backends.families import FAMILIES, Family
+
+TRIAL_S = 20.0  # of all processes of a trial together; the import of torch takes most of it
+CHECK_S = 5.0  # of one check, with the load of its kernels; longer ones count as hung
+UNFINISHED_S = 1.0  # a check that has run this long when the trial's time is over counts as hung, too
+STOP_S = 1.0  # wait for a killed process; one that is blocked in the driver is abandoned
+SWITCHES = ("early_starts", "graphs", "peers")
+COMMAND = (sys.executable, "-m", "swiftspec.backends.cuda.trial")
+DESCRIPTIONS = {  # by name of a fallback
+    "early_starts": "kernels do not start early",
+    "graphs": "no CUDA graphs",
+    "peers": "sums by NCCL",
+    **{family: f"{family} by torch's operators" for family in FAMILIES},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuVerdict:
+    """What a process does not use on its GPU, and why.
+
+    `fallbacks`: reasons by name. "early_starts": every kernel waits for the end of its predecessor. "graphs": CUDA
+    graphs are not captured. "peers": NCCL sums over a group. A family of operators: torch's own are used for it.
+    """
+
+    fallbacks: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def early_starts(self) -> bool:
+        return "early_starts" not in self.fallbacks
+
+    @property
+    def graphs(self) -> bool:
+        return "graphs" not in self.fallbacks
+
+    @property
+    def peers(self) -> bool:
+        return "peers" not in self.fallbacks
+
+    @property
+    def on_library(self) -> frozenset[Family]:
+        """The families of operators for which torch's own are used."""
+        return frozenset(family for family in FAMILIES if family in self.fallbacks)
+
+    def without(self, names: Collection[str], why: str) -> GpuVerdict:
+        """Returns a copy in which `names` fall back for the reason `why`, unless they do already."""
+        return GpuVerdict({**dict.fromkeys(names, why), **self.fallbacks})
+
+    def union(self, others: Sequence[GpuVerdict]) -> GpuVerdict:
+        """Returns the verdict with the fallbacks of several ranks."""
+        fallbacks: dict[str, str] = {}
+        for verdict in (self, *others):
+            fallbacks = {**verdict.fallbacks, **fallbacks}
+        return GpuVerdict(fallbacks)
+
+    def lower(self, why: str, *, grouped: bool) -> GpuVerdict:
+        """Returns the next rung, after an error at run time that names no operator: nothing early, then no graphs, then
+        sums by NCCL (`grouped`: the rank is one of a group), then torch's operators for everything."""
+        for name in SWITCHES:
+            if name not in self.fallbacks and (name != "peers" or grouped):
+                return self.without([name], why)
+        return self.without(tuple(FAMILIES), why)
+
+    def note(self) -> str | None:
+        """Returns in one line what falls back and why; None if nothing does."""
+        if not self.fallbacks:
+            return None
+        by_reason: dict[str, list[str]] = {}
+        for name in DESCRIPTIONS:
+            if name in self.fallbacks:
+                by_reason.setdefault(self.fallbacks[name], []).append(DESCRIPTIONS[name])
+        if {*FAMILIES} <= self.fallbacks.keys():
+            return f"GPU: torch's operators replace the CUDA operators ({'; '.join(by_reason)})"
+        parts = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
+        return f"GPU: {'; '.join(parts)}; all else runs on the CUDA operators"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"fallbacks": dict(self.fallbacks)}
+
+    @staticmethod
+    def from_json(values: object) -> GpuVerdict:
+        """Returns the verdict that `to_json` has converted. Raises ValueError if `values` is not one."""
+        found = values.get("fallbacks") if isinstance(values, dict) else None
+        if not isinstance(found, dict) or not all(
+            name in DESCRIPTIONS and isinstance(why, str) for name, why in found.items()
+        ):
+            raise ValueError("not a verdict")
+        return GpuVerdict(found)
+
+
+class TrialProcess(Protocol):
+    """A process that runs checks."""
+
+    def next_line(self, timeout_s: float, /) -> str | None:
+        """Returns its next line, or None once it has ended. Raises TimeoutError."""
+        ...
+
+    def stop(self) -> str:
+        """Ends the process if it runs. Returns how it ended."""
+        ...
+
+
+class CheckProcess:
+    """A `TrialProcess` that runs `command`."""
+
+    def __init__(self, request: TrialRequest, command: Sequence[str] = COMMAND) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            encoding="utf-8", errors="replace",
+        )  # fmt: skip
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(OSError), self._process.stdin as pipe:  # it may have ended already
+            pipe.write(f"{json.dumps(request.to_json())}\n")
+        self._lines = queue.SimpleQueue[str | None]()
+        self._ended = False  # its output; it is about to exit
+        Thread(target=self._read, args=(self._process.stdout,), daemon=True, name="GPU trial").start()
+
+    def _read(self, pipe: IO[str]) -> None:
+        with pipe, suppress(OSError, ValueError):
+            for line in pipe:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def next_line(self, timeout_s: float) -> str | None:
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError from None
+        self._ended = self._ended or line is None
+        return line
+
+    def stop(self) -> str:
+        try:
+            code = self._process.wait(STOP_S if self._ended else 0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            try:
+                code = self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                return "blocked in the driver"
+        return f"exit code {code}" if code >= 0 else Signals(-code).name
+
+
+StartTrial = Callable[[TrialRequest], TrialProcess]
+RunChecks = Callable[[GpuVerdict, Sequence[str]], Mapping[str, str | None]]  # reasons, or None, by name of the check
+
+
+class TrialRunner:
+    """Runs checks in processes, each of which continues behind the check that has ended the one before.
+
+    `start`: starts a process. `clock`: returns the time in seconds; all processes together have `TRIAL_S`.
+    `problem`: why no check of a process has begun; None if one did in each process.
+    """
+
+    def __init__(
+        self, plan: TrialPlan, device: str, start: StartTrial, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._plan, self._device, self._start, self._clock = plan, device, start, clock
+        self._until = clock() + TRIAL_S
+        self.problem: str | None = None
+
+    def run(self, verdict: GpuVerdict, names: Sequence[str]) -> Mapping[str, str | None]:
+        """Runs the checks `names` with the fallbacks of `verdict`. Returns for each why it failed, or None; without
+        those for which there was no time."""
+        results: dict[str, str | None] = {}
+        while self._clock() < self._until and len(results) < len(names):
+            left = [name for name in names if name not in results]
+            request = TrialRequest(self._plan, self._device, verdict.early_starts, sorted(verdict.on_library), left)
+            before = len(results)
+            culprit, how = self._run_process(request, results)
+            if culprit is not None:
+                results[culprit] = how
+            elif len(results) == before:
+                self.problem = how
+                break
+        return results
+
+    def _run_process(self, request: TrialRequest, results: dict[str, str | None]) -> tuple[str | None, str]:
+        """Runs one process and adds its results. Returns the check that has ended it, or None, and how it ended."""
+        current, problem, began, late = None, "", self._clock(), False
+        try:
+            process = self._start(request)
+        except OSError as error:
+            return None, f"its process was not started ({error.strerror or error})"
+        try:
+            while (line := process.next_line(self._time_left(current, began))) is not None:
+                match _decoded(line):
+                    case {"begins": str(name)} if name in request.names:
+                        current, began = name, self._clock()
+                    case {"check": str(name), "reason": (str() | None) as reason} if name == current:
+                        results[name], current = reason, None
+                    case {"problem": str(problem)}:
+                        pass
+                    case _:  # something else that the process has printed
+                        pass
+        except TimeoutError:
+            late = True
+        finally:
+            lasted, how = self._clock() - began, process.stop()
+        if late:
+            if current is None:
+                return None, f"no check began within {lasted:.0f} s"
+            return (current if lasted >= UNFINISHED_S else None), f"it hung for {lasted:.0f} s"
+        if current is None:
+            return None, problem or f"its process ended ({how})"
+        return current, f"it ended its process ({how})"
+
+    def _time_left(self, current: str | None, began: float) -> float:
+        """Returns the seconds that the next line may take. Raises TimeoutError if there are none."""
+        until = self._until if current is None else min(self._until, began + CHECK_S)
+        left = until - self._clock()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+
+def _decoded(line: str) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def search_rungs(checks: Sequence[TrialCheck], run: RunChecks) -> tuple[GpuVerdict, bool]:
+    """Returns the first verdict with which all checks pass, and whether there was time for all of them.
+
+    A check that fails without early starts, too, is not their fault: then its family, or the graphs, fall back, and
+    early starts stay unless another check needs that. A check that has failed once and for which there is no more time
+    counts as failed.
+    """
+    by_name = {check.name: check for check in checks}
+    verdict = GpuVerdict()
+    first = run(verdict, list(by_name))
+    complete = first.keys() >= by_name.keys()
+    failed = {name: why for name, why in first.items() if why is not None}
+    if not failed:
+        return verdict, complete
+    strict = verdict.without(["early_starts"], _first(failed))
+    again = run(strict, list(failed))
+    still = {name: again.get(name) or why for name, why in failed.items() if again.get(name, why) is not None}
+    if len(still) < len(failed) or again.keys() != failed.keys():
+        fixed = {name: why for name, why in failed.items() if name not in still} or failed
+        verdict = verdict.without(["early_starts"], _first(fixed))
+    while still:
+        verdict, pending = _next_rung(verdict, {by_name[name]: why for name, why in still.items()}, checks)
+        found = run(verdict, pending) if pending else {}
+        complete = complete and found.keys() >= {*pending}
+        still = {name: why for name in pending if (why := found.get(name, still.get(name))) is not None}
+    return verdict, complete
+
+
+def _first(failed: Mapping[str, str]) -> str:
+    return next(f"{name}: {why}" for name, why in failed.items())
+
+
+def _next_rung(
+    verdict: GpuVerdict, failed: Mapping[TrialCheck, str], checks: Sequence[TrialCheck]
+) -> tuple[GpuVerdict, list[str]]:
+    """Returns the verdict after the checks `failed`, and the names of the checks to run with it."""
+    for check, why in failed.items():
+        if check.family is not None:
+            verdict = verdict.without([check.family], f"{check.name}: {why}")
+    repeated = {check.name: why for check, why in failed.items() if check.switch == "early_starts"}
+    if all(check.family is None for check in failed):
+        if not repeated:
+            whole = {check.name: why for check, why in failed.items()}
+            return verdict.without(["graphs"], _first(whole)), []
+        if verdict.early_starts:
+            verdict = verdict.without(["early_starts"], _first(repeated))
+        elif not {"projections", "attention"} <= verdict.on_library:  # no kernel alone is wrong, but several in a row
+            verdict = verdict.without(["projections", "attention"], _first(repeated))
+        else:
+            return verdict.without(tuple(FAMILIES), _first(repeated)), []
+    pending = [check.name for check in checks if check.switch is not None]
+    return verdict, pending
+
+
+def run_trial(
+    plan: TrialPlan, device: str, start: StartTrial = CheckProcess, clock: Callable[[], float] = time.monotonic
+) -> tuple[GpuVerdict, str | None]:
+    """Runs a trial of at most TRIAL_S. Returns its verdict, and if it was not completed, why."""
+    runner = TrialRunner(plan, device, start, clock)
+    verdict, complete = search_rungs(trial_checks(plan), runner.run)
+    if complete:
+        return verdict, None
+    return verdict, runner.problem or f"it was not complete after {TRIAL_S:g} s"

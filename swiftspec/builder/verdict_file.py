@@ -1,0 +1,45 @@
+"""File of a GPU trial's verdict, so that later starts on the same GPU with the same models do not repeat the trial."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from swiftspec.builder.gpu_trial import GpuVerdict
+
+FORMAT = 1
+MAX_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictFile:
+    """File of a verdict."""
+
+    path: Path
+
+    @staticmethod
+    def of(folder: Path, facts: Mapping[str, object]) -> VerdictFile:
+        """Returns the file for `facts`: everything that determines a verdict, serialisable as JSON."""
+        words = json.dumps({"format": FORMAT, **facts}, sort_keys=True).encode()
+        return VerdictFile(folder / f"{hashlib.sha256(words).hexdigest()[:40]}.json")
+
+    def read(self) -> GpuVerdict | None:
+        """Returns the verdict; None if there is none, or if the file is damaged."""
+        try:
+            with self.path.open("rb") as file:
+                return GpuVerdict.from_json(json.loads(file.read(MAX_BYTES)))
+        except (OSError, ValueError, RecursionError):
+            return None
+
+    def write(self, verdict: GpuVerdict) -> None:
+        """Replaces the file. Does nothing if the folder cannot be written to: the next start repeats the trial."""
+        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(verdict.to_json()), encoding="utf-8")
+            temporary.replace(self.path)
