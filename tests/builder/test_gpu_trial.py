@@ -362,6 +362,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**34, 2**34))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)

@@ -171,7 +171,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def create(models: tuple[Path, Path], plan: EngineConfig, notes: list[str], **options: Any) -> ModelPair:
     ranks: Any = type("Ranks", (), {"size": plan.num_ranks, "local_rank": 0, "local_size": plan.num_ranks})
-    given: Any = {"device": "cuda:0", "note": notes.append, **options}
+    given: Any = {"device": "cuda:0", "note": notes.append, "gpu_trial": "off", **options}
     return ModelPair.create(*models, plan, None if plan.num_ranks == 1 else ranks, given)
 
 

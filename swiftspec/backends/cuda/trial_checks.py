@@ -326,7 +326,7 @@ def tree_batch(lengths: Sequence[int], at: TrialDevice) -> Batch:
     mask = torch.rand(len(slots), width, generator=torch.Generator().manual_seed(SEED)) < 0.5
     mask = mask & (columns < slots[:, None]) | (columns == slots[:, None])
     parts = (slots, slots, slots, mask, sequence, torch.tensor(lengths))
-    return Batch(*(part.to(at.device) for part in parts))
+    return Batch(*(part.to(at.device) for part in parts), max_kv_len=None)
 
 
 def rope_of(shape: AttentionShape, length: int, at: TrialDevice) -> tuple[Tensor, Tensor]:
