@@ -37,7 +37,8 @@ def test_a_restarted_rank_does_not_repeat_its_trial(
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"), [("linear: an illegal memory access was encountered", RuntimeError), ("CUDA out of memory", UserError)]
+    ("text", "kind"),
+    [("linear: an illegal memory access was encountered", RuntimeError), ("CUDA out of memory", UserError)],
 )
 def test_an_illegal_access_is_no_lack_of_memory(
     text: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch

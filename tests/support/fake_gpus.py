@@ -144,7 +144,9 @@ class FakeNative:
             check()
             assert stream == k.device.index
             for part in (k, v):
-                part[:, sequence, :, start : start + len(source)] = part[:, sequence, :, torch.tensor(source, device=k.device)].clone()
+                part[:, sequence, :, start : start + len(source)] = part[
+                    :, sequence, :, torch.tensor(source, device=k.device)
+                ].clone()
 
         check()
         return SimpleNamespace(move=move)

@@ -43,6 +43,7 @@ SPECULATION = {
 }  # fmt: skip
 METRICS = {
     "queue_time_ms": 0.5, "time_to_first_token_ms": 2.5, "generation_time_ms": 4.0,
+    "graph_captures": 0,
     "speculative_decoding": SPECULATION, "mode": "serial", "target_busy": 0.5, "draft_busy": 0.25,
 }  # fmt: skip
 READY = EngineInfo("target", "draft", 256, 320, [0], {}, {"mode": "serial"}, 1.0)

@@ -12,11 +12,10 @@ namespace {
 using namespace sampling;
 
 __global__ void __launch_bounds__(kThreads)
-    children_kernel(const __grid_constant__ ScoreArgs given, int k, int64_t* tokens, float* values) {
+    children_kernel(const __grid_constant__ ScoreArgs args, int k, int64_t* tokens, float* values) {
   BlockResult& found = shared_variable<BlockResult>();
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
-  const ScoreArgs args = resolve_scalars(given);
   const int block = static_cast<int>(ptx::cluster_rank()), index = static_cast<int>(threadIdx.x) / 32;
   const int64_t row = blockIdx.y;
   scan_columns(args, row, k, block, index, values != nullptr, found);

@@ -81,22 +81,27 @@ struct BlockResult {
   LogSum sum;
 };
 
-// The arguments with the values of `scalars` in their fields.
-SWIFTSPEC_HD ScoreArgs resolve_scalars(ScoreArgs a) {
-  if (a.scalars == nullptr) return a;
-  a.temperature = static_cast<float>(a.scalars[0]);
-  a.tau = static_cast<float>(a.scalars[1]);
-  if (a.scalars[2] == 0.0) a.noise = nullptr;
-  return a;
+// Temperatures of the scores, and whether they have noise: from `scalars`, or else from the arguments themselves.
+struct Scale {
+  float temperature, tau;
+  bool noisy;
+};
+
+SWIFTSPEC_HD Scale own_scale(const ScoreArgs& a) { return {a.temperature, a.tau, a.noise != nullptr}; }
+
+SWIFTSPEC_HD Scale scale_of(const ScoreArgs& a) {
+  if (a.scalars == nullptr) return own_scale(a);
+  return {static_cast<float>(a.scalars[0]), static_cast<float>(a.scalars[1]),
+          a.noise != nullptr && a.scalars[2] != 0.0};
 }
 
-SWIFTSPEC_HD float score(const ScoreArgs& a, int64_t row, int64_t column) {
+SWIFTSPEC_HD float score(const ScoreArgs& a, const Scale& scale, int64_t row, int64_t column) {
   float x = a.logits[row * a.stride + column];
   if (a.bias != nullptr) x = ieee::add(x, a.bias[column]);
-  if (a.temperature != 1.0f) x = ieee::div(x, a.temperature);
-  if (a.noise == nullptr) return x;
+  if (scale.temperature != 1.0f) x = ieee::div(x, scale.temperature);
+  if (!scale.noisy) return x;
   x = ieee::add(x, a.noise[a.rows_of_noise[row] * a.vocab + column]);
-  return a.tau == 1.0f ? x : ieee::div(x, a.tau);
+  return scale.tau == 1.0f ? x : ieee::div(x, scale.tau);
 }
 
 // Scans a warp's columns of a row for the top k scores and, if `sums`, their log-sum-exp. Without `sums` this is a
@@ -107,12 +112,13 @@ SWIFTSPEC_HD void scan_columns(const ScoreArgs& a, int64_t row, int k, int block
   warp::PerLane<LogSum> sum;
   SWIFTSPEC_EACH_LANE(lane) { sum(lane) = {-INFINITY, 0}; }
   for (int64_t base = (block * kWarps + warp_index) * kWarpSpan; base < a.vocab; base += kClusterSpan) {
+    const Scale scale = scale_of(a);  // again for each span: in registers across spans it would be spilled
     warp::PerLane<warp::Regs<kPrefetch, float>> x;
     SWIFTSPEC_EACH_LANE(lane) {
       SWIFTSPEC_UNROLL
       for (int i = 0; i < kPrefetch; ++i) {
         const int64_t column = base + 32 * i + lane;
-        const float value = column < a.vocab ? score(a, row, column) : -INFINITY;
+        const float value = column < a.vocab ? score(a, scale, row, column) : -INFINITY;
         x(lane).r[i] = !sums && value != value ? INFINITY : value;
       }
       if (sums) accumulate(sum(lane), x(lane));
@@ -137,9 +143,10 @@ SWIFTSPEC_HD void scan_columns(const ScoreArgs& a, int64_t row, int k, int block
 }
 
 // Scans a warp's columns of a row for the log-sum-exp of the scores and, unless `key` is null, for the largest score
-// plus the Gumbel noise of that key; there a NaN counts as infinite.
+// plus the Gumbel noise of that key; there a NaN counts as infinite. Ignores `scalars`.
 SWIFTSPEC_HD void scan_keyed(const ScoreArgs& a, int64_t row, const uint32_t* key, int block, int warp_index,
                              BlockResult& found) {
+  const Scale scale = own_scale(a);
   TopK<float> best(1);
   warp::PerLane<LogSum> sum;
   SWIFTSPEC_EACH_LANE(lane) { sum(lane) = {-INFINITY, 0}; }
@@ -149,7 +156,7 @@ SWIFTSPEC_HD void scan_keyed(const ScoreArgs& a, int64_t row, const uint32_t* ke
       SWIFTSPEC_UNROLL
       for (int i = 0; i < kPrefetch; ++i) {
         const int64_t column = base + 32 * i + lane;
-        x(lane).r[i] = column < a.vocab ? score(a, row, column) : -INFINITY;
+        x(lane).r[i] = column < a.vocab ? score(a, scale, row, column) : -INFINITY;
       }
       accumulate(sum(lane), x(lane));
     }
@@ -237,7 +244,7 @@ SWIFTSPEC_HD void reduce_keyed(const ScoreArgs& a, int64_t row, bool drawn, Bloc
   SWIFTSPEC_EACH_LANE(lane) {
     if (lane == 0) {
       if (drawn) *token = fabsf(best.value[0](lane)) < INFINITY ? best.index[0](lane) : -1;
-      *log_prob = *token < 0 ? NAN : score(a, row, *token) - (all.top + logf(all.total));
+      *log_prob = *token < 0 ? NAN : score(a, own_scale(a), row, *token) - (all.top + logf(all.total));
     }
   }
 }

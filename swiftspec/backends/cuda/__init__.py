@@ -109,14 +109,12 @@ def check_spec(spec: ModelSpec, dtype: torch.dtype) -> None:
         raise UserError(f"the CUDA operators compute in bfloat16, not {str(dtype).removeprefix('torch.')}")
     for mixer in dict.fromkeys(layer.mixer for layer in spec.layers):
         if mixer.head_dim not in HEAD_DIMS:
-            raise UserError(
-                f"the CUDA operators need head dimension 64 or 128, not {mixer.head_dim}; use ops reference"
-            )
+            raise UserError(f"the CUDA operators need head dimension 64 or 128, not {mixer.head_dim}; use ops unfused")
         if mixer.qk_norm == "projection":
             raise UserError("the CUDA operators have no norm of whole query and key projections; use ops unfused")
         if mixer.num_heads // mixer.num_kv_heads > MAX_HEADS_PER_KV_HEAD:
             raise UserError(
-                f"the CUDA operators need at most {MAX_HEADS_PER_KV_HEAD} heads per KV head; use ops reference"
+                f"the CUDA operators need at most {MAX_HEADS_PER_KV_HEAD} heads per KV head; use ops unfused"
             )
     if spec.hidden_size % 8:
         raise UserError(f"the CUDA operators require a multiple of 8 as hidden size, not {spec.hidden_size}")

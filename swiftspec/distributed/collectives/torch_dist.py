@@ -19,6 +19,8 @@ NCCL_SYSTEM_ERROR = re.compile("unhandled system error|ncclSystemError")
 NCCL_SYSTEM_ADVICE = (
     "NCCL needs about 1 GB in /dev/shm: in a container use --shm-size=1g or --ipc=host; NCCL_DEBUG=INFO shows the cause"
 )
+# torch 2.13 has renamed it and warns of the old name
+gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 GATHERED_ROWS = 32  # rows up to which each rank adds the whole sum; more than a round has
 
 
@@ -73,7 +75,7 @@ class TorchDistGroup:
         parts = x.new_empty(self.size, *x.shape)
         with self._translate_errors("all_gather", x):
             # one NCCL kernel writes `parts`; a list of outputs would be gathered in another buffer and copied
-            dist.all_gather_into_tensor(parts.view(-1), x.reshape(-1))
+            gather_into_tensor(parts.view(-1), x.reshape(-1))
         return parts
 
     @contextmanager

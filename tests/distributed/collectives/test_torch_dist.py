@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from swiftspec.distributed.collectives import torch_dist
 from swiftspec.distributed.collectives.torch_dist import TorchDistGroup
 from swiftspec.errors import RankLost
 
@@ -27,7 +28,7 @@ def test_a_small_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch, error: 
     def fail(*args: object) -> None:
         raise RuntimeError(error)
 
-    monkeypatch.setattr(dist, "all_gather", fail)
+    monkeypatch.setattr(torch_dist, "gather_into_tensor", fail)
     with pytest.raises(RankLost) as lost:
         TorchDistGroup("target", 0, 2, nccl=True).all_gather(torch.zeros(2))
     assert "\n" not in str(lost.value) and ("--shm-size=1g or --ipc=host" in str(lost.value)) == advises
@@ -38,7 +39,7 @@ def test_nccl_connects_the_ranks_when_they_join(monkeypatch: pytest.MonkeyPatch)
     zeros, gathered = torch.zeros, list[int]()
     monkeypatch.setattr(torch, "zeros", lambda count, device: zeros(count))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(dist, "all_gather", lambda parts, x: gathered.append(len(parts)))
+    monkeypatch.setattr(torch_dist, "gather_into_tensor", lambda parts, x: gathered.append(len(parts)))
     wanted: Any = {"timeout": timedelta(seconds=1)}
     for device in ("cuda:1", "cpu"):
         TorchDistGroup.join(HashStore(), "target", 0, 3, device=device, **wanted)
