@@ -94,16 +94,23 @@ def exit_process(code: int) -> NoReturn:
     """Exits the process with `code`. Ignores termination signals from here on: one that arrives during the
     interpreter's shutdown would change the exit code.
 
-    After a failure, or if this process could not leave its process group, it exits without the interpreter's shutdown,
-    which would wait for threads, GPU kernels and communicators that may never end after the loss of another rank.
+    After a failure of a process that uses a GPU, or if this process could not leave its process group, it exits without
+    the interpreter's shutdown, which would wait for GPU kernels and communicators that may never end after the loss of
+    another rank. Other processes shut down, so that the ranks that still read rank 0's store learn its reason to exit.
     """
     ignore_signals()
-    if code != 0 or _in_process_group():
+    if (code != 0 and _uses_gpu()) or _in_process_group():
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):  # no stream, or closed, or its reader has exited
                 stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _uses_gpu() -> bool:
+    """Returns whether this process has a CUDA context. Does not import torch."""
+    cuda: Any = sys.modules.get("torch.cuda")
+    return cuda is not None and cuda.is_initialized()
 
 
 def _in_process_group() -> bool:

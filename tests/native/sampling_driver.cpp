@@ -75,7 +75,7 @@ struct Scores {
   void check(int k) const {
     for (int64_t row = 0; row < rows; ++row) {
       std::vector<float> all;
-      for (int64_t column = 0; column < vocab; ++column) all.push_back(sampling::score(args, row, column));
+      for (int64_t column = 0; column < vocab; ++column) all.push_back(sampling::score(args, sampling::scale_of(args), row, column));
       std::vector<int64_t> order(static_cast<size_t>(vocab)), tokens(static_cast<size_t>(k)), drawn(1);
       std::vector<float> values(static_cast<size_t>(k));
       std::iota(order.begin(), order.end(), 0);

@@ -28,20 +28,25 @@ def no_real_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "ignore_signals", lambda: None)
 
 
-def in_process_group(monkeypatch: pytest.MonkeyPatch, joined: bool) -> None:
+def in_process_group(monkeypatch: pytest.MonkeyPatch, joined: bool, gpu: bool = False) -> None:
     distributed: Any = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: joined)
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
+    cuda: Any = SimpleNamespace(is_initialized=lambda: gpu)
+    monkeypatch.setitem(sys.modules, "torch.cuda", cuda)
 
 
 @pytest.mark.parametrize(
-    ("code", "joined", "kind"),
-    [(0, False, SystemExit), (0, True, Ended), (EXIT_PEER_LOST, False, Ended), (143, True, Ended)],
-)
-def test_after_a_failure_or_in_a_group_the_shutdown_is_skipped(
-    monkeypatch: pytest.MonkeyPatch, code: int, joined: bool, kind: type[BaseException]
+    ("code", "joined", "gpu", "kind"),
+    [
+        (0, False, True, SystemExit), (0, True, False, Ended), (EXIT_PEER_LOST, False, True, Ended),
+        (EXIT_PEER_LOST, False, False, SystemExit), (143, True, False, Ended),
+    ],
+)  # fmt: skip
+def test_after_a_failure_on_a_gpu_or_in_a_group_the_shutdown_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, code: int, joined: bool, gpu: bool, kind: type[BaseException]
 ) -> None:
     """With the same exit code, and after the output was written."""
-    in_process_group(monkeypatch, joined)
+    in_process_group(monkeypatch, joined, gpu)
     written: list[str] = []
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, SimpleNamespace(flush=lambda name=name: written.append(name)))
