@@ -173,20 +173,31 @@ class EngineRank:
         except Exception as problem:  # such as a lack of memory or a disk error: rank 0 reports it
             error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
         kinds = {name for role in self._roles() for name in executor_names(role)}
+        error, common = self._connections.agree_in_group(error, kinds)
+        if error is None:
+            error = self._capture_graphs(common, config, progress or self._loading)
         try:
-            common = self._connections.wait_ready(error, kinds)
+            self._connections.wait_ready(error)
         except UserError:
             self.leave(restarting=keeping is not None and keeping.incarnation > 0)
             raise
-        for role in self._roles():
-            restrict_executors(role, common)
-        capture_graphs(self.verifier, self.drafter, config, progress or self._loading)
         self._heartbeat.mark_idle()
         for role in ("target", "draft"):
             self.rank_table.set_state(role, "up")
         if keeping is not None and self._connections.draft_leader is not None:
             recovery = DraftGroupRecovery(whole, config, facts, [vocab, *masked], self.rank_table, self._connections)
             self.recovery = recovery.reconnector
+
+    def _capture_graphs(self, executors: Container[str], config: EngineConfig, progress: Progress) -> str | None:
+        """Captures the graphs of the executors that all ranks of the group support. The ranks do so at the same time,
+        since the captured forwards communicate. Returns why it failed, or None."""
+        for role in self._roles():
+            restrict_executors(role, executors)
+        try:
+            capture_graphs(self.verifier, self.drafter, config, progress)
+        except Exception as problem:  # such as a lack of memory: rank 0 reports it
+            return f"rank {self._world.rank} cannot start: {str(problem) or type(problem).__name__}"
+        return None
 
     def _loading(self, what: str, step: int, steps: int) -> None:
         """Default progress callback: marks the rank as busy while it loads weights."""

@@ -236,8 +236,9 @@ class WorkerRank:
             error = str(problem)
         except Exception as problem:  # such as a lack of memory or a disk error: rank 0 reports it
             error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
+        error, self.executor_names = self._connections.agree_in_group(error, kinds)
         try:
-            self.executor_names = self._connections.wait_ready(error, kinds)
+            self._connections.wait_ready(error)
         except UserError:
             self.leave()
             raise

@@ -18,7 +18,7 @@ def capture_graphs(
 ) -> None:
     """Captures the graphs of the models in this process, so that no request waits for a capture, which also stops all
     other work on the GPU. No request may be open. All ranks of a group must call it at about the same time, since the
-    captured forwards communicate."""
+    captured forwards communicate: see `Connections.agree_in_group`."""
     captures = [] if verifier is None else target_captures(verifier.executors, config)
     if drafter is not None:
         captures += draft_captures(drafter.executors, config, drafter.tree.slots)

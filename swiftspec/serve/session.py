@@ -150,7 +150,9 @@ def _check_memory(
     from swiftspec.builder.model_pair import ModelPair
 
     if resolve_device(settings.device).type == "cuda":
-        ModelPair.create(target, draft, plan, world, load_options(settings))
+        options = load_options(settings)
+        options["gpu_trial"] = "off"  # runs once the weights are here
+        ModelPair.create(target, draft, plan, world, options)
 
 
 @contextmanager

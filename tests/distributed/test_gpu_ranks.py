@@ -91,6 +91,33 @@ def test_every_rank_uses_its_own_gpu(
     assert {*gpus.events} == alone & {0}, "the tokens of a captured verification"
 
 
+@pytest.mark.parametrize("failed", range(4))
+def test_a_failed_capture_ends_the_start_in_one_line(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, failed: int
+) -> None:
+    """On rank 0; the others are shut down. The ranks of a group capture once all of them have loaded."""
+    gpus = FakeGpus(monkeypatch, 4)
+    monkeypatch.setattr(rank_startup, "join_group", ThreadJoin())
+    monkeypatch.setattr(rank_startup, "pin_to_cores", lambda cores: None)
+    loaded, load = set[int](), EngineRank._load
+
+    def load_and_note(rank: EngineRank, *rest: Any) -> None:
+        load(rank, *rest)
+        loaded.add(rank._world.rank)
+
+    def capture(verifier: Any, drafter: Any, *rest: Any) -> None:
+        assert {0, 1} <= loaded if verifier is not None else {2, 3} <= loaded
+        if gpus.here.own == failed:
+            raise RuntimeError("no room for a graph")
+
+    monkeypatch.setattr(EngineRank, "_load", load_and_note)
+    monkeypatch.setattr(rank_startup, "capture_graphs", capture)
+    config = EngineConfig("async", target_tp=2, draft_tp=2, **SHAPE)
+    first, *others = on_gpu_ranks(gpus, 4, lambda world: run_rank(world, pair, config, lambda llm: "started"))
+    assert isinstance(first, UserError) and str(first) == f"rank {failed} cannot start: no room for a graph"
+    assert others == [None] * 3
+
+
 def test_a_thread_that_has_not_set_its_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the stand-in."""
     gpus = FakeGpus(monkeypatch, 2)

@@ -73,30 +73,41 @@ class Connections:
             raise RankLost(str(error)) from None
         return vocab
 
-    def wait_ready(self, error: str | None, executor_names: set[str]) -> set[str]:
-        """Blocks until the ranks that this rank leads have loaded or failed, and reports to this rank's own leader
-        whether all of them, and this rank, have loaded.
+    def agree_in_group(self, error: str | None, executor_names: set[str]) -> tuple[str | None, set[str]]:
+        """Blocks until all ranks of this rank's group have loaded or failed, and returns at about the same time on all
+        of them: an error, or None, and the names of the executors that all ranks support.
 
-        `error`: the reason why this rank has failed to load, or None.
-        `executor_names`: names of the executors that this rank supports.
-        Returns the names of the executors that this rank and all its followers support. Raises UserError on rank 0 with
-        the error of a failed rank, and RankLost on the other ranks if their leader is gone.
+        `error`: the reason why this rank has failed to load, or None. `executor_names`: those that it supports.
+        Raises RankLost if the group's leader is gone.
         """
+        if self.leader is not None:
+            _report(self.leader, error, executor_names)
+            heard, common = _recv_ready(self.leader, "while the models were loading")
+            return error or heard, common
         for channel in self.followers:
-            heard, theirs = _recv_ready(channel)
+            heard, theirs = _recv_ready(channel, "while the models were loading")
             error, executor_names = error or heard, executor_names & theirs
-        if self.draft_leader is not None:
-            error = error or _recv_ready(self.draft_leader)[0]
+        for channel in self.followers:
+            with contextlib.suppress(RankLost):  # a lost follower is the error already
+                _report(channel, error, executor_names)
+        return error, executor_names
+
+    def wait_ready(self, error: str | None) -> None:
+        """Blocks until the ranks that this rank leads are ready or have failed, and reports to this rank's own leader
+        whether all of them, and this rank, are ready.
+
+        `error`: the reason why this rank has failed, or None.
+        Raises UserError on rank 0 with the error of a failed rank, and RankLost on the other ranks if their leader is
+        gone.
+        """
+        for channel in (*self.followers, *([] if self.draft_leader is None else [self.draft_leader])):
+            heard, _ = _recv_ready(channel, "during the start")
+            error = error or heard
         up = self.leader or self.target_leader
         if up is not None:
-            ready = (Opcode.READY, text_to_words(",".join(sorted(executor_names))))
-            try:
-                up.send(*(ready if error is None else (Opcode.ERROR, text_to_words(error))))
-            except ConnectionError as gone:
-                raise RankLost(str(gone)) from None
+            _report(up, error, set())
         elif error is not None:
             raise UserError(error)
-        return executor_names
 
     def close(self, *, shutdown: bool) -> None:
         """Closes all connections. With `shutdown`, first sends SHUTDOWN to the ranks that this rank leads."""
@@ -122,13 +133,24 @@ def _host(world: World) -> str | None:
     return None if world.one_machine else _address_towards(world.host)
 
 
-def _recv_ready(channel: Transport) -> tuple[str | None, set[str]]:
-    """Blocks until the rank at the other end of `channel` has loaded or failed. Returns the error, or None, and the
-    names of the executors that the rank supports. A lost connection is returned as an error."""
+def _report(channel: Transport, error: str | None, executor_names: set[str]) -> None:
+    """Sends READY with names of executors, or ERROR. Raises RankLost if the rank at the other end is gone."""
+    try:
+        if error is None:
+            channel.send(Opcode.READY, text_to_words(",".join(sorted(executor_names))))
+        else:
+            channel.send(Opcode.ERROR, text_to_words(error))
+    except ConnectionError as gone:
+        raise RankLost(str(gone)) from None
+
+
+def _recv_ready(channel: Transport, when: str) -> tuple[str | None, set[str]]:
+    """Blocks until the rank at the other end of `channel` reports. Returns its error, or None, and the names of the
+    executors. A lost connection is returned as an error. `when`: phase of the start, for that error."""
     try:
         kind, words = channel.recv()
     except ConnectionError as error:
-        return f"{error} while the models were loading", set()
+        return f"{error} {when}", set()
     return (None, set(words_to_text(words).split(","))) if kind == Opcode.READY else (words_to_text(words), set())
 
 
