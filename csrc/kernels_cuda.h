@@ -80,11 +80,14 @@ void embed(const int64_t* tokens, const void* table, int64_t rows, int64_t row_b
 // const are uninitialised scratch of the given sizes.
 
 // Consecutive rows of one sequence, which load keys and values together.
-struct RowGroup {
+struct alignas(16) RowGroup {
   int32_t first, count;  // rows
   int32_t base;          // number of leading slots that all rows see
   int32_t keys;          // keys of the row that sees the most
+  int32_t window;        // first slot of the mask's window
+  int32_t unused[3];
 };
+constexpr int64_t kRowGroupWords = sizeof(RowGroup) / sizeof(int32_t);
 
 struct AttentionSetup {
   const void *cos, *sin;     // tables [positions, dim]; sin is negative in its first half
@@ -93,8 +96,8 @@ struct AttentionSetup {
   const int64_t* sequence;   // [rows], or null: all rows belong to sequence 0
   const int64_t* kv_len;     // [sequences]
   const uint8_t* mask;       // [rows, width], right-aligned at kv_len
-  int32_t* owner;            // [sequences, capacity], the row whose new key the slot will hold
-  int32_t* tail;             // [rows, width], the keys that a row sees in the window of the mask
+  uint16_t* queries;         // [rows, heads, dim], after RoPE
+  int32_t* tail;             // [rows, width], the slots that a row sees in the window of the mask
   int32_t* count;            // [rows], number of keys that a row sees
   RowGroup* groups;          // [attention_groups]
   uint32_t* arrived;         // [attention_groups, kv_heads], clusters of a group that have finished

@@ -23,7 +23,7 @@ void check_sizes(const CudaCache& cache, int64_t rows, int64_t width, int64_t he
   check(cache.head_dim == 64 || cache.head_dim == 128, "head_dim must be 64 or 128");
   check(heads >= kv_heads && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
   check(heads / kv_heads <= 64, "at most 64 heads share keys");
-  check(kv_heads < 65536 && rows >= 1 && int32_sized(rows), "no rows, or too many rows or heads");
+  check(kv_heads < 65536 && rows >= 1 && rows < 65536, "no rows, or too many rows or heads");
   check(width >= 1 && cache.capacity >= 1 && cache.sequences >= 1, "sizes must be above 0");
   check(int32_sized(rows * width) && int32_sized(cache.sequences * cache.capacity),
         "the mask or the cache is too large");
@@ -32,7 +32,7 @@ void check_sizes(const CudaCache& cache, int64_t rows, int64_t width, int64_t he
 
 Attention make_attention(const Array& cos, const Array& sin, const Array& positions, const Array& slots,
                          const MaybeArray& sequence, const Array& kv_len, const Array& mask, const CudaCache& cache,
-                         int64_t heads, const Array& owner, const Array& tail, const Array& count, const Array& groups,
+                         int64_t heads, const Array& queries, const Array& tail, const Array& count, const Array& groups,
                          const Array& arrived, const Array& part_values, const Array& part_sums) {
   const int64_t rows = mask.size(0), width = mask.size(1), dim = cache.head_dim, kv_heads = cache.kv_heads;
   check_sizes(cache, rows, width, heads, sequence.has_value());
@@ -49,10 +49,10 @@ Attention make_attention(const Array& cos, const Array& sin, const Array& positi
       at_or_null<int64_t>(sequence, here, "sequence", {rows}),
       kv_len.at<int64_t>(here, "kv_len", {cache.sequences}),
       mask.at<bool>(here, "mask", {rows, width}),
-      owner.at<int32_t>(here, "owner", {cache.sequences, cache.capacity}),
+      static_cast<uint16_t*>(bfloat16_arg("queries", queries, here, {rows, heads * dim})),
       tail.at<int32_t>(here, "tail", {rows, width}),
       count.at<int32_t>(here, "count", {rows}),
-      reinterpret_cast<cuda::RowGroup*>(groups.at<int32_t>(here, "groups", {most, 4})),
+      reinterpret_cast<cuda::RowGroup*>(groups.at<int32_t>(here, "groups", {most, cuda::kRowGroupWords})),
       arrived.at<uint32_t>(here, "arrived", {most, kv_heads}),
       part_values.at<float>(here, "part_values", {lines, dim}),
       part_sums.at<float>(here, "part_sums", {lines, 2}),
@@ -104,7 +104,7 @@ void bind_cuda_attention(py::module_& m) {
                         "Attention of one forward; see AttentionSetup in kernels_cuda.h. It keeps its arrays alive.")
       .def(py::init(&make_attention), py::kw_only(), py::arg("cos"), py::arg("sin"), py::arg("positions"),
            py::arg("slots"), py::arg("sequence"), py::arg("kv_len"), py::arg("mask"), py::arg("cache"),
-           py::arg("heads"), py::arg("owner"), py::arg("tail"), py::arg("count"), py::arg("groups"), py::arg("arrived"),
+           py::arg("heads"), py::arg("queries"), py::arg("tail"), py::arg("count"), py::arg("groups"), py::arg("arrived"),
            py::arg("part_values"), py::arg("part_sums"), keep_alive<1, 2>(), keep_alive<1, 3>(), keep_alive<1, 4>(),
            keep_alive<1, 5>(), keep_alive<1, 6>(), keep_alive<1, 7>(), keep_alive<1, 8>(), keep_alive<1, 9>(),
            keep_alive<1, 11>(), keep_alive<1, 12>(), keep_alive<1, 13>(), keep_alive<1, 14>(), keep_alive<1, 15>(),
@@ -114,6 +114,7 @@ void bind_cuda_attention(py::module_& m) {
            "Runs once per layer.");
   m.def("norm_heads_cuda", &norm_heads, py::arg("qkv"), py::arg("weight"), py::arg("eps"), py::arg("stream"),
         "RMSNorm of the first heads of each row, which it overwrites: qkv [rows, width], weight [heads, head_dim].");
+  m.attr("ROW_GROUP_WORDS") = cuda::kRowGroupWords;
   m.def("attention_groups_cuda", &cuda::attention_groups, py::arg("rows"), py::arg("heads"), py::arg("kv_heads"),
         py::arg("one_sequence"), "Number of entries of `groups`.");
   m.def("attention_lines_cuda", &cuda::attention_lines, py::arg("rows"), py::arg("heads"), py::arg("capacity"),

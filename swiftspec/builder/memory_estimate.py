@@ -153,7 +153,7 @@ class MemoryEstimate:
         if self.ops is cuda:
             # weights in rows for a library product, and the packed rows of x (csrc/cuda/linear/large_m.h)
             return SCRATCH_BYTES + (numbers + MAX_KERNEL_ROWS * max(hidden, inner) + tables) * size + gathered + max(
-                scratch_bytes(rows, part.num_heads, part.head_dim, self.capacity, self.sequences, self.clusters)
+                scratch_bytes(rows, part.num_heads, part.head_dim, self.capacity, self.clusters)
                 for part in parts
             )  # fmt: skip
         return (numbers + tables) * size + gathered + self._masks(rows)

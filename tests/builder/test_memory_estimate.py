@@ -120,8 +120,8 @@ def test_scratch_of_attention() -> None:
     """The CUDA operators keep 129 partial results, without clusters at most 64, for each of 256 rows and 32 heads;
     torch's keep a mask for the 4 query heads that share keys."""
     short, long = need(capacity=1024), need(capacity=131073)
-    partial, owners, tables = 256 * 32 * 130 * 4, 4 * 4, 2 * 128 * 2
-    assert long.scratch - short.scratch == partial * (129 - 1) + (owners + tables) * (131073 - 1024)
+    partial, tables = 256 * 32 * 130 * 4, 2 * 128 * 2
+    assert long.scratch - short.scratch == partial * (129 - 1) + tables * (131073 - 1024)
     blocks = replace(long, clusters=False)
     assert long.scratch - blocks.scratch == partial * (129 - 63)
     masks = need(capacity=131072, ops=unfused).scratch - need(capacity=65536, ops=unfused).scratch

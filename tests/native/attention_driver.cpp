@@ -52,11 +52,11 @@ struct Case {
   template <class F>
   void run_as() {
     out.assign(static_cast<size_t>(rows * heads * dim), 0x7fc0);
-    std::vector<int32_t> owner(static_cast<size_t>(sequences * capacity)), count(static_cast<size_t>(rows));
-    for (int32_t& row : owner) row = pick(-3, 40);  // arbitrary old contents
+    std::vector<int32_t> count(static_cast<size_t>(rows));
+    std::vector<uint16_t> queries(static_cast<size_t>(rows * heads * dim), 0x7fc0);
     std::vector<int32_t> tail(static_cast<size_t>(rows * width), 1 << 30);
     AttentionSetup p{cos.data(), sin.data(), positions.data(), slots.data(), sequences > 1 ? sequence.data() : nullptr,
-                    kv_len.data(), mask.data(), owner.data(), tail.data(), count.data(), nullptr, nullptr, nullptr,
+                    kv_len.data(), mask.data(), queries.data(), tail.data(), count.data(), nullptr, nullptr, nullptr,
                     nullptr, rows, width, sequences, heads, kv_heads, capacity, dim, 1,
                     1.44269504f / std::sqrt(static_cast<float>(dim)), static_cast<int32_t>(heads / kv_heads),
                     static_cast<int32_t>(kColumns / (heads / kv_heads)), false};
@@ -65,7 +65,6 @@ struct Case {
     std::vector<RowGroup> groups(static_cast<size_t>(entries));
     std::vector<float> values_of(static_cast<size_t>(lines * dim), NAN), sums_of(static_cast<size_t>(lines * 2), NAN);
     p.groups = groups.data(), p.part_values = values_of.data(), p.part_sums = sums_of.data();
-    for (int64_t row = 0; row < rows; ++row) set_slot_owner(p, row);
     int64_t grouped = 0;
     for (int i = 0; i < entries; ++i) {
       RowGroup& g = groups[static_cast<size_t>(i)] = group_rows_at(p, i);
@@ -73,12 +72,16 @@ struct Case {
       require(g.first == grouped, "groups must follow each other");
       grouped += g.count;
       g.base = INT32_MAX;
+      g.window = window_start(p, sequence_of(p, g.first));
       for (int row = g.first; row < g.first + g.count; ++row) {
         g.base = std::min(g.base, list_keys(p, row));
         g.keys = std::max(g.keys, count[static_cast<size_t>(row)]);
       }
     }
     require(grouped == rows, "every row is in a group");
+    for (int row = 0; row < rows; ++row) {
+      for (int i = 0; i < row_pieces(p); ++i) rope_append<F::kDim>(p, qkv.data(), keys.data(), values.data(), row, i);
+    }
     const auto shared = std::make_unique<SharedMemory<F>[]>(F::kCluster);
     std::memset(static_cast<void*>(shared.get()), 0xff, sizeof(SharedMemory<F>) * F::kCluster);
     for (int head = 0; head < kv_heads; ++head) {
@@ -90,7 +93,7 @@ struct Case {
   template <class F>
   void run_group(const AttentionSetup& p, int entry, int head, SharedMemory<F>* shared,
                  StageState* stage_state) {
-    TileTask<F> j{p, qkv.data(), keys.data(), values.data(), out.data(), head, p.groups[entry], entry, 0, 0};
+    TileTask<F> j{p, keys.data(), values.data(), out.data(), head, p.groups[entry], entry, 0, 0};
     if (j.group.count == 0) return;
     const int count = ceil_div32(j.group.keys, j.part_keys());
     const auto each = [](auto work) {
@@ -98,7 +101,6 @@ struct Case {
         for (int thread = 0; thread < kThreads; ++thread) work(rank, thread);
       }
     };
-    each([&](int rank, int thread) { append_kv(j, rank, thread); });
     for (j.part = 0; j.part < count; ++j.part) {
       const int first = j.part * j.part_keys(), here = min32(j.group.keys - first, j.part_keys());
       const int turns = F::kSequential ? ceil_div32(here, F::kTile) : 1;

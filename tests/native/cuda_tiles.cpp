@@ -10,9 +10,10 @@
 // does the same through LL lines, swiglu adds only the bias.
 //
 // The second form prints the tiling for a device that runs ONES, TWOS, FOURS and EIGHTS clusters of 1, 2, 4 and 8
-// concurrently: concurrent strips, CTAs per cluster, iterations, stages for 8, 16 and 32 rows, rows per launch if 40
-// and 320 are needed, its cost by the model in ns, and the cost on this device of the tiling for a device with 132, 66,
-// 32 and 16. The third form writes outputs as rows [2 half, k] of bf16, as a library's product reads them.
+// concurrently, and twice as many if two blocks share a multiprocessor: blocks per multiprocessor, concurrent strips,
+// CTAs per cluster, iterations, stages for 8, 16 and 32 rows, rows per launch if 40 and 320 are needed, its cost by the
+// model in ns, and the cost on this device of the tiling for a device with 132, 66, 32 and 16. The third form writes
+// outputs as rows [2 half, k] of bf16, as a library's product reads them.
 //
 // Exits with 1 and one line if the tiling does not fit.
 #include "cuda/linear/unpack.h"
@@ -116,10 +117,12 @@ int wide_rows(const Tiling& t, int rows, const Device& device) {
 // A projection with an RMSNorm, whose weight may lie in shared memory.
 void check_norm(const Tiling& t, int rows8, const Device& device) {
   const SmemLayout plain = smem_layout(t, rows8, device), c = smem_layout(t, rows8, device, true);
+  const int fewest = is_paired(t, rows8) ? kPairedStages : device.min_stages;
   int range = 0;
   for (int cta = 0; cta < t.cluster(); ++cta) range = std::max(range, t.range(cta));
-  require(c.total <= device.shared && c.stages >= std::min(plain.stages, device.min_stages), "a norm takes the ring");
+  require(c.total <= device.shared && c.stages >= std::min(plain.stages, fewest), "a norm takes the ring");
   require((c.total <= device.half_shared) == (plain.total <= device.half_shared), "a norm keeps a block off");
+  require(!is_paired(t, rows8) || c.total <= device.half_shared, "two blocks do not fit");
   require(c.norm_bytes == 0 || c.norm_bytes >= 2 * range * t.tile_k, "no room for the norm's weight");
   require(c.norm_barrier % 8 == 0 && c.norm % 16 == 0 && c.ring % 128 == 0, "a norm that is not aligned");
   require(c.norm_bytes == 0 || (c.norm >= c.norm_barrier + 8 && c.norm + c.norm_bytes <= c.ring), "a norm in the ring");
@@ -128,7 +131,12 @@ void check_norm(const Tiling& t, int rows8, const Device& device) {
 
 // The device as device.cu would report it.
 Device device_of(int shared, int ones, int twos, int fours, int eights) {
-  return {90, shared, (shared + 1024) / 2 - 1024, 50 << 20, {ones, twos, fours, eights}};
+  return {.arch = 90,
+          .shared = shared,
+          .half_shared = (shared + 1024) / 2 - 1024,
+          .l2 = 50 << 20,
+          .max_clusters = {ones, twos, fours, eights},
+          .max_paired_clusters = {2 * ones, 2 * twos, 2 * fours, 2 * eights}};
 }
 
 }  // namespace
@@ -154,10 +162,11 @@ int main(int argc, char** argv) {
     Device old = device;
     old.driver = 12030;
     require(device.has_early_launch() && !old.has_early_launch(), "early launches of an old driver");
-    std::printf("%d %d %d", t.warps_n(), t.cluster(), t.turns());
+    std::printf("%d %d %d %d", t.blocks_per_sm, t.warps_n(), t.cluster(), t.turns());
     for (const int rows8 : {1, 2, 4}) {
       const SmemLayout c = smem_layout(t, rows8, device);
       require(c.total <= device.shared, "more shared memory than there is");
+      require(concurrent_clusters(t, rows8, device) >= 1, "no cluster fits");
       check_norm(t, rows8, device);
       std::printf(" %d", c.stages);
     }

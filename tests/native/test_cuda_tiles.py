@@ -172,7 +172,9 @@ def tiling(emulator: str, shape: tuple[int, int], group: int, shared: int, *conc
 def test_plans_of_large_models(emulator: str, shape: tuple[int, int], group: int) -> None:
     """Tilings of Llama-3 shards: most of 132 SMs have work, and every warp has at least two tiles in flight. 40 rows
     are one launch, 320 are three with bf16 and five with int4."""
-    strips, cluster, turns, *stages, some, many, _, _ = tiling(emulator, shape, group, HOPPER, 132, 66, 32, 16)
+    blocks, strips, cluster, turns, *stages, some, many, _, _ = tiling(emulator, shape, group, HOPPER, 132, 66, 32, 16)
+    assert blocks == 1 or group != 0  # bf16 is limited by memory and not by the latency of instructions
+    assert blocks == 2 or group != 128 or shape == LARGE[0]  # whose tiles are few
     assert min(strips * turns * cluster, turns * cluster) >= 96
     assert min(stages) >= 2
     assert some == 40 and many == (128 if group == 0 else 64)
@@ -180,12 +182,12 @@ def test_plans_of_large_models(emulator: str, shape: tuple[int, int], group: int
 
 @pytest.mark.parametrize(("fours", "eights"), [(30, 14), (31, 15), (32, 16), (33, 16)])
 def test_tilings_depend_on_the_number_of_concurrent_clusters(emulator: str, fours: int, eights: int) -> None:
-    """Dies differ: the tiling for 16 clusters of 8 needs a second wave if only 15 of them run concurrently."""
+    """Dies differ: the tiling for 32 clusters of 8 needs a second wave if only 30 of them run concurrently."""
     shapes = [(8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192), (14336, 4096), (8192, 2048)]
     costs = [tiling(emulator, shape, 128, HOPPER, 132, 66, fours, eights)[-2:] for shape in shapes]
     assert all(own <= other for own, other in costs)
     saved = 1 - sum(own for own, _ in costs) / sum(other for _, other in costs)
-    assert saved > 0.15 if eights < 16 else saved < 0.02
+    assert saved > 0.02 if eights < 16 else saved < 0.02
 
 
 @pytest.mark.parametrize("group", [128, 32, 0])
@@ -194,6 +196,7 @@ def test_tilings_depend_on_the_number_of_concurrent_clusters(emulator: str, four
 def test_plans_without_clusters(emulator: str, shape: tuple[int, int], group: int, shared: int, count: int) -> None:
     """Of an A100, RTX 3090, RTX 4090 and RTX 3060, without clusters: every number of rows fits. In 99 KB of shared
     memory the large-M kernel of bfloat16 fits with four warps."""
-    strips, cluster, turns, *stages, some, many, _, _ = tiling(emulator, shape, group, shared, count, 0, 0, 0)
+    blocks, strips, cluster, turns, *stages, some, many, _, _ = tiling(emulator, shape, group, shared, count, 0, 0, 0)
+    assert blocks == 1 or shared == AMPERE  # 99 KB hold no two blocks
     assert cluster == 1 and min(stages) >= 1 and strips * turns * 32 >= shape[1]
     assert (some, many) == ((40, 64) if shared == AMPERE or group == 0 else (32, 32))

@@ -11,12 +11,7 @@ namespace {
 
 using namespace attention;
 
-__global__ void slot_owner_kernel(const __grid_constant__ AttentionSetup a) {
-  ptx::launch_dependents();
-  ptx::wait_for_dependencies();
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (row < a.rows) set_slot_owner(a, row);
-}
+constexpr int kRopeThreads = 128;
 
 // Reduction over the rows of a group: minimum of the shared leading slots, maximum of the keys.
 struct GroupExtent {
@@ -46,6 +41,7 @@ __global__ void __launch_bounds__(kThreads) list_keys_kernel(const __grid_consta
   if (thread == 0) {
     group.base = base;
     group.keys = keys;
+    if (group.count > 0) group.window = window_start(a, sequence_of(a, group.first));
     a.groups[blockIdx.x] = group;
   }
   for (int64_t head = thread; head < a.kv_heads; head += kThreads) a.arrived[blockIdx.x * a.kv_heads + head] = 0;
@@ -94,7 +90,7 @@ __device__ void attend_part(TileTask<F>& j, SharedMemory<F>& s, int rank, int th
 // the projection before it has prefetched the first of these weights (Weights::next).
 template <int kDim, class Stored>
 __global__ void __launch_bounds__(kThreads, 1)
-    attention_kernel(const __grid_constant__ AttentionSetup a, const uint16_t* qkv, Stored* keys, Stored* values,
+    attention_kernel(const __grid_constant__ AttentionSetup a, const Stored* keys, const Stored* values,
                      uint16_t* out) {
   using F = DeviceShape<kDim, Stored>;
   ptx::wait_for_dependencies();
@@ -104,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int entries = group_table_size(a);
   StageState stage_state;
   for (int entry = static_cast<int>(blockIdx.x) / F::kCluster; entry < entries; entry += clusters) {
-    TileTask<F> j{a, qkv, keys, values, out, static_cast<int>(blockIdx.y), a.groups[entry], entry,
+    TileTask<F> j{a, keys, values, out, static_cast<int>(blockIdx.y), a.groups[entry], entry,
                   static_cast<int>(blockIdx.z), 0};
     const int count = ceil_div32(j.group.keys, j.part_keys());
     if (j.group.count == 0 || j.part >= count) continue;
@@ -112,7 +108,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     bool there = false;  // whether the queries have been loaded
     const auto overlapped_work = [&](int mine) {
       if (there) return;
-      if (j.part == 0) append_kv(j, rank, mine);
       load_queries(j, s, mine);
       there = true;
     };
@@ -127,6 +122,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
+// Grid: (blocks of a row, rows).
+template <int kDim, class Stored>
+__global__ void __launch_bounds__(kRopeThreads)
+    rope_append_kernel(const __grid_constant__ AttentionSetup a, const uint16_t* qkv, Stored* keys, Stored* values) {
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  const int i = static_cast<int>(blockIdx.x * kRopeThreads + threadIdx.x);
+  if (i < row_pieces(a)) rope_append<kDim>(a, qkv, keys, values, static_cast<int>(blockIdx.y), i);
+}
+
 // Distributes the clusters that run concurrently: first over the heads and groups, then over the parts of a row.
 template <class F>
 void launch_attention(const AttentionSetup& a, const void* qkv, void* keys, void* values, void* out, Stream stream) {
@@ -138,8 +143,11 @@ void launch_attention(const AttentionSetup& a, const void* qkv, void* keys, void
   const Launch how{.grid = grid, .threads = kThreads, .cluster = F::kCluster, .shared = sizeof(SharedMemory<F>),
                    .early = true};
   using Stored = typename F::Stored;
-  launch("attention", attention_kernel<F::kDim, Stored>, how, stream, a, static_cast<const uint16_t*>(qkv),
-         static_cast<Stored*>(keys), static_cast<Stored*>(values), static_cast<uint16_t*>(out));
+  const dim3 pieces(static_cast<unsigned>(ceil_div32(row_pieces(a), kRopeThreads)), static_cast<unsigned>(a.rows));
+  launch("attention", rope_append_kernel<F::kDim, Stored>, {.grid = pieces, .threads = kRopeThreads, .early = true},
+         stream, a, static_cast<const uint16_t*>(qkv), static_cast<Stored*>(keys), static_cast<Stored*>(values));
+  launch("attention", attention_kernel<F::kDim, Stored>, how, stream, a, static_cast<const Stored*>(keys),
+         static_cast<const Stored*>(values), static_cast<uint16_t*>(out));
 }
 
 // Calls `work` with the kernel shape of the current device, the DeviceShape of its architecture.
@@ -178,8 +186,6 @@ int64_t attention_clusters(int64_t dim, bool float8) {
 
 void prepare_attention(const AttentionSetup& a, Stream stream) {
   if (a.rows == 0) return;
-  const dim3 blocks(static_cast<unsigned>(ceil_div(a.rows, kThreads)));
-  launch("prepare_attention", slot_owner_kernel, {.grid = blocks, .threads = kThreads, .early = true}, stream, a);
   const Launch how{.grid = dim3(static_cast<unsigned>(group_table_size(a))), .threads = kThreads, .early = true};
   launch("prepare_attention", list_keys_kernel, how, stream, a);
 }

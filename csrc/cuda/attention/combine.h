@@ -8,6 +8,7 @@
 #include "common/bfloat16.h"
 #include "common/ieee.h"
 #include "cuda/attention/tile.h"
+#include "cuda/mma.h"
 
 namespace swiftspec::attention {
 
@@ -79,7 +80,7 @@ SWIFTSPEC_HD void write_output(const TileTask<F>& j, int column, int dimension, 
     uint16_t of[kDimsPerThread];
   } four;
   SWIFTSPEC_UNROLL
-  for (int i = 0; i < kDimsPerThread; ++i) four.of[i] = bf16::nearest(ieee::div(sum.value.of[i], sum.total));
+  for (int i = 0; i < kDimsPerThread; ++i) four.of[i] = mma::nearest_bf16(ieee::div(sum.value.of[i], sum.total));
   const int row = j.group.first + column / j.heads(), head = j.head * j.heads() + column % j.heads();
   const int64_t line = static_cast<int64_t>(row) * static_cast<int>(j.setup.heads) + head;
   *reinterpret_cast<Four*>(j.out + line * F::kDim + dimension) = four;

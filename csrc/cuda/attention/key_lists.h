@@ -32,30 +32,16 @@ SWIFTSPEC_HD int group_table_size(const AttentionSetup& a) {
 // The rows of entry `i`; count is 0 if no group begins there.
 SWIFTSPEC_HD RowGroup group_rows_at(const AttentionSetup& a, int i) {
   const int full = a.group_rows, rows = static_cast<int>(a.rows);
-  if (a.sequence == nullptr) return {i * full, min32(full, rows - i * full), 0, 0};
+  if (a.sequence == nullptr) return {i * full, min32(full, rows - i * full), 0, 0, 0, {}};
   int start = i, count = 1;
   while (start > 0 && a.sequence[start - 1] == a.sequence[i]) --start;
-  if ((i - start) % full != 0) return {i, 0, 0, 0};
+  if ((i - start) % full != 0) return {i, 0, 0, 0, 0, {}};
   while (count < full && i + count < rows && a.sequence[i + count] == a.sequence[i]) ++count;
-  return {i, count, 0, 0};
+  return {i, count, 0, 0, 0, {}};
 }
 
-// Records that the new key of `row` goes to its slot. If several rows have the same slot, any of them may win: they are
-// copies of each other, or no row reads them.
-SWIFTSPEC_HD void set_slot_owner(const AttentionSetup& a, int64_t row) {
-  a.owner[sequence_of(a, row) * a.capacity + a.slots[row]] = static_cast<int32_t>(row);
-}
-
-// The row of this batch whose new key belongs to the slot, or -1. `owner` is never cleared, so its entry is validated.
-SWIFTSPEC_HD int32_t owner_of(const AttentionSetup& a, int64_t sequence, int64_t slot) {
-  const int32_t row = a.owner[sequence * a.capacity + slot];
-  const bool here = row >= 0 && row < a.rows && a.slots[row] == slot && sequence_of(a, row) == sequence;
-  return here ? row : -1;
-}
-
-// A warp lists the keys that a row sees in its window: slots, or ~row if the key is new. Returns the number of leading
-// slots of the sequence that the row sees without a gap. Several groups of 32 mask columns are read before their owners
-// are, so that latencies overlap.
+// A warp lists the slots that a row sees in its window. Returns the number of leading slots of the sequence that the row
+// sees without a gap. Several groups of 32 mask columns are read at a time, so that latencies overlap.
 SWIFTSPEC_HD int list_keys(const AttentionSetup& a, int row) {
   constexpr int kUnrolled = 4;
   const int64_t sequence = sequence_of(a, row);
@@ -65,7 +51,6 @@ SWIFTSPEC_HD int list_keys(const AttentionSetup& a, int row) {
   int seen = 0, run = width - first;
   for (int base = first; base < width; base += 32 * kUnrolled) {
     warp::PerLane<bool> visible[kUnrolled];
-    warp::PerLane<int32_t> owner[kUnrolled];
     SWIFTSPEC_UNROLL
     for (int c = 0; c < kUnrolled; ++c) {
       SWIFTSPEC_EACH_LANE(lane) {
@@ -75,19 +60,12 @@ SWIFTSPEC_HD int list_keys(const AttentionSetup& a, int row) {
     }
     SWIFTSPEC_UNROLL
     for (int c = 0; c < kUnrolled; ++c) {
-      SWIFTSPEC_EACH_LANE(lane) {
-        owner[c](lane) = visible[c](lane) ? owner_of(a, sequence, before + base + 32 * c + lane) : -1;
-      }
-    }
-    SWIFTSPEC_UNROLL
-    for (int c = 0; c < kUnrolled; ++c) {
       const int from = base + 32 * c;
       const uint32_t word = warp::ballot(visible[c]);
       if (~word != 0) run = min32(run, from - first + warp::lowest_bit(~word));
       SWIFTSPEC_EACH_LANE(lane) {
         if (visible[c](lane)) {
-          const int index = seen + warp::popcount(word & ((1u << lane) - 1)), mine = owner[c](lane);
-          a.tail[row * width + index] = mine >= 0 ? ~mine : before + from + lane;
+          a.tail[row * width + seen + warp::popcount(word & ((1u << lane) - 1))] = before + from + lane;
         }
       }
       seen += warp::popcount(word);

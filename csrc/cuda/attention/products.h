@@ -13,28 +13,32 @@
 
 namespace swiftspec::attention {
 
-// Operand B over k .. k + 15 for columns 8 n .. 8 n + 7, from lines of bfloat16; columns outside first .. end - 1 are
-// 0.
-SWIFTSPEC_HD mma::B load_columns(const uint16_t* lines, int64_t stride, int n, int k, int first, int end) {
-  mma::B b;
+// Operands B over k .. k + 15 for two blocks of eight columns, `first` and `second`, from lines of bfloat16.
+SWIFTSPEC_HD void load_columns(mma::B (&b)[2], const uint16_t* lines, int stride, int first, int second, int k) {
+  warp::PerLane<const uint16_t*> rows;
   SWIFTSPEC_EACH_LANE(lane) {
-    const int column = 8 * n + fragment::b_column(lane);
-    for (int i = 0; i < 2; ++i) {
-      const uint16_t* pair = lines + column * stride + k + fragment::b_row(lane, i);
-      b(lane).r[i] = column >= first && column < end ? *reinterpret_cast<const uint32_t*>(pair) : 0;
-    }
+    rows(lane) = lines + (8 * (lane < 16 ? first : second) + lane % 8) * stride + k + lane / 8 % 2 * 8;
   }
-  return b;
+  mma::A both;  // the operand B of a block is its transposed columns, which ldmatrix loads like an operand A
+  mma::load_matrices<false>(both, rows);
+  SWIFTSPEC_EACH_LANE(lane) {
+    for (int i = 0; i < 2; ++i) b[0](lane).r[i] = both(lane).r[i], b[1](lane).r[i] = both(lane).r[2 + i];
+  }
 }
 
 // Computes this warp's share of the scores of units first .. first + count - 1, which lie in the stage from `slot` on.
+// Two warps share a unit, each with half of the blocks of columns.
 template <class F>
 SWIFTSPEC_HD void score_units(const TileTask<F>& j, SharedMemory<F>& s, int first, int count, int slot,
                               int warp_index) {
-  for (int u = warp_index; u < count; u += kWarps) {
+  constexpr int kMost = kColumns / 8 / 2;
+  const int half = (j.column_blocks() + 1) / 2;
+  for (int item = warp_index; item < 2 * count; item += kWarps) {
+    const int u = item / 2, begin = item % 2 * half;
     const Unit unit = unit_at(j, s, first + u);
-    const int from = unit.first / 8, to = (unit.end + 7) / 8;
-    mma::C sums[kColumns / 8] = {};
+    const int from = max32(unit.first / 8, begin), to = min32((unit.end + 7) / 8, begin + half);
+    if (from >= to) continue;
+    mma::C sums[kMost] = {};
     SWIFTSPEC_UNROLL
     for (int k = 0; k < F::kDim; k += 16) {
       warp::PerLane<const uint16_t*> lines;
@@ -42,20 +46,25 @@ SWIFTSPEC_HD void score_units(const TileTask<F>& j, SharedMemory<F>& s, int firs
       mma::A a;
       mma::load_matrices<false>(a, lines);
       SWIFTSPEC_UNROLL
-      for (int n = 0; n < kColumns / 8; ++n) {
-        if (n >= from && n < to) {
-          mma::multiply(sums[n], a, load_columns(s.queries[0], F::kDim + kPad, n, k, 0, kColumns));
-        }
+      for (int i = 0; i < kMost; i += 2) {
+        if (begin + i >= to || begin + i + 2 <= from) continue;
+        mma::B b[2];
+        load_columns(b, s.queries[0], F::kDim + kPad, begin + i, begin + i + 1, k);
+        mma::multiply(sums[i], a, b[0]);
+        mma::multiply(sums[i + 1], a, b[1]);
       }
     }
+    const bool shared = first + u < s.shared_units;  // then no other unit has these scores, of columns without a row too
     SWIFTSPEC_EACH_LANE(lane) {
+      float* scores = &s.scores[8 * begin + fragment::c_column(lane, 0)][unit.index * kUnit + fragment::c_row(lane, 0)];
       SWIFTSPEC_UNROLL
-      for (int n = 0; n < kColumns / 8; ++n) {
+      for (int n = 0; n < kMost; ++n) {
+        if (n >= half) break;
         SWIFTSPEC_UNROLL
         for (int i = 0; i < 4; ++i) {
-          const int column = 8 * n + fragment::c_column(lane, i);
-          if (column >= unit.first && column < unit.end) {
-            s.scores[column][unit.index * kUnit + fragment::c_row(lane, i)] = sums[n](lane).r[i];
+          const int column = 8 * (begin + n) + fragment::c_column(lane, i);
+          if (shared || (column >= unit.first && column < unit.end)) {
+            scores[(8 * n + i % 2) * F::kScoreStride + i / 2 * 8] = sums[n](lane).r[i];
           }
         }
       }
@@ -67,7 +76,7 @@ SWIFTSPEC_HD void score_units(const TileTask<F>& j, SharedMemory<F>& s, int firs
 // warp processes every kWarps-th column, several at a time, so that the latencies of their reductions overlap.
 template <class F>
 SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int warp_index) {
-  constexpr int kKeysPerLane = F::kTile / 32, kUnrolled = 4;
+  constexpr int kKeysPerLane = F::kTile / 32, kUnrolled = 2;
   const float none = -INFINITY;
   const int end = 8 * j.column_blocks();
   for (int first = warp_index; first < end; first += kUnrolled * kWarps) {
@@ -77,7 +86,7 @@ SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int war
     SWIFTSPEC_UNROLL
     for (int c = 0; c < kUnrolled; ++c) {
       const int column = first + c * kWarps;
-      keys[c] = column < j.columns() ? s.key_counts[column / j.heads()] - j.first_key() : 0;
+      keys[c] = column < end ? s.key_counts[column] - j.first_key() : 0;
       SWIFTSPEC_EACH_LANE(lane) {
         top[c](lane) = none;
         for (int i = 0; i < kKeysPerLane; ++i) {
@@ -95,10 +104,11 @@ SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int war
       const int column = first + c * kWarps;
       SWIFTSPEC_EACH_LANE(lane) {
         auto* shares = reinterpret_cast<uint16_t*>(s.scores[column < end ? column : first]);
+        const float shift = top[c](lane) == none ? 0 : top[c](lane);  // without keys every share is 0
         total[c](lane) = 0;
         for (int i = 0; i < kKeysPerLane; ++i) {
           const int key = lane + 32 * i;
-          const uint16_t share = bf16::nearest(key < keys[c] ? exp2f(x[c](lane).r[i] - top[c](lane)) : 0);
+          const uint16_t share = mma::nearest_bf16(exp2f(x[c](lane).r[i] - shift));
           if (column < end) shares[key] = share;
           total[c](lane) += bf16::widen(share);
         }
@@ -128,29 +138,49 @@ struct Output {
   SWIFTSPEC_HD static int columns(int warp_index, int i) { return i * kSplit + warp_index / kBlocks; }
 };
 
+// Accumulates the values of a unit, which lie at `values`, for the blocks of columns from `from` to `to` - 1 of this warp.
+// Columns outside of the unit's own contribute nothing; with kShared there are none.
+template <bool kShared, class F>
+SWIFTSPEC_HD void accumulate_unit(const SharedMemory<F>& s, Output<F>& out, const Unit& unit, int from, int to,
+                                  const uint16_t* values, int warp_index) {
+  warp::PerLane<const uint16_t*> lines;
+  SWIFTSPEC_EACH_LANE(lane) {
+    lines(lane) = values + (lane % 8 + lane / 16 * 8) * (F::kDim + kPad) + lane / 8 % 2 * 8;
+  }
+  mma::A a;
+  mma::load_matrices<true>(a, lines);
+  const auto* shares = reinterpret_cast<const uint16_t*>(s.scores[0]) + unit.index * kUnit;
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < Output<F>::kMine; i += 2) {
+    const int blocks[] = {out.columns(warp_index, i), out.columns(warp_index, i + 1)};
+    if (blocks[0] >= to || blocks[1] < from) continue;
+    mma::B b[2];
+    load_columns(b, shares, 2 * F::kScoreStride, blocks[0], blocks[1], 0);
+    SWIFTSPEC_UNROLL
+    for (int c = 0; c < 2; ++c) {
+      SWIFTSPEC_EACH_LANE(lane) {
+        const int column = 8 * blocks[c] + fragment::b_column(lane);
+        if (!kShared && (column < unit.first || column >= unit.end)) b[c](lane) = {};
+      }
+      mma::multiply(out.sums[i + c], a, b[c]);
+    }
+  }
+}
+
 // Accumulates the values of units first .. first + count - 1, which lie in the stage from `slot` on. The units of a row
 // come in the order of its keys; units of other rows contribute nothing.
 template <class F>
 SWIFTSPEC_HD void accumulate_values(const TileTask<F>& j, const SharedMemory<F>& s, Output<F>& out, int first,
                                     int count, int slot, int warp_index) {
-  for (int u = 0; u < count; ++u) {
+  const int shared = min32(s.shared_units - first, count), blocks = j.column_blocks();
+  const uint16_t* values = &s.stage[slot][0][out.dimension(warp_index)];
+  int u = 0;
+  for (; u < shared; ++u, values += kUnit * (F::kDim + kPad)) {
+    accumulate_unit<true>(s, out, unit_at(j, s, first + u), 0, blocks, values, warp_index);
+  }
+  for (; u < count; ++u, values += kUnit * (F::kDim + kPad)) {
     const Unit unit = unit_at(j, s, first + u);
-    const int from = unit.first / 8, to = (unit.end + 7) / 8, dimension = out.dimension(warp_index);
-    warp::PerLane<const uint16_t*> lines;
-    SWIFTSPEC_EACH_LANE(lane) {
-      lines(lane) = &s.stage[slot + u][lane % 8 + lane / 16 * 8][dimension + lane / 8 % 2 * 8];
-    }
-    mma::A a;
-    mma::load_matrices<true>(a, lines);
-    const auto* shares = reinterpret_cast<const uint16_t*>(s.scores[0]);
-    SWIFTSPEC_UNROLL
-    for (int i = 0; i < Output<F>::kMine; ++i) {
-      const int n = out.columns(warp_index, i);
-      if (n >= from && n < to) {
-        const auto b = load_columns(shares, 2 * F::kScoreStride, n, unit.index * kUnit, unit.first, unit.end);
-        mma::multiply(out.sums[i], a, b);
-      }
-    }
+    accumulate_unit<false>(s, out, unit, unit.first / 8, (unit.end + 7) / 8, values, warp_index);
   }
 }
 

@@ -11,7 +11,7 @@ namespace swiftspec::attention {
 
 constexpr int kUnit = 16;     // keys per MMA fragment
 constexpr int kColumns = 64;  // rows x heads per group
-constexpr int kWarps = 8;
+constexpr int kWarps = 16;  // four per scheduler, since every phase of a tile waits for latencies
 constexpr int kThreads = 32 * kWarps;
 constexpr int kPad = 8;            // padding elements per line, so that eight lines use 32 different banks
 constexpr int kMaxParts = 64;      // per sequence, if a block processes the tiles of a part sequentially

@@ -16,7 +16,7 @@ struct SharedMemory {
   alignas(16) float scores[kColumns][F::kScoreStride];  // then, where they were, shares in bfloat16; then output [kDim]
   float top[kColumns];                           // maximum of a column's scores in this tile, base 2; -inf without keys
   float total[kColumns];                         // sum of its shares
-  int32_t key_counts[kColumns];                        // keys of each row
+  int32_t key_counts[kColumns];                        // keys of each column's row
   float running_top[F::kSequential ? kColumns : 1],
       running_total[F::kSequential ? kColumns : 1];  // top and total of the part's tiles so far
   uint16_t own[F::kOwnUnits];                    // the units for single rows: row * kUnits + index in the tile
@@ -28,8 +28,7 @@ struct SharedMemory {
 template <class F>
 struct TileTask {
   const AttentionSetup& setup;
-  const uint16_t* qkv;
-  typename F::Stored *keys, *values;  // of the layer
+  const typename F::Stored *keys, *values;  // of the layer
   uint16_t* out;
   int head;  // KV head
   RowGroup group;
@@ -51,15 +50,12 @@ struct TileTask {
   SWIFTSPEC_HD int scratch(int which, int column) const {
     return ((head * max_parts() + which) * static_cast<int>(setup.rows) + group.first) * heads() + column;
   }
-  // Head `which` of the queries, keys and values of a row.
-  SWIFTSPEC_HD const uint16_t* head_of(int row, int which) const {
-    const auto all = static_cast<int>(setup.heads + 2 * setup.kv_heads);
-    return qkv + (static_cast<int64_t>(row) * all + which) * F::kDim;
+  // The query of a column after RoPE.
+  SWIFTSPEC_HD const uint16_t* query(int column) const {
+    const int row = group.first + column / heads(), which = head * heads() + column % heads();
+    return setup.queries + (static_cast<int64_t>(row) * static_cast<int>(setup.heads) + which) * F::kDim;
   }
-  SWIFTSPEC_HD const uint16_t* new_key(int row) const { return head_of(row, static_cast<int>(setup.heads) + head); }
-  SWIFTSPEC_HD const uint16_t* new_value(int row) const { return new_key(row) + setup.kv_heads * F::kDim; }
 };
-
 
 // Plans the units of the tile: first those that all rows share, then the separate units of each row. Reads
 // `key_counts`.
@@ -67,7 +63,7 @@ template <class F>
 SWIFTSPEC_HD void plan_units(const TileTask<F>& j, SharedMemory<F>& s, int thread) {
   const int first = j.first_key(), shared = min32(max32(j.group.base - first, 0) / kUnit, F::kUnits);
   const auto own = [&](int row) {
-    const int keys = min32(max32(s.key_counts[row] - first, 0), F::kTile);
+    const int keys = min32(max32(s.key_counts[row * j.heads()] - first, 0), F::kTile);
     return max32(ceil_div32(keys, kUnit) - shared, 0);
   };
   if (thread >= j.group.count) return;

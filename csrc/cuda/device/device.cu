@@ -42,9 +42,13 @@ Device query_device(int ordinal) {
   check(cudaDriverGetVersion(&d.driver), "device");
   d.max_clusters[0] = attribute(cudaDevAttrMultiProcessorCount, ordinal);
   if (const char* stages = std::getenv("SWIFTSPEC_FEW_STAGES")) d.min_stages = std::clamp(std::atoi(stages), 1, 16);
+  d.max_paired_clusters[0] = 2 * d.max_clusters[0];
   if (!d.has_clusters()) return d;
   allow_shared_memory("device", empty_kernel, d.shared);
-  for (int log = 1; log < 4; ++log) d.max_clusters[log] = clusters_of(1 << log, d.shared);
+  for (int log = 1; log < 4; ++log) {
+    d.max_clusters[log] = clusters_of(1 << log, d.shared);
+    d.max_paired_clusters[log] = clusters_of(1 << log, d.half_shared);
+  }
   if (d.max_clusters[3] < 1)
     throw std::runtime_error("this GPU, or the part of it that is lent, holds no cluster of 8 blocks");
   return d;

@@ -12,11 +12,12 @@ struct Device {
   int32_t shared;       // bytes of shared memory that a block may have
   int32_t half_shared;  // the same for each of two blocks on one multiprocessor
   int64_t l2;           // bytes of the L2 cache
-  int32_t
-      max_clusters[4];  // number of clusters of 1, 2, 4 and 8 blocks that run concurrently, with one block per SM
+  // Number of clusters of 1, 2, 4 and 8 blocks that run concurrently, with one block per multiprocessor
+  int32_t max_clusters[4];
   // Two blocks share a multiprocessor if that leaves each warp at least this number of weight tiles in flight.
   int32_t min_stages = 4;
   int32_t driver = 12040;  // CUDA version that the driver supports, 1000 major + 10 minor
+  int32_t max_paired_clusters[4] = {};  // as max_clusters, with two blocks of half_shared bytes per multiprocessor
 
   // Programmatic dependent launch. Older drivers cannot capture it in graphs.
   SWIFTSPEC_HD bool has_early_launch() const { return arch >= 90 && driver >= 12040; }

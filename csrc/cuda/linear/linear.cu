@@ -123,7 +123,7 @@ __device__ void linear_body(const Ranks& ranks) {
       prefetch_tiles(task, ranks.block() * kWarps + at.warp, at.lane);
     }
     const float4* joined = reduce_warps<kRows8>(task, at, count, sums, shared);
-    ptx::cluster_sync();
+    sync_cluster(task);
     const int strip = turn << task.tiling.n_log;
     for_each_unit<kRows8>(task, at, kWarps, strip, [&](Unit& unit) {
       read_unit<kRows8>(task, at, strip, joined, unit);
@@ -144,7 +144,7 @@ __device__ void linear_body(const Ranks& ranks) {
 }
 
 template <bool kInt4, int kRows8, class Ranks>
-__global__ void __launch_bounds__(kThreads, kRows8 <= 2 ? Ranks::kBlocksPerSm : 1)
+__global__ void __launch_bounds__(kThreads, kRows8 <= tiles::kPairedRows8 ? Ranks::kBlocksPerSm : 1)
     linear_kernel(const __grid_constant__ Ranks ranks) {
   linear_body<kInt4, kRows8>(ranks);
 }
@@ -163,8 +163,6 @@ Kernel<Ranks> kernel_for(bool int4, int rows8) {
 }
 
 int rows8_of(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
-
-int clusters_of(const Weights& weights) { return weights.device.max_clusters[weights.tiling.cluster_log]; }
 
 LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
   const Weights& w = *a.weights;
@@ -222,16 +220,18 @@ LinearArgs slice_rows(LinearArgs args, int64_t first, int64_t rows) {
 void linear(const LinearArgs& args, Stream stream) {
   if (args.rows == 0) return;
   const int rows8 = rows8_of(args.rows);
-  SingleRank ranks{task_of(args, rows8, clusters_of(*args.weights)), {}};
+  const Weights& weights = *args.weights;
+  SingleRank ranks{task_of(args, rows8, tiles::concurrent_clusters(weights.tiling, rows8, weights.device)), {}};
   if (args.channel != nullptr) ranks.channel = *args.channel;
   Launch how = launch_of(ranks.task, ranks.task.clusters);
   how.early = true;
-  launch("linear", kernel_for<SingleRank>(args.weights->tiling.group != 0, rows8), how, stream, ranks);
+  launch("linear", kernel_for<SingleRank>(weights.tiling.group != 0, rows8), how, stream, ranks);
 }
 
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream) {
   const Weights& weights = *ranks[0].weights;
-  const int rows8 = rows8_of(ranks[0].rows), share = clusters_of(weights) / count;
+  // one block per multiprocessor
+  const int rows8 = rows8_of(ranks[0].rows), share = weights.device.max_clusters[weights.tiling.cluster_log] / count;
   if (share < 1) throw std::runtime_error("more virtual ranks than clusters fit on this device");
   VirtualRanks many{};
   for (int r = 0; r < count; ++r) {

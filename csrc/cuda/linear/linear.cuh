@@ -173,6 +173,13 @@ __device__ inline float norm_scale(const LinearTask& task, float squares) {
   return __frsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(task.tiling.k)), task.eps));
 }
 
+// A barrier of the cluster, after which its earlier writes to shared memory are visible. That of a single block needs no
+// fence of the device's memory.
+__device__ inline void sync_cluster(const LinearTask& task) {
+  if (task.tiling.cluster_log == 0) return __syncthreads();
+  ptx::cluster_sync();
+}
+
 // Computes the RMSNorm factor of 8 * kRows8 rows from `first_row` on into shared memory. Each CTA squares its own
 // inputs; the sums of the CTAs of the cluster are added in order. `raw`: as in squares_of, for first_row 0.
 template <int kRows8>
@@ -183,7 +190,7 @@ __device__ void norm_scales(const LinearTask& task, const ThreadIndex& at, int f
     const float sum = squares_of<kRows8>(task, at.cta, first_row + row, at.lane, raw);
     if (at.lane == 0) squares[row] = sum;
   }
-  ptx::cluster_sync();
+  sync_cluster(task);
   if (threadIdx.x < 8 * kRows8) {
     float sum = 0;
     for (int cta = 0; cta < task.tiling.cluster(); ++cta) sum += ptx::remote_load(squares + threadIdx.x, cta);
@@ -193,25 +200,20 @@ __device__ void norm_scales(const LinearTask& task, const ThreadIndex& at, int f
 }
 
 // Loads a quantisation group (bf16: two blocks) of a row's inputs from `first` on, normalises it by `norm`, the weight
-// of these inputs, and stores it as B operands in `pieces`; consecutive blocks are `apart` pieces apart. `in_place`:
-// the inputs are already there. For int4 it also stores the group's sum over the four lanes of the row.
-template <bool kInt4>
+// of these inputs, and stores it as B operands in `pieces`; consecutive blocks are `apart` pieces apart. kInPlace: the
+// inputs are already there. For int4 it also stores the group's sum over the four lanes of the row.
+template <bool kInt4, bool kInPlace>
 __device__ void stage_group(const LinearTask& task, int row, int64_t first, int lane, const float* scale,
-                            const uint16_t* norm, bool in_place, uint4* pieces, int apart, float* sum_of_group) {
+                            const uint16_t* norm, uint4* pieces, int apart, float* sum_of_group) {
   constexpr int kMaxBlocks = kInt4 ? 4 : 2;
   const int together = kInt4 ? 1 << task.tiling.group_log : kMaxBlocks;
   uint4 piece[kMaxBlocks];
   float sum = 0;
-  const auto load = [&](auto one) {
 #pragma unroll
-    for (int b = 0; b < kMaxBlocks; ++b) {
-      if (b < together) piece[b] = one(b);
-    }
-  };
-  if (in_place) {
-    load([&](int b) { return pieces[b * apart]; });
-  } else {
-    load([&](int b) { return load_piece(task.x, row, task.rows, first + tiles::x_input(b, lane), task.tiling.k); });
+  for (int b = 0; b < kMaxBlocks; ++b) {
+    if (b >= together) break;
+    piece[b] = kInPlace ? pieces[b * apart]
+                        : load_piece(task.x, row, task.rows, first + tiles::x_input(b, lane), task.tiling.k);
   }
 #pragma unroll
   for (int b = 0; b < kMaxBlocks; ++b) {
@@ -224,7 +226,7 @@ __device__ void stage_group(const LinearTask& task, int row, int64_t first, int 
       for (int i = 0; i < 4; ++i) words[i] = tiles::normalised(words[i], *scale, factors[i]);
     }
     sum += tiles::sum8(words);
-    pieces[b * apart] = {words[0], words[1], words[2], words[3]};
+    if (!kInPlace || task.norm != nullptr) pieces[b * apart] = {words[0], words[1], words[2], words[3]};
   }
   if (!kInt4) return;
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
@@ -232,8 +234,37 @@ __device__ void stage_group(const LinearTask& task, int row, int64_t first, int 
   if (lane % 4 == 0) *sum_of_group = sum;
 }
 
+// Calls one(block, j) for this warp's units of a chunk of `blocks` blocks: 1 << log blocks of eight rows each.
+template <int kRows8, class One>
+__device__ void for_each_group(const ThreadIndex& at, int blocks, int log, One one) {
+  for (int unit = at.warp; unit < (blocks >> log) * kRows8; unit += tiles::kWarps) {
+    one(unit / kRows8 << log, unit % kRows8);
+  }
+}
+
+// Copies the pieces of x that this thread will stage to their places in shared memory; zeros outside of x. All copies
+// are in flight together, so that a chunk takes one trip to L2.
+template <int kRows8>
+__device__ void copy_activations(const LinearTask& task, const ThreadIndex& at, int64_t first, int blocks, int log,
+                                 uint4* pieces) {
+  for_each_group<kRows8>(at, blocks, log, [&](int block, int j) {
+    const int row = tiles::x_row(j, at.lane);
+    for (int b = block; b < block + (1 << log); ++b) {
+      const int64_t input = first + tiles::x_input(b, at.lane);
+      uint4* to = pieces + tiles::x_piece(b, kRows8, j, at.lane);
+      if (row < task.rows && input < task.tiling.k) {
+        ptx::cp_async16(to, task.x + row * task.tiling.k + input);
+      } else {
+        *to = {};
+      }
+    }
+  });
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+}
+
 // Stages a chunk of x in shared memory. A warp processes a group of blocks and eight rows at a time. `first` is the
-// first input of the chunk. `in_place`: norm_scales has stored x there.
+// first input of the chunk. `in_place`: norm_scales has stored x there; never on GPUs without bulk copies.
 template <bool kInt4, int kRows8>
 __device__ void stage_activations(const LinearTask& task, const ThreadIndex& at, int64_t first, int blocks,
                                   bool in_place, uint8_t* shared) {
@@ -245,12 +276,15 @@ __device__ void stage_activations(const LinearTask& task, const ThreadIndex& at,
                              ? task.norm + first
                              : reinterpret_cast<const uint16_t*>(shared + task.smem.norm) + (first - begin);
   const int log = kInt4 ? task.tiling.group_log : 1;
-  for (int unit = at.warp; unit < (blocks >> log) * kRows8; unit += tiles::kWarps) {
-    const int j = unit % kRows8, block = unit / kRows8 << log, row = tiles::x_row(j, at.lane);
-    stage_group<kInt4>(task, row, first + static_cast<int64_t>(block) * tiles::kBlock, at.lane, scales + row,
-                       norm + block * tiles::kBlock, in_place, pieces + tiles::x_piece(block, kRows8, j, at.lane),
-                       kRows8 * 32, sums + (block >> log) * 8 * kRows8 + row);
-  }
+  constexpr bool kCopies = ptx::kBulk;  // on Ampere the registers are too few
+  if (kCopies && !in_place) copy_activations<kRows8>(task, at, first, blocks, log, pieces);
+  if (kCopies && !kInt4 && task.norm == nullptr) return;
+  for_each_group<kRows8>(at, blocks, log, [&](int block, int j) {
+    const int row = tiles::x_row(j, at.lane);
+    stage_group<kInt4, kCopies>(task, row, first + static_cast<int64_t>(block) * tiles::kBlock, at.lane, scales + row,
+                             norm + block * tiles::kBlock, pieces + tiles::x_piece(block, kRows8, j, at.lane),
+                             kRows8 * 32, sums + (block >> log) * 8 * kRows8 + row);
+  });
 }
 
 template <int kRows8>

@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kThreads) pack_activations_kernel(const __grid
     const int64_t first = static_cast<int64_t>(tile) * t.tile_k + (group << log) * tiles::kBlock;
     auto* pieces = reinterpret_cast<uint4*>(to) + tiles::x_piece(group << log, kPartRows8, j, at.lane);
     auto* sums = reinterpret_cast<float*>(to + tiles::slab_sums(t)) + group * tiles::kMaxRows;
-    stage_group<kInt4>(task, tiles::x_row(eight, at.lane), first, at.lane, scale, task.norm + first, false, pieces,
-                       kPartRows8 * 32, sums + tiles::x_row(j, at.lane));
+    stage_group<kInt4, false>(task, tiles::x_row(eight, at.lane), first, at.lane, scale, task.norm + first, pieces,
+                              kPartRows8 * 32, sums + tiles::x_row(j, at.lane));
   }
   if (task.norm != nullptr) ptx::cluster_meet();  // no block exits while another one reads its squares
 }

@@ -1,5 +1,5 @@
-"""Tree attention on a GPU: RoPE, KV append and masked attention in one launch per layer (csrc/cuda/attention), after
-one that normalises query and key heads where a model does.
+"""Tree attention on a GPU (csrc/cuda/attention): per layer one launch for RoPE and KV append and one for masked
+attention, after one that normalises query and key heads where a model does.
 
 Supports bfloat16 heads of dimension 64 or 128 and a bfloat16 or float8 cache. A row's result is bitwise independent of
 the other rows of its batch, of their number, and of the slots in which its keys lie. Nothing here synchronises with the
@@ -65,6 +65,7 @@ def prepare(
     stored = native_cache(cache.k, cache.v)
     lines = _C.attention_lines_cuda(min(rows, MAX_ROWS_PER_LAUNCH), num_heads, capacity)
     values, sums = scratch(lines, dim, dtype=torch.float32), scratch(lines, 2, dtype=torch.float32)
+    queries = scratch(min(rows, MAX_ROWS_PER_LAUNCH), num_heads * dim, dtype=torch.bfloat16)
     slices: list[tuple[slice, _C.CudaAttention]] = []
     for start in range(0, rows, MAX_ROWS_PER_LAUNCH):
         chunk, count = slice(start, start + MAX_ROWS_PER_LAUNCH), min(rows - start, MAX_ROWS_PER_LAUNCH)
@@ -80,10 +81,10 @@ def prepare(
             mask=batch.mask[chunk],
             cache=stored,
             heads=num_heads,
-            owner=scratch(sequences, capacity),
+            queries=queries[:count],
             tail=scratch(count, width),
             count=scratch(count),
-            groups=scratch(groups, 4),
+            groups=scratch(groups, _C.ROW_GROUP_WORDS),
             arrived=scratch(groups, kv_heads),
             part_values=values[:lines],
             part_sums=sums[:lines],
@@ -93,15 +94,16 @@ def prepare(
     return CudaAttentionPlan(slices, num_heads * dim)
 
 
-def scratch_bytes(rows: int, heads: int, head_dim: int, capacity: int, sequences: int, clusters: bool) -> int:
+def scratch_bytes(rows: int, heads: int, head_dim: int, capacity: int, clusters: bool) -> int:
     """Returns the bytes that `prepare` allocates for a prefill chunk of `rows` rows, without group tables. `clusters`:
     whether the GPU has thread block clusters."""
     keys = CLUSTER_PART_KEYS
     if not clusters:
         keys = BLOCK_PART_KEYS * max(-(-capacity // (BLOCK_PART_KEYS * MAX_BLOCK_PARTS)), 1)
-    lines = min(rows, MAX_ROWS_PER_LAUNCH) * heads * -(-capacity // keys)
-    owners = -(-rows // MAX_ROWS_PER_LAUNCH) * sequences * capacity
-    return WORD_BYTES * (lines * (head_dim + 2) + owners + rows * rows)  # tail: rows x window, here the chunk
+    columns = min(rows, MAX_ROWS_PER_LAUNCH) * heads
+    queries = torch.bfloat16.itemsize * columns * head_dim
+    # tail: rows x window, here the chunk
+    return queries + WORD_BYTES * (columns * -(-capacity // keys) * (head_dim + 2) + rows * rows)
 
 
 def tree_attention(qkv: Tensor, plan: CudaAttentionPlan, layer: int, qk_norm: HeadNorm | None = None) -> Tensor:
