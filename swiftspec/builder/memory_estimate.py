@@ -43,7 +43,6 @@ GROUP_RESERVE_BYTES = 400 * MIB
 # Graphs of a model: their nodes in the driver, and tensors of logits that live at the same time while one is replayed
 GRAPH_NODE_BYTES = 64 * MIB
 GRAPH_LOGITS = 4
-FULL_BYTES = 256 * MIB  # free memory with which a failed capture is attributed to a lack of it; a guess
 CONTEXT_STEP = 256  # tokens; a context that is found is a multiple
 MIN_CONTEXT = 2048  # tokens; a shorter context is not selected without being asked for
 
@@ -204,12 +203,6 @@ def free_memory(device: torch.device) -> int:
     """Returns the free memory of a GPU in bytes, including what torch has reserved and does not use."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def is_failed_capture_of_full_gpu(error: BaseException) -> bool:
-    """Returns whether a CUDA graph could not be captured while the current GPU had hardly any memory left. CUDA then
-    reports that the capture was invalidated, not that memory ran out."""
-    return "capture" in str(error) and torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < FULL_BYTES
 
 
 NeedsAt = Callable[[int], Sequence[Sequence[MemoryEstimate]]]

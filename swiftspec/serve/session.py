@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from swiftspec.errors import UserError, is_out_of_memory
+from swiftspec.errors import UserError
 from swiftspec.file_io import expand_user
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.vocabulary import describe_masked
@@ -158,12 +158,12 @@ def _check_memory(
 @contextmanager
 def _one_line_if_memory_ends() -> Iterator[None]:
     """Context manager that raises UserError instead of an error that memory ran out, also in a CUDA graph's capture."""
-    from swiftspec.builder.memory_estimate import is_failed_capture_of_full_gpu
+    from swiftspec.backends.cuda.devices import is_out_of_gpu_memory
 
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error) and not is_failed_capture_of_full_gpu(error):
+        if not is_out_of_gpu_memory(error):
             raise
         raise UserError(
             "not enough memory for these models: use a smaller --max-model-len, or --dtype bfloat16"

@@ -171,12 +171,16 @@ def test_a_fault_ends_the_process_and_other_errors_do_not() -> None:
     def fault(*of: Any) -> Any:
         raise RuntimeError(DEVICE_ERROR)
 
-    def exhausted(*of: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def exhausted(text: str) -> Any:
+        def raises(*of: Any) -> Any:
+            raise RuntimeError(text)
+
+        return raises
 
     names = (str(LAYER.attention), "embedding of 64")
     assert reasons(broken(prepare=refuse), AT, *names) == {names[0]: "qkv: expected bfloat16"}
-    assert reasons(broken(prepare=exhausted), AT, *names) == {}
+    for text in ("CUDA out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"):
+        assert reasons(broken(prepare=exhausted(text)), AT, *names) == {}
     lines = [*run_checks(request(*names), broken(prepare=fault), AT)]
     assert lines == [{"begins": names[0]}, {"check": names[0], "reason": DEVICE_ERROR, "fault": DEVICE_ERROR}]
 
@@ -201,7 +205,8 @@ def test_which_errors_are_of_the_device() -> None:
     assert is_device_error(RuntimeError("CUDA error: unspecified launch failure\nCompile with ..."))
     assert is_device_error(RuntimeError("linear: an illegal memory access was encountered"))
     for other in (RuntimeError("CUDA error: out of memory"), torch.OutOfMemoryError("CUDA out of memory"),
-                  RuntimeError("shape mismatch"), ValueError("CUDA error")):  # fmt: skip
+                  RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), RuntimeError("shape mismatch"),
+                  ValueError("CUDA error")):  # fmt: skip
         assert not is_device_error(other)
 
 

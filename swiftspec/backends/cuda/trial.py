@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends import cuda, unfused
-from swiftspec.backends.cuda.devices import is_device_error, require_usable
+from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory, require_usable
 from swiftspec.backends.cuda.trial_checks import TrialDevice, TrialPlan, trial_checks
 from swiftspec.backends.families import Family, compose
 from swiftspec.errors import UserError
@@ -70,11 +70,11 @@ def run_checks(request: TrialRequest, ops: Any, at: TrialDevice) -> Iterator[dic
         try:
             reason = checks[name].run(ops, at)
             at.finish()
-        except torch.OutOfMemoryError:
-            reason = None  # no evidence against the operators
         except Exception as error:  # the check decides nothing else than whether these operators are used
-            reason = one_line(error)
-            fault = {"fault": reason} if is_device_error(error) or not _is_usable(at) else {}
+            reason = None  # a lack of memory is no evidence against the operators
+            if not is_out_of_gpu_memory(error):
+                reason = one_line(error)
+                fault = {"fault": reason} if is_device_error(error) or not _is_usable(at) else {}
         yield {"check": name, "reason": reason, **fault}
         if fault:
             return

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
 from swiftspec.config import EngineConfig
-from swiftspec.errors import RankLost, UserError, is_out_of_memory
+from swiftspec.errors import RankLost, UserError
 from swiftspec.extras import require_extra
 from swiftspec.model.gguf.file import is_gguf
 from swiftspec.serve.built_in_models import built_in_models
@@ -169,13 +169,14 @@ def _load(
         adapts = side == "draft" and settings.draft_steps is None
         shape = EngineConfig("serial" if side == "draft" else "ar", adapt_steps=adapts, target_tp=ranks, **tree)
     phases.begin(f"{side} weights")
+    from swiftspec.backends.cuda.devices import is_out_of_gpu_memory
     from swiftspec.builder.worker_model import WorkerLimits, WorkerModel
 
     room = WorkerLimits(settings.max_sessions, settings.session_idle, shape)
     try:
         return WorkerModel(side, path, room, world, options), codec
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if not is_out_of_gpu_memory(error):
             raise
         raise UserError(
             "not enough memory for this model: use a smaller --max-model-len or --max-sessions, or --dtype bfloat16"
