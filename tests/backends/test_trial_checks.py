@@ -64,6 +64,15 @@ def test_all_checks_pass_and_cover_every_family() -> None:
     assert TrialRequest.from_json(json.loads(json.dumps(request().to_json()))).names == request().names
 
 
+def test_equal_names_are_numbered() -> None:
+    """Shapes whose descriptions are equal: attention with another capacity, and layers with other projections."""
+    longer = replace(LAYER, attention=replace(LAYER.attention, capacity=1300))
+    wider = replace(LAYER, down=replace(LAYER.down, inputs=160))
+    names = [check.name for check in trial_checks(replace(PLAN, layers=(LAYER, longer, wider)))]
+    assert len({*names}) == len(names)
+    assert {f"{LAYER.attention} (2)", f"slot moves of {LAYER.attention} (2)", f"{LAYER}, captured (3)"} <= {*names}
+
+
 def test_attention_over_a_float8_cache() -> None:
     shape = AttentionShape(2, 1, 64, 200, "float8_e4m3fn", False)
     plan = TrialPlan((replace(LAYER, attention=shape),), PLAN.heads, None, 0)

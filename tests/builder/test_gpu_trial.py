@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +89,11 @@ def test_what_passes_without_early_starts_disables_them(name: str) -> None:
     assert verdict.note() == (
         f"GPU: kernels do not start early ({name}: it is off); all else runs on the CUDA operators"
     )  # fmt: skip
+
+
+def test_checks_with_the_same_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="the same name"):
+        search_rungs([*CHECKS, CHECKS[0]], lambda verdict, names: dict.fromkeys(names))
 
 
 def test_graphs_whose_replays_differ_are_not_captured() -> None:
@@ -368,9 +374,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H100")
+    set_uuid(monkeypatch, "GPU-1")
     monkeypatch.setattr(cuda, "require_usable", torch.device)
     monkeypatch.setattr(devices, "DRIVER_FILE", Path("/nonexistent"))
     monkeypatch.setenv("SWIFTSPEC_EARLY_STARTS", "")
+
+
+def set_uuid(monkeypatch: pytest.MonkeyPatch, uuid: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=uuid))
 
 
 class Trials:
@@ -416,6 +427,20 @@ def test_a_verdict_is_found_again(model: Path, tmp_path: Path, monkeypatch: pyte
     for options in others:
         assert created(model, folder, **options)[0].verdict == GpuVerdict()
     assert len(trials.plans) == 4
+
+
+@pytest.mark.usefixtures("gpu")
+def test_gpus_of_one_model_have_their_own_verdicts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = Trials(monkeypatch)
+    trials.verdict = GpuVerdict({"attention": "it is off"})
+    first = created(model, tmp_path / "verdicts")[0].verdict
+    set_uuid(monkeypatch, "GPU-2")
+    trials.verdict = GpuVerdict()
+    assert created(model, tmp_path / "verdicts")[0].verdict == GpuVerdict() != first
+    set_uuid(monkeypatch, "GPU-1")
+    assert created(model, tmp_path / "verdicts")[0].verdict == first and len(trials.plans) == 2
 
 
 @pytest.mark.usefixtures("gpu")

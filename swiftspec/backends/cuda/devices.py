@@ -69,13 +69,13 @@ def driver_version() -> str | None:
 
 def machine_facts(device: torch.device) -> dict[str, str | None]:
     """Returns everything outside of the models that decides whether the CUDA operators work on a GPU, serialisable as
-    JSON: the contents of the native extension, the GPU, its driver and torch."""
+    JSON: the contents of the native extension, the GPU itself and not only its model, its driver and torch."""
     assert _C.__file__ is not None
     with Path(_C.__file__).open("rb") as extension:
         digest = hashlib.file_digest(extension, "sha256").hexdigest()
     return {
         "version": __version__, "extension": digest, "gpu": torch.cuda.get_device_name(device),
-        "driver": _driver_build() or driver_version(), "torch": torch.__version__,
+        "uuid": gpu_uuid(device), "driver": _driver_build() or driver_version(), "torch": torch.__version__,
     }  # fmt: skip
 
 
