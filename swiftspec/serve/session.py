@@ -132,7 +132,7 @@ def open_session(
     llm = _load_llm(settings, resolved, codec, masked, world, phases)
     if warm_up:
         phases.begin("warm-up")
-        with _one_line_if_memory_ends():
+        with one_line_if_memory_ends():
             _warm_up(llm, sampling, phases)
     phases.ready()
     return Session(
@@ -156,7 +156,7 @@ def _check_memory(
 
 
 @contextmanager
-def _one_line_if_memory_ends() -> Iterator[None]:
+def one_line_if_memory_ends() -> Iterator[None]:
     """Context manager that raises UserError instead of an error that memory ran out, also in a CUDA graph's capture."""
     from swiftspec.backends.cuda.devices import is_out_of_gpu_memory
 
@@ -246,7 +246,7 @@ def _load_llm(
     options["masked_tokens"] = masked
     if (worker := options.get("draft_worker")) is not None:
         options["draft_worker"] = replace(worker, vocabulary=codec.vocabulary.identity())
-    with _one_line_if_memory_ends():
+    with one_line_if_memory_ends():
         llm = LLM(resolved.target, resolved.draft, resolved.plan, world=world, **options)
     if llm.roles.recorder.file is not None:
         llm.roles.recorder.file.token_text = codec.trace_text

@@ -71,7 +71,7 @@ def run_checks(request: TrialRequest, ops: Any, at: TrialDevice) -> Iterator[dic
             reason = checks[name].run(ops, at)
             at.finish()
         except Exception as error:  # the check decides nothing else than whether these operators are used
-            reason = None  # a lack of memory is no evidence against the operators
+            reason = None  # a lack of memory does not count against the operators
             if not is_out_of_gpu_memory(error):
                 reason = one_line(error)
                 fault = {"fault": reason} if is_device_error(error) or not _is_usable(at) else {}
