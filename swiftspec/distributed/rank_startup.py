@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -331,25 +331,38 @@ class EngineRank:
         exit next (`leave_group`).
         """
         lost = lost or restarting or (self._team is not None and self._team.broken is not None)
-        with suppress(Exception) if lost else nullcontext():
-            self._disconnect(shutdown=not restarting)
-        if self._group is None:
-            return
-        problem = leave_group(self._group, self._builder.device, self._builder.release_graphs, lost=lost)
-        if lost:
-            return  # roles and group keep their GPU memory, which kernels may still use
-        self.verifier = self.drafter = self.scheduler = self._group = None
-        if problem is not None:
-            self._world.log(f"rank {self._world.rank} could not leave its group: {problem}")
-
-    def _disconnect(self, *, shutdown: bool) -> None:
-        """Ends the job on rank 0 if `shutdown` is set, and closes the connections."""
+        world, steps = self._world, list[Callable[[], object]]()
         if self.recovery is not None:
-            self.recovery.close()
-        self._connections.close(shutdown=shutdown)
-        if self._world.rendezvous is not None and self._world.rank == 0 and shutdown:
-            self._world.rendezvous.end_job()
-        pin_to_cores(set(self._world.cores))
+            steps.append(self.recovery.close)
+        steps.append(partial(self._connections.close, shutdown=not restarting))
+        if world.rendezvous is not None and world.rank == 0 and not restarting:
+            steps.append(world.rendezvous.end_job)
+        if leave_job(world, steps, self._group, self._builder, lost=lost):
+            self.verifier = self.drafter = self.scheduler = self._group = None
+
+
+def leave_job(
+    world: World, steps: Sequence[Callable[[], object]], group: RankGroup | None, builder: RoleBuilder, *, lost: bool
+) -> bool:
+    """Disconnects a rank by `steps`, releases its cores and leaves its group, each even if another one fails. Returns
+    whether roles and group can be dropped: if a rank is lost, they keep their GPU memory, which kernels may still use.
+
+    `lost`: see `EngineRank.leave`: errors of lost connections and of the store are then ignored.
+    """
+    with suppress(*(OSError, RuntimeError) if lost else ()), ExitStack() as rest:
+        if group is not None:
+            rest.callback(_leave_group, world, group, builder, lost=lost)
+        rest.callback(pin_to_cores, set(world.cores))
+        for step in reversed(steps):  # the stack calls the last one first
+            rest.callback(step)
+    return group is not None and not lost
+
+
+def _leave_group(world: World, group: RankGroup, builder: RoleBuilder, *, lost: bool) -> None:
+    """Leaves a group, and reports on the log if that fails unless a rank is lost."""
+    problem = leave_group(group, builder.device, builder.release_graphs, lost=lost)
+    if problem is not None and not lost:
+        world.log(f"rank {world.rank} could not leave its group: {problem}")
 
 
 def pin_near_gpu(world: World, device: torch.device) -> None:

@@ -51,12 +51,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folders
 
 
-@pytest.fixture(autouse=True)
-def no_slow_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collection looks at all objects of the test process, and each rank makes one."""
-    monkeypatch.setattr(leave, "gc", SimpleNamespace(collect=lambda: 0))
-
-
 @pytest.fixture(scope="module")
 def text(pair: tuple[Path, Path]) -> list[int]:
     llm = LLM(pair[0], dtype="float32", device="cpu", ops="reference", set_torch_threads=False)
