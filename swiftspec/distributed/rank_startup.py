@@ -78,6 +78,10 @@ class RoleBuilder(Protocol):
         returns the texts that all ranks of the group pass to it."""
         ...
 
+    def record_device_error(self, error: Exception, config: EngineConfig, /) -> None:
+        """Records for the next start that the GPU of this process has failed. Does nothing for other errors."""
+        ...
+
     def rank_config(self, config: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
         """Returns the configuration that must be the same on all ranks of the job, or on all ranks of one group.
 
@@ -162,7 +166,7 @@ class EngineRank:
         self._team: FollowerGroup | None = None  # of rank 0 or of the draft's leader
         self.recovery: Reconnector | None = None  # set on rank 0 if a supervisor restarts a lost draft group
         error: str | None = None
-        self._builder = builder
+        self._builder, self._config = builder, config
         try:
             builder = agree_on_operators(builder, world, here.group, here.group_rank, here.group_size)
             self._builder = builder = builder.with_vocab(vocab, tuple(masked))
@@ -171,7 +175,7 @@ class EngineRank:
         except UserError as problem:
             error = str(problem)
         except Exception as problem:  # such as a lack of memory or a disk error: rank 0 reports it
-            error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
+            error = self._reason(problem)
         kinds = {name for role in self._roles() for name in executor_names(role)}
         error, common = self._connections.agree_in_group(error, kinds)
         if error is None:
@@ -196,8 +200,16 @@ class EngineRank:
         try:
             capture_graphs(self.verifier, self.drafter, config, progress)
         except Exception as problem:  # such as a lack of memory: rank 0 reports it
-            return f"rank {self._world.rank} cannot start: {str(problem) or type(problem).__name__}"
+            return self._reason(problem)
         return None
+
+    def _reason(self, problem: Exception) -> str:
+        """Returns in words why this rank cannot start, and records an error of its GPU."""
+        self._record(problem)
+        return f"rank {self._world.rank} cannot start: {str(problem) or type(problem).__name__}"
+
+    def _record(self, error: Exception) -> None:
+        self._builder.record_device_error(error, self._config)
 
     def _loading(self, what: str, step: int, steps: int) -> None:
         """Default progress callback: marks the rank as busy while it loads weights."""
@@ -293,7 +305,7 @@ class EngineRank:
                 DraftGroupServer(
                     self._connections.target_leader, drafter, self._limits, recording, self._builder.cancel_check,
                     self._heartbeat,
-                    stay_on_error=self._world.supervisor is None,
+                    stay_on_error=self._world.supervisor is None, on_error=self._record,
                 ).run()  # fmt: skip
             else:  # a follower
                 self._follow(leader)
@@ -313,6 +325,7 @@ class EngineRank:
         try:
             run_follower(leader, *roles, self._limits, self._builder.cancel_check, self._heartbeat)
         except FAILURES as error:
+            self._record(error)
             if self._world.supervisor is not None:
                 raise RankLost(f"the model failed: {str(error) or type(error).__name__}") from error
             if self.verifier is not None or self.scheduler is not None:

@@ -235,6 +235,7 @@ class WorkerRank:
         except UserError as problem:
             error = str(problem)
         except Exception as problem:  # such as a lack of memory or a disk error: rank 0 reports it
+            self._builder.record_device_error(problem, plan)
             error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
         error, self.executor_names = self._connections.agree_in_group(error, kinds)
         try:

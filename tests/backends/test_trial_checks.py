@@ -210,6 +210,20 @@ def test_a_fault_that_a_library_reports_ends_the_process() -> None:
     assert len(lines) == 2 and lines[1]["fault"] == "CUBLAS_STATUS_EXECUTION_FAILED"
 
 
+def test_libraries_are_loaded_before_the_first_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, warm_up = list[torch.device](), trial.warm_up
+
+    def noted(device: torch.device) -> None:
+        devices.append(device)
+        warm_up(device)
+
+    monkeypatch.setattr(trial, "warm_up", noted)
+    monkeypatch.setattr(trial, "require_usable", torch.device)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    lines = trial._lines(replace(request("embedding of 64"), device="cpu"))
+    assert next(iter(lines)) == {"begins": "embedding of 64"} and devices == [AT.device]
+
+
 def test_which_errors_are_of_the_device() -> None:
     assert is_device_error(RuntimeError("CUDA error: unspecified launch failure\nCompile with ..."))
     assert is_device_error(RuntimeError("linear: an illegal memory access was encountered"))

@@ -39,6 +39,7 @@ from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.rank_startup import agree_on_operators
+from swiftspec.errors import UserError
 from swiftspec.model.config_json import parse_config
 
 ATTENTION = AttentionShape(2, 1, 64, 300, "bfloat16", False)
@@ -410,10 +411,10 @@ def created(model: Path, folder: Path, plan: EngineConfig | None = None, **more:
 def test_a_verdict_is_found_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trials, folder = Trials(monkeypatch), tmp_path / "verdicts"
     trials.verdict = GpuVerdict({"attention": "it is off"})
-    for _ in range(2):
+    line = "GPU: attention by torch's operators (it is off); all else runs on the CUDA operators"
+    for hint in ("", "; the verdict of an earlier start, --gpu-trial again repeats the trial"):
         pair, notes = created(model, folder)
-        assert pair.verdict == trials.verdict
-        assert notes == ["GPU: attention by torch's operators (it is off); all else runs on the CUDA operators"]
+        assert pair.verdict == trials.verdict and notes == [f"{line}{hint}"]
     assert len(trials.plans) == 1 and trials.plans[0].tree is not None and trials.plans[0].particles == 0
     created(model, folder, gpu_trial="again")
     created(model, folder, EngineConfig("smc"))
@@ -472,6 +473,13 @@ def test_what_a_model_pair_does_with_a_verdict(model: Path, tmp_path: Path, monk
     assert (ops.pack, ops.prepare, captured, width) == (unfused.pack, cuda.prepare, True, 0)
     assert used(*FAMILIES)[0] is unfused
     assert used("early_starts")[0] is cuda and os.environ["SWIFTSPEC_EARLY_STARTS"] == "0"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.usefixtures("gpu")
+def test_an_unknown_value_of_gpu_trial_is_one_line(model: Path, tmp_path: Path, device: str) -> None:
+    with pytest.raises(UserError, match=r"^gpu_trial must be one of auto, off, again, not 'never'$"):
+        created(model, tmp_path, gpu_trial="never", device=device)
 
 
 def load(found: list[Any], *of: Any, ops: Any, **more: Any) -> Any:
@@ -547,6 +555,18 @@ def test_the_ranks_of_a_group_use_the_same_operators(
     assert [agreed[rank].verdict.fallbacks for rank in range(3)] == [{"attention": "why", "early_starts": "why"}] * 3
     alone: Any = World()
     assert agree_on_operators(pairs[2], alone, "draft", 0, 1) is pairs[2]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_error_lowers_the_verdict_of_the_group(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever copy of the pair records it, such as one from before the ranks have agreed."""
+    Trials(monkeypatch)
+    plan, theirs = EngineConfig("serial"), GpuVerdict({"early_starts": "it is off on rank 1"})
+    pair, _ = created(model, tmp_path)
+    agreed = pair.with_common_verdict(lambda mine: [mine, json.dumps(theirs.to_json())])
+    assert agreed.verdict == theirs
+    pair.record_device_error(RuntimeError("CUDA error: unspecified launch failure"), plan)
+    assert {*created(model, tmp_path)[0].verdict.fallbacks} == {"early_starts", "graphs"}
 
 
 @pytest.mark.slow

@@ -182,6 +182,16 @@ def test_other_threads_set_the_device(
     assert {*gpus.captures} == {*gpus.events} == {*gpus.native_calls} == {1}
 
 
+def test_a_worker_passes_on_errors_that_it_answers() -> None:
+    """So that an error of its GPU is recorded although the worker goes on."""
+    errors, error, nothing = list[Exception](), RuntimeError("CUDA error: unspecified launch failure"), None
+    unused: Any = nothing
+    receiver: Any = SimpleNamespace(peer="client")
+    server = WorkerServer(Worker("draft", unused, unused, on_error=errors.append), receiver, lambda: False)
+    [answer] = server._on_error(error, None)
+    assert answer.kind == Opcode.ERROR and errors == [error]
+
+
 def test_a_gpu_has_an_index(monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]) -> None:
     """Without one, threads could not make it their current device."""
     gpus = FakeGpus(monkeypatch, 2)
