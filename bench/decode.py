@@ -325,6 +325,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     check_device(parser, args.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     alone = args.device == "cuda" and "RANK" not in os.environ
+    args.draft_leaves = args.draft_leaves or DEFAULTS.for_device(args.device).leaves_per_expansion
     args.modes = args.modes or ("ar,serial,async" if alone else "ar,serial")
     return args
 

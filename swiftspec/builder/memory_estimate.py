@@ -19,7 +19,7 @@ import torch
 from swiftspec.backends import cuda, unfused
 from swiftspec.backends.cuda.attention import scratch_bytes
 from swiftspec.backends.cuda.large_m import MAX_KERNEL_ROWS, SCRATCH_BYTES
-from swiftspec.backends.cuda.linear import INT4_GROUP_SIZES
+from swiftspec.backends.cuda.linear import tile_group_size
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats import format_of
@@ -108,8 +108,7 @@ class MemoryEstimate:
     def _kept_group(self, inputs: int, group: int) -> int:
         """Returns the inputs per group of an int4 matrix with groups of `group` inputs; 0 if it is kept dense."""
         if self.ops is cuda:
-            found = math.gcd(group, INT4_GROUP_SIZES[-1])
-            return found if found in INT4_GROUP_SIZES else 0
+            return tile_group_size(group)
         kept = self.ops is unfused and self.int4_kernels and unfused.supports_int4(inputs, group, self.dtype)
         return group if kept else 0
 
@@ -251,9 +250,11 @@ def _refusal(
         "" if all(layout is not None and layout.is_int4 for layout in layouts) else "int4 weights",
         "" if held[0].cache_dtype else "--kv-cache-dtype fp8",
         "--prefix-cache-memory 0" if parts["the prefix cache"] else "",
+        "more GPUs (--target-tp N)",
     ]
+    *others, last = [fix for fix in fixes if fix]
     return (
         f"with a context of {length} tokens the models need {sum(parts.values()) / BYTES_PER_GB:.1f} GB of GPU memory"
         f" ({listed}), but {torch.cuda.get_device_name(device)} has {free / BYTES_PER_GB:.1f} GB free: use"
-        f" {', '.join(fix for fix in fixes if fix)}, or more GPUs (--target-tp N)"
+        f" {', '.join([*others, f'or {last}'] if others else [last])}"
     )

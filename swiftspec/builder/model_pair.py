@@ -245,8 +245,7 @@ class ModelPair:
         verdict = file.read() if file is not None and requested == "auto" else None
         stored = verdict is not None
         if verdict is None:
-            index = torch.cuda.current_device() if self.device.index is None else self.device.index
-            verdict, problem = gpu_trial.run_trial(shapes, f"cuda:{index}")
+            verdict, problem = gpu_trial.run_trial(shapes, str(self.device))
             if problem is not None:
                 self.note(f"the GPU trial was not completed: {problem}; --gpu-trial off skips it")
             elif file is not None:

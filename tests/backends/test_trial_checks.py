@@ -211,13 +211,13 @@ def test_a_fault_that_a_library_reports_ends_the_process() -> None:
 
 
 def test_libraries_are_loaded_before_the_first_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices, warm_up = list[torch.device](), trial.warm_up
+    devices, load = list[torch.device](), trial.load_libraries
 
     def noted(device: torch.device) -> None:
         devices.append(device)
-        warm_up(device)
+        load(device)
 
-    monkeypatch.setattr(trial, "warm_up", noted)
+    monkeypatch.setattr(trial, "load_libraries", noted)
     monkeypatch.setattr(trial, "require_usable", torch.device)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     lines = trial._lines(replace(request("embedding of 64"), device="cpu"))

@@ -210,6 +210,16 @@ def test_a_context_that_was_given_or_is_shared_is_refused(
         create(models, EngineConfig("serial"), notes)
 
 
+@pytest.mark.parametrize(
+    ("more", "advice"),
+    [({"cache_dtype": torch.float8_e4m3fn}, "more GPUs"), ({}, "--kv-cache-dtype fp8, or more GPUs")],
+)
+def test_the_advice_names_what_is_left(gpu: Callable[[float], None], more: dict[str, Any], advice: str) -> None:
+    held = [[need(fields=LLAMA_8B | AWQ, **more)]]
+    line = memory_estimate._refusal(held, 0, 8192, 1e9, GPU)
+    assert line.endswith(f"has 1.0 GB free: use {advice} (--target-tp N)")
+
+
 def test_each_rank_is_checked_for_the_models_that_it_holds(
     models: tuple[Path, Path], gpu: Callable[[float], None]
 ) -> None:

@@ -81,7 +81,7 @@ def run_checks(request: TrialRequest, ops: Any, at: TrialDevice) -> Iterator[dic
             return
 
 
-def warm_up(device: torch.device) -> None:
+def load_libraries(device: torch.device) -> None:
     """Loads the libraries that the checks use, since the first check would otherwise take the time for it and could
     count as hung (gpu_trial.CHECK_S)."""
     for dtype in (torch.bfloat16, torch.float32):
@@ -132,7 +132,7 @@ def _lines(request: TrialRequest) -> Iterator[Mapping[str, str | None]]:
     try:
         require_usable(device)
         torch.cuda.set_device(device)
-        warm_up(device)
+        load_libraries(device)
     except (RuntimeError, AssertionError, UserError) as error:  # torch without CUDA raises AssertionError
         yield {"problem": one_line(error)}
         return
