@@ -45,7 +45,7 @@ class LogitsProcessor:
         self._target = Sampler(sampling, (), vocab, device)
         # top_p may need all tokens, which is known on the device only; the other filters do not need more than top_k
         self._target.num_candidates = vocab if sampling.top_p < 1 else max(sampling.top_k, 1)
-        self._target.check_all = lambda certain: True  # without synchronisation
+        self._target.check_all = lambda holds: True  # without synchronisation
 
     def sampling_span(self, groups: int) -> SamplingSpan:
         """Returns the parameters of this processor for native rounds of `groups` consecutive groups."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from bench.data.heldout import DEMO
+from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import EngineConfig
 from swiftspec.lab import worker_pool
 from swiftspec.lab.worker_pool import EngineBuild, Pair, RankPool
@@ -49,12 +50,12 @@ def test_the_context_is_that_of_the_requests(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(worker_pool, "LLM", CyclicEngine)
     longest = read_config(DEMO / "target").max_position_embeddings
 
-    def context(of: int | None, **options: Any) -> int | None:
-        pool = RankPool(Pair(DEMO / "target", DEMO / "draft", {**options}), None)
+    def context(of: int | None, options: LoadOptions) -> int | None:
+        pool = RankPool(Pair(DEMO / "target", DEMO / "draft", options), None)
         pool.context = of
         with pool.engine(AR) as llm:
             assert isinstance(llm, CyclicEngine)
             return llm.options["max_model_len"]
 
-    assert [context(None), context(300), context(longest + 1)] == [None, 300, longest]
-    assert context(300, max_model_len=400) == 400, "the user's limit"
+    assert [context(of, {}) for of in (None, 300, longest + 1)] == [None, 300, longest]
+    assert context(300, {"max_model_len": 400}) == 400, "the user's limit"

@@ -13,6 +13,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from swiftspec.backends import cuda
+from swiftspec.builder.load_options import Side
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import GPU_DRAFT_LEAVES, EngineConfig
 from swiftspec.distributed.launch.startup_barrier import Timeouts
@@ -105,7 +106,8 @@ def test_workers_check_before_a_download(hub: Hub) -> None:
     def no_job() -> None:
         """A single process."""
 
-    for side, model in (("target", "some/8b"), ("draft", "some/1b")):
+    models: dict[Side, str] = {"target": "some/8b", "draft": "some/1b"}
+    for side, model in models.items():
         hub.downloads.clear()
         settings = Settings(model=model, device="cuda", max_sessions=30, max_model_len=131072)
         with pytest.raises(UserError, match=r"131072 tokens the models need "):
