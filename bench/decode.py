@@ -46,13 +46,20 @@ from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
 
 DEFAULTS = EngineConfig()
+GPU_CONTEXT = 2048  # tokens; all systems are loaded at the same time, and the first one would take a GPU's whole memory
 # every system sets its own threads before it decodes
 
 
 def load_options(args: argparse.Namespace) -> LoadOptions:
     """Returns the options with which SwiftSpec's systems are loaded."""
     dtype: torch.dtype = getattr(torch, args.dtype)
-    return {"device": args.device, "threads": 1, "set_torch_threads": False, "dtype": dtype}
+    length = args.max_model_len
+    if length is None and args.device == "cuda":
+        length = min(GPU_CONTEXT, read_config(args.model).max_position_embeddings)
+    return {
+        "device": args.device, "threads": 1, "set_torch_threads": False, "dtype": dtype, "max_model_len": length,
+        "gpu_trial": "off",  # what is measured are the operators that are asked for
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -298,6 +305,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=12, help="number of prompts")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-model-len", type=int, help="context; default: the model's, on a GPU at most 2048")
     parser.add_argument("--modes", help="default: ar,serial; on one GPU also async")
     add_device_flag(parser)
     parser.add_argument("--dtype", default="bfloat16")
@@ -317,6 +325,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     check_device(parser, args.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     alone = args.device == "cuda" and "RANK" not in os.environ
+    args.draft_leaves = args.draft_leaves or DEFAULTS.for_device(args.device).leaves_per_expansion
     args.modes = args.modes or ("ar,serial,async" if alone else "ar,serial")
     return args
 

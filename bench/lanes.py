@@ -185,7 +185,9 @@ def main() -> None:
         parser.error("requires two ranks; start it with torchrun --standalone --nproc-per-node 2 -m bench.lanes")
     check_device(parser, args.device, whole.local_size)
     torch.set_num_threads(1)
-    options: LoadOptions = {"dtype": torch.bfloat16, "ops": args.ops, "device": args.device, "threads": 1}
+    options: LoadOptions = {
+        "dtype": torch.bfloat16, "ops": args.ops, "device": args.device, "threads": 1, "gpu_trial": "off"
+    }  # fmt: skip
     config, spans = EngineConfig("async", draft_steps=args.steps), []
     plain, close = (replace(whole, store=PrefixStore(name, whole.store)) for name in ("plain", "close"))
     if whole.rank:

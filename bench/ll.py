@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from bench.common.device import add_device_flag, check_device
-from bench.gpu.all_reduce import leave
+from bench.common.groups import leave
 from bench.gpu.timing import fixed_graph_timer
 from swiftspec.backends.cpu.shm import Mailbox, ShmCollectives, new_name
 from swiftspec.distributed.collectives.join import join_group

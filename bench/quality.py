@@ -86,7 +86,7 @@ def systems(args: argparse.Namespace) -> list[System]:
     """
     hot, paths = args.temperature, (args.model, args.draft_model)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "max_model_len": args.context, "device": args.device}
-    options["threads"] = args.threads
+    options |= {"threads": args.threads, "gpu_trial": "off"}
     plain = LLM(args.model, config=EngineConfig("ar"), **options)
     made = [System(f"plain, T = {hot / power:g}", plain, hot / power) for power in (1, 2, 4)]
     made.append(System("exact speculation", LLM(*paths, EngineConfig("serial"), **options), hot))

@@ -25,7 +25,8 @@ from swiftspec.distributed.launch.world import World, join_world, pin_to_cores
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.params import SamplingParams
 
-OPTIONS: LoadOptions = {"dtype": torch.bfloat16, "threads": 1}
+# without a GPU trial: what is measured are the operators that are asked for
+OPTIONS: LoadOptions = {"dtype": torch.bfloat16, "threads": 1, "gpu_trial": "off"}
 DRAFT_STEPS = 3
 
 

@@ -68,7 +68,7 @@ def build(kind: str, particles: int, steps: int, without: str, args: argparse.Na
     """Builds an engine with room for the largest number of requests. `without`: one of ABLATED, or empty."""
     most = max(2, *args.groups)  # with one sequence the engine would decode trees
     options: dict[str, Any] = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": 1536, "device": args.device}
-    options["threads"] = 1
+    options |= {"threads": 1, "gpu_trial": "off"}
     if kind == "smc":
         shape = PopulationConfig(particles, steps, args.ess_threshold, args.power, smc_groups=most)
         shape = replace(shape, deferred_bonus=without != "deferred bonus")

@@ -61,7 +61,7 @@ def main() -> None:
     check_device(parser, args.device, world.local_size)
     torch.set_num_threads(1)
     text, target, draft = spec("parallel")
-    options: LoadOptions = {"dtype": torch.bfloat16, "device": args.device, "threads": 1}
+    options: LoadOptions = {"dtype": torch.bfloat16, "device": args.device, "threads": 1, "gpu_trial": "off"}
     options["emulate"] = emulation.parse_emulation(text)
     pool = RankPool(Pair(DEMO / "target", DEMO / "draft", options, threads=1), world)
     if world.rank > 0:

@@ -228,8 +228,9 @@ class EngineConfig:
         return replace(self, mode="serial" if has_draft else "ar", draft_tp=-1)
 
     def for_device(self, device: str) -> "EngineConfig":
-        """Returns the configuration with w filled in. `device`: type of the device of this process, such as "cuda". A
-        worker's device is unknown, so a remote draft gets the default of a CPU, which every worker accepts."""
+        """Returns the configuration with w filled in, unless it is set. `device`: type of the device of the models in
+        this process, such as "cuda". The device of a remote draft is unknown, so it gets the default of a CPU, which
+        every worker accepts."""
         if self.draft_leaves is not None:
             return self
         wide = device == "cuda" and not self.draft_remote

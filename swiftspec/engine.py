@@ -44,7 +44,9 @@ class Stats:
     accepted: int = 0
     target_busy_time: float = 0.0  # the target's forwards while decoding
     draft_busy_time: float = 0.0  # the same for the draft
-    graph_captures: int = 0  # CUDA graphs captured during the request, each of which takes a fraction of a second
+    # CUDA graphs captured during the request, each of which takes a fraction of a second; one that is captured while a
+    # batch runs counts for one of its requests
+    graph_captures: int = 0
     drafter_lost: str | None = None  # why the drafter is lost; None while it is available
     finish_reason: str | None = None  # as on the last chunk
     verified: list[VerifiedRound] = field(default_factory=list)  # one entry per round; empty in mode smc
@@ -123,15 +125,17 @@ class TreeDecoding:
     def __init__(
         self, drafter: Drafter, verifier: Verifier, notify: Observer = no_observer,
         drafter_loss: Callable[[], str | None] = lambda: None, policy_report: Callable[[], Any] = lambda: None,
+        captured_graphs: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
         """`notify`: observer of the events of the decoding loop.
         `drafter_loss`: returns the reason why the drafter was lost, or None while it is available.
         `policy_report`: returns the report of the controller that wraps the drafter, or None without a controller.
+        `captured_graphs`: returns the number of CUDA graphs that this process has captured.
         """
         self.drafter, self.verifier = drafter, verifier
         self.active_drafter = drafter  # of the latest request; a `NoDrafter` if that request disables the draft
         self._notify, self._drafter_loss, self._policy_report = notify, drafter_loss, policy_report
-        self.captured_graphs: Callable[[], int] = lambda: 0
+        self.captured_graphs = captured_graphs
 
     @property
     def busy(self) -> tuple[float, float]:

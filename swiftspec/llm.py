@@ -49,23 +49,20 @@ class LLMBase:
         writer: BackgroundWriter | None = None,
         pause: CancelCheck | None = None,
         note: Callable[[str], object] = lambda line: None,
-        device: torch.device = CPU,
-        on_device_error: Callable[[Exception], object] = lambda error: None,
     ) -> None:
         """`load_time`: seconds that loading took.
         `writer`: background thread that writes packed weights to the disk cache between requests; None without a disk
         cache.
         `pause`: cancellation check that the runners of the roles call before each prefill chunk.
         `note`: receives a line if hardly any token of the draft is accepted.
-        `device`: device of the models of this process.
-        `on_device_error`: called with an error of this process's GPU.
         """
         self.roles, self.load_time, self.writer = roles, load_time, writer
         self.config = roles.config
-        monitor = DraftMonitor(note)
+        monitor, models = DraftMonitor(note), roles.models
         self.engine = LockedEngine(
-            roles.decoding, roles.limits, writer, pause, lambda stats: monitor.add_rounds(stats.verified), device,
-            on_device_error,
+            roles.decoding, roles.limits, writer, pause, lambda stats: monitor.add_rounds(stats.verified),
+            CPU if models is None else models.device,
+            lambda error: None if models is None else models.record_device_error(error, roles.config),
         )  # fmt: skip
 
     @property
@@ -221,10 +218,7 @@ class LLM(LLMBase):
         with models.device_errors_recorded(config):
             roles = build_roles(models, config, world, options.get("progress"), _drafter_elsewhere(options))
         writer = None if models.cache is None else models.cache.writer
-        super().__init__(
-            roles, time.perf_counter() - began, writer, models.cancel_check, note, models.device,
-            lambda error: models.record_device_error(error, config),
-        )  # fmt: skip
+        super().__init__(roles, time.perf_counter() - began, writer, models.cancel_check, note)
         worker = options.get("draft_worker")
         self.model, self.device = Path(target), models.device
         self.dtype, self.threads = models.dtype, models.threads

@@ -37,6 +37,7 @@ def choose(cuda: tuple[int, int] | None, index: str) -> tuple[list[str], str | N
     if cuda is None:
         return [WITHOUT_GPU], None
     build = next((each for each in BUILDS if each <= cuda), None)
+    build = build or next((each for each in reversed(BUILDS) if each[0] == cuda[0]), None)  # 12.6 on a driver for 12.4
     has = f"the NVIDIA driver supports CUDA {cuda[0]}.{cuda[1]}"
     if build is None:
         return [WITH_GPU], f"{has}, which is too old for torch: the models run on the CPU; install a newer driver"

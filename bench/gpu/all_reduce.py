@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -32,13 +30,13 @@ from torch import Tensor
 
 from bench.baselines.kernels import BaselineKernels, first_line
 from bench.common.device import check_device
+from bench.common.groups import leave
 from bench.gpu import targets
 from bench.gpu.cases import BF16, OURS, Maker, random_int4
 from bench.gpu.shapes import RankShape
 from bench.gpu.timing import Call, Timer, fixed_graph_timer
 from swiftspec.backends import cuda
 from swiftspec.distributed.collectives.join import RankGroup, join_group
-from swiftspec.distributed.collectives.leave import leave_group
 from swiftspec.distributed.collectives.peers import PeerMemoryGroup
 from swiftspec.distributed.collectives.torch_dist import TorchDistGroup
 from swiftspec.distributed.launch.world import join_world
@@ -163,13 +161,6 @@ def one_shot_reduce(elements: int, device: torch.device) -> Reduce | str:
         return OneShotReduce(elements, device)
     except (AttributeError, ImportError, RuntimeError) as error:
         return first_line(error)
-
-
-def leave(group: RankGroup, device: torch.device) -> None:
-    """Leaves the group. If that takes too long, exits without the interpreter's shutdown, which would wait as well."""
-    if leave_group(group, device, lambda: None, lost=False) is not None:
-        sys.stdout.flush()
-        os._exit(0)
 
 
 def main() -> None:

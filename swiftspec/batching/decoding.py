@@ -122,10 +122,13 @@ class BatchDecoding:
     chunk contains the rest of the answer.
     """
 
-    def __init__(self, scheduler: Scheduler, on_event: Observer = no_observer) -> None:
-        self.scheduler, self._on_event = scheduler, on_event
+    def __init__(
+        self, scheduler: Scheduler, on_event: Observer = no_observer, captured_graphs: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`captured_graphs`: returns the number of CUDA graphs that this process has captured."""
+        self.scheduler, self._on_event, self.captured_graphs = scheduler, on_event, captured_graphs
         self._group: SequenceGroup | None = None  # group of the request that `open` has begun
-        self.captured_graphs: Callable[[], int] = lambda: 0
+        self._counted_graphs = 0  # captured graphs that a request of a batch, or what came before, counts
 
     @property
     def busy(self) -> tuple[float, float]:
@@ -161,6 +164,7 @@ class BatchDecoding:
         "error" if its logits are not finite (`BatchRequest.error`); the other requests are not affected.
         """
         self._evict_all()
+        self._counted_graphs = self.captured_graphs()
         active = dict[SequenceGroup, BatchRequest]()
         waiting = deque[BatchRequest]()  # the next request, if there is no room for it yet
         gone = list[BatchRequest]()  # cancelled before they had a group
@@ -214,6 +218,9 @@ class BatchDecoding:
     def _with_times(self, request: BatchRequest, chunk: TokenChunk) -> TokenChunk:
         busy = [now - before for now, before in zip(self.busy, request.busy_before, strict=True)]
         request.stats.record_times(bool(chunk.token_ids), request.started_at, request.admitted_at, busy)
+        captured = self.captured_graphs()
+        request.stats.graph_captures += captured - self._counted_graphs
+        self._counted_graphs = captured
         return chunk
 
     def _chunk(self, group: SequenceGroup, tokens: tuple[int, ...], stats: Stats) -> TokenChunk:

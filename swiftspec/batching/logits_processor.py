@@ -43,7 +43,9 @@ class LogitsProcessor:
             sampling = replace(sampling, logit_bias={}, allowed_token_ids=None, bad_words_ids=(), **no)
         self._draft = Sampler(replace(sampling, top_k=0, top_p=1.0, min_p=0.0), (), vocab, device)
         self._target = Sampler(sampling, (), vocab, device)
-        self._target.num_candidates = vocab  # whether fewer suffice is known on the device only
+        # top_p may need all tokens, which is known on the device only; the other filters do not need more than top_k
+        self._target.num_candidates = vocab if sampling.top_p < 1 else max(sampling.top_k, 1)
+        self._target.check_all = lambda holds: True  # without synchronisation
 
     def sampling_span(self, groups: int) -> SamplingSpan:
         """Returns the parameters of this processor for native rounds of `groups` consecutive groups."""

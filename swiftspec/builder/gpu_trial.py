@@ -249,9 +249,11 @@ def search_rungs(checks: Sequence[TrialCheck], run: RunChecks) -> tuple[GpuVerdi
 
     A check that fails without early starts, too, is not their fault: then its family, or the graphs, fall back, and
     early starts stay unless another check needs that. A check that has failed once and for which there is no more time
-    counts as failed.
+    counts as failed. Raises ValueError if two checks have the same name.
     """
     by_name = {check.name: check for check in checks}
+    if len(by_name) < len(checks):
+        raise ValueError("two checks of a trial have the same name")
     verdict = GpuVerdict()
     first = run(verdict, list(by_name))
     complete = first.keys() >= by_name.keys()

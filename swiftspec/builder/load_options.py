@@ -71,6 +71,9 @@ class LoadOptions(TypedDict, total=False):
     `threads`: CPU threads of one operator; by default this rank's share of the physical cores, at most 8.
     `set_torch_threads`: True, the default, sets torch's CPU threads for the whole process: to 1 if the models run on
     the native operators, otherwise to `threads`. False leaves them unchanged.
+    `gpu_trial`: "auto", the default, tries the CUDA operators at start, once for each GPU and pair; "again" ignores an
+    earlier verdict, "off" tries nothing. A verdict against early starts of kernels holds for the whole process, and
+    sets its environment variable SWIFTSPEC_EARLY_STARTS.
     """
 
     dtype: torch.dtype | str | None
@@ -92,7 +95,7 @@ class LoadOptions(TypedDict, total=False):
     progress: Progress | None  # called while models are loaded: description, step, number of steps
     note: Callable[[str], None] | None  # receives notices, such as a model that does not run on the fastest operators
     packed_cache: Path | None  # folder of the disk cache of packed weights; default: no cache
-    gpu_trial: TrialName  # default auto: the CUDA operators are tried at start, once for each GPU and pair
+    gpu_trial: TrialName
     trial_cache: Path | None  # folder of the verdicts of GPU trials; default: every start tries again
     only: Side | None  # the only model of the pair that this process loads; default both
     sessions: int  # maximum number of a worker's sessions, each with its own KV cache; default 1

@@ -10,10 +10,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from swiftspec.backends.cuda.devices import is_device_error
+from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory
 from swiftspec.batching.decoding import BatchDecoding, BatchRequest, IsCancelled, NextRequest
 from swiftspec.engine import Decoding, Engine, RequestLimits, Stats, TokenChunk
-from swiftspec.errors import NonFiniteLogits, UserError, is_out_of_memory, truncated_repr
+from swiftspec.errors import NonFiniteLogits, UserError, truncated_repr
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck, Cancelled
@@ -200,7 +200,7 @@ class LockedEngine(Engine):
                         if is_device_error(error):
                             self._on_device_error(error)
                             raise
-                        if not is_out_of_memory(error):
+                        if not is_out_of_gpu_memory(error):
                             raise
                         raise UserError(OUT_OF_MEMORY) from None
                 if chunk is None:

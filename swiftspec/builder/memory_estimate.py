@@ -19,7 +19,7 @@ import torch
 from swiftspec.backends import cuda, unfused
 from swiftspec.backends.cuda.attention import scratch_bytes
 from swiftspec.backends.cuda.large_m import MAX_KERNEL_ROWS, SCRATCH_BYTES
-from swiftspec.backends.cuda.linear import INT4_GROUP_SIZES
+from swiftspec.backends.cuda.linear import tile_group_size
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats import format_of
@@ -43,7 +43,6 @@ GROUP_RESERVE_BYTES = 400 * MIB
 # Graphs of a model: their nodes in the driver, and tensors of logits that live at the same time while one is replayed
 GRAPH_NODE_BYTES = 64 * MIB
 GRAPH_LOGITS = 4
-FULL_BYTES = 256 * MIB  # free memory with which a failed capture is attributed to a lack of it; a guess
 CONTEXT_STEP = 256  # tokens; a context that is found is a multiple
 MIN_CONTEXT = 2048  # tokens; a shorter context is not selected without being asked for
 
@@ -109,8 +108,7 @@ class MemoryEstimate:
     def _kept_group(self, inputs: int, group: int) -> int:
         """Returns the inputs per group of an int4 matrix with groups of `group` inputs; 0 if it is kept dense."""
         if self.ops is cuda:
-            found = math.gcd(group, INT4_GROUP_SIZES[-1])
-            return found if found in INT4_GROUP_SIZES else 0
+            return tile_group_size(group)
         kept = self.ops is unfused and self.int4_kernels and unfused.supports_int4(inputs, group, self.dtype)
         return group if kept else 0
 
@@ -206,12 +204,6 @@ def free_memory(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def is_failed_capture_of_full_gpu(error: BaseException) -> bool:
-    """Returns whether a CUDA graph could not be captured while the current GPU had hardly any memory left. CUDA then
-    reports that the capture was invalidated, not that memory ran out."""
-    return "capture" in str(error) and torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < FULL_BYTES
-
-
 NeedsAt = Callable[[int], Sequence[Sequence[MemoryEstimate]]]
 
 
@@ -258,9 +250,11 @@ def _refusal(
         "" if all(layout is not None and layout.is_int4 for layout in layouts) else "int4 weights",
         "" if held[0].cache_dtype else "--kv-cache-dtype fp8",
         "--prefix-cache-memory 0" if parts["the prefix cache"] else "",
+        "more GPUs (--target-tp N)",
     ]
+    *others, last = [fix for fix in fixes if fix]
     return (
         f"with a context of {length} tokens the models need {sum(parts.values()) / BYTES_PER_GB:.1f} GB of GPU memory"
         f" ({listed}), but {torch.cuda.get_device_name(device)} has {free / BYTES_PER_GB:.1f} GB free: use"
-        f" {', '.join(fix for fix in fixes if fix)}, or more GPUs (--target-tp N)"
+        f" {', '.join([*others, f'or {last}'] if others else [last])}"
     )

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakSet
 
 import torch
@@ -47,7 +47,7 @@ from swiftspec.builder.load_options import (
 from swiftspec.builder.loaded_model import LoadedModel
 from swiftspec.builder.memory_estimate import MemoryEstimate, fit_context, kv_bytes_per_token
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
-from swiftspec.builder.verdict_file import VerdictFile
+from swiftspec.builder.verdict_file import VerdictFile, VerdictRecord
 from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
 from swiftspec.distributed.launch.config_check import RankConfig, settings_of
 from swiftspec.distributed.rank_startup import Progress
@@ -116,7 +116,7 @@ class ModelPair:
     capture_lock: Lock = field(default_factory=Lock)  # serialises graph captures of this process
     captures: WeakSet[CudaCapture] = field(default_factory=WeakSet)  # of the runners of this process
     verdict: GpuVerdict = field(default_factory=GpuVerdict)  # what falls back on the GPU of this process
-    verdict_file: VerdictFile | None = None  # where errors of the GPU are recorded; None: nowhere
+    verdict_record: VerdictRecord | None = None  # records errors of the GPU, shared by copies; None: nothing does
     note: Callable[[str], None] = lambda line: None  # receives notices
 
     @staticmethod
@@ -228,7 +228,11 @@ class ModelPair:
     def with_gpu_trial(self, plan: EngineConfig, requested: TrialName, cache: Path | None) -> ModelPair:
         """Returns a copy with the verdict of the GPU trial, if this process will use the CUDA operators. Reports to
         `note` what falls back. `requested`: "again" ignores the verdict of an earlier trial, "off" tries nothing.
-        `cache`: folder of the verdicts; None: every start tries again."""
+        `cache`: folder of the verdicts; None: every start tries again. Raises UserError if `requested` is unknown."""
+        names = get_args(TrialName)
+        require(
+            requested in names, f"gpu_trial must be one of {', '.join(names)}, not {truncated_repr(requested)}"
+        )  # fmt: skip
         models = self._trial_models(plan)
         if requested == "off" or not models:
             return self
@@ -239,14 +243,16 @@ class ModelPair:
         facts = {**machine_facts(self.device), "plan": shapes.to_json()}
         file = None if cache is None else VerdictFile.of(cache, facts)
         verdict = file.read() if file is not None and requested == "auto" else None
+        stored = verdict is not None
         if verdict is None:
-            index = torch.cuda.current_device() if self.device.index is None else self.device.index
-            verdict, problem = gpu_trial.run_trial(shapes, f"cuda:{index}")
+            verdict, problem = gpu_trial.run_trial(shapes, str(self.device))
             if problem is not None:
                 self.note(f"the GPU trial was not completed: {problem}; --gpu-trial off skips it")
             elif file is not None:
                 file.write(verdict)
-        return replace(self, verdict_file=file)._with_verdict(verdict)
+        record = None if file is None else VerdictRecord(file, verdict)
+        hint = "; the verdict of an earlier start, --gpu-trial again repeats the trial" if stored else ""
+        return replace(self, verdict_record=record)._with_verdict(verdict, hint)
 
     def _trial_models(self, plan: EngineConfig) -> list[TrialModel]:
         """Returns the models that run on the CUDA operators."""
@@ -260,12 +266,15 @@ class ModelPair:
                 found.append(TrialModel(config, _ranks_of(side, plan), self.capacity(side, plan), dtype, int4_head))
         return found
 
-    def _with_verdict(self, verdict: GpuVerdict) -> ModelPair:
-        """Returns a copy with a verdict, and reports it. Must be called before the first kernel is launched."""
+    def _with_verdict(self, verdict: GpuVerdict, hint: str = "") -> ModelPair:
+        """Returns a copy with a verdict, and reports it with a `hint`. Must be called before the first kernel is
+        launched."""
         if not verdict.early_starts:
             trial.disable_early_starts()
         if (line := verdict.note()) is not None:
-            self.note(line)
+            self.note(f"{line}{hint}")
+        if self.verdict_record is not None:
+            self.verdict_record.verdict = verdict
         return replace(self, verdict=verdict)
 
     def with_common_verdict(self, exchange: Callable[[str], Sequence[str]]) -> ModelPair:
@@ -279,10 +288,9 @@ class ModelPair:
         """Records that the GPU of this process has failed, so that the next start is one rung lower
         (`GpuVerdict.lower`). Does nothing if no verdict is kept, and for other errors."""
         failed = next((each for each in (error, error.__cause__) if each and is_device_error(each)), None)
-        if self.verdict_file is not None and failed is not None:
+        if self.verdict_record is not None and failed is not None:
             grouped = max(_ranks_of(side, plan) for side in self._sides(plan)) > 1
-            why = f"the GPU failed at run time: {one_line(failed)}"
-            self.verdict_file.write(self.verdict.lower(why, grouped=grouped))
+            self.verdict_record.lower(f"the GPU failed at run time: {one_line(failed)}", grouped=grouped)
 
     @contextmanager
     def device_errors_recorded(self, plan: EngineConfig) -> Iterator[None]:

@@ -31,6 +31,8 @@ from swiftspec.observe.rpc_latency import clock_reading
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.observe.trace_format import trace_header
 from swiftspec.runtime.drafter import NoDrafter
+from swiftspec.runtime.graph_capture import capture_graphs, num_captures
+from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.replica_drafter import ReplicaDrafter
 from swiftspec.sampling.grammar import GrammarCompiler
 from swiftspec.tree.replica import TreeReplica
@@ -162,12 +164,11 @@ def build_remote_roles(
     if draft is not None:
         options |= {"only": "draft", "max_model_len": length, "vocab_size": info.vocab_size}
         models = ModelPair.create(draft, draft, config, None, options)
-        models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
     bounds = ModelLimits(info.vocab_size, length, config.verify_batch)
     worker = options.get("draft_worker")
     away, leave_draft, local = None, lambda: None, None
     if models is not None:
-        local = models.drafter(config, None, options.get("progress"))
+        local = _local_drafter(models, config, options)
     elif worker is not None and config.mode != "ar":
         away, leave_draft = build_remote_drafter(replace(worker, vocabulary=info.vocabulary), note, config, bounds)
     drafter = local or (NoDrafter() if away is None else away.drafter)
@@ -192,10 +193,21 @@ def build_remote_roles(
     if recorder.file is not None:
         recorder.file.write([head])
     parts = TreeRoles(drafter, verifier)
-    decoding = make_tree_decoding(parts, config, recorder, lambda tokens, parents: None, local, away, rpc_log)
+    captured = partial(num_captures, None, local)
+    decoding = make_tree_decoding(parts, config, recorder, lambda tokens, parents: None, captured, local, away, rpc_log)
     if away is not None:
         verifier.while_waiting = lambda: decoding.active_drafter.grow()  # applies received tree deltas
     eos = info.eos_token_ids
     check = partial(check_request, config, GrammarCompiler(tokenizer, eos, info.vocab_size))
     limits = EngineLimits(length, info.vocab_size, eos, check, config.verify_batch)
-    return Roles(decoding, parts, config, limits, None, recorder, head, leave, rpc_log)
+    return Roles(decoding, parts, config, limits, None, recorder, head, leave, rpc_log, models)
+
+
+def _local_drafter(models: ModelPair, config: EngineConfig, options: LoadOptions) -> LocalDrafter:
+    """Loads the draft of this process, and captures its CUDA graphs."""
+    models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
+    progress = options.get("progress")
+    with models.device_errors_recorded(config):
+        drafter = models.drafter(config, None, progress)
+        capture_graphs(None, drafter, config, progress)
+    return drafter

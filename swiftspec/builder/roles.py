@@ -115,6 +115,7 @@ class Roles:
     trace_header: Record  # the first line of traces
     disconnect_workers: Callable[[], None] = lambda: None  # disconnects from workers
     rpc_log: RpcLog | None = None  # RPCs with workers; None without workers
+    models: ModelPair | None = None  # the models of this process; None without any
 
     @property
     def outages(self) -> Sequence[Outage]:
@@ -153,7 +154,7 @@ def build_roles(
     if recorder.file is not None:
         recorder.file.write([head])
     limits = EngineLimits(models.max_model_len, models.vocab_size, models.eos_token_ids, check, config.verify_batch)
-    return Roles(decoding, parts, config, limits, rank, recorder, head, leave, rpc_log)
+    return Roles(decoding, parts, config, limits, rank, recorder, head, leave, rpc_log, models)
 
 
 def check_request(config: EngineConfig, grammars: GrammarCompiler, sampling: SamplingParams) -> None:
@@ -175,9 +176,8 @@ def _batch(
     scheduler = models.scheduler(config, None, progress) if rank is None else rank.scheduler
     assert scheduler is not None
     on_event = ObserverToggle(lambda: recorder.enabled, ParticleTrace(scheduler.target, scheduler.draft, recorder))
-    decoding = BatchDecoding(scheduler if rank is None else rank.leader_scheduler(), on_event)
-    decoding.captured_graphs = partial(graph_captures, scheduler.executors)
-    return scheduler, decoding
+    leading = scheduler if rank is None else rank.leader_scheduler()
+    return scheduler, BatchDecoding(leading, on_event, partial(graph_captures, scheduler.executors))
 
 
 def _tree(
@@ -205,14 +205,15 @@ def _tree(
             warm_up(local, alone)
     assert isinstance(alone, TargetVerifier)
     rpc_log = None if away is None else away.rpc_log
-    decoding = make_tree_decoding(parts, config, recorder, alone.probabilities, local, away, rpc_log)
-    decoding.captured_graphs = partial(num_captures, alone, local)
+    captured = partial(num_captures, alone, local)
+    decoding = make_tree_decoding(parts, config, recorder, alone.probabilities, captured, local, away, rpc_log)
     return parts, decoding, config
 
 
 def make_tree_decoding(
     parts: TreeRoles, config: EngineConfig, recorder: Recorder, probabilities: Probabilities,
-    local: LocalDrafter | None, away: RemoteDraft | None, rpc_log: RpcLog | None = None,
+    captured_graphs: Callable[[], int], local: LocalDrafter | None, away: RemoteDraft | None,
+    rpc_log: RpcLog | None = None,
 ) -> TreeDecoding:  # fmt: skip
     """Returns the decoding with a draft tree: wraps the drafter in a controller, if the config is adaptive, and for
     failover or fallback, and adds observers.
@@ -220,6 +221,7 @@ def make_tree_decoding(
     `local`: the drafter, if its model runs in this process.
     `away`: the remote draft, if it runs in another process. Both are None without a draft.
     `probabilities`: returns the target's probabilities of a proposal's tokens, for traces (see `TreeTrace`).
+    `captured_graphs`: returns the number of CUDA graphs that the models in this process have captured.
     `rpc_log`: log of the RPCs with workers; None without workers.
     """
     controller = None
@@ -228,18 +230,19 @@ def make_tree_decoding(
     on_event = _observers(recorder, parts, probabilities, local, controller, rpc_log)
     report = (lambda: None) if controller is None else controller.report
     if away is None:
-        return make_fallback_decoding(controller or parts.drafter, parts.verifier, on_event, report)
+        return make_fallback_decoding(controller or parts.drafter, parts.verifier, on_event, report, captured_graphs)
     drafter = FailoverDrafter(controller or away.drafter, away)
-    return TreeDecoding(drafter, parts.verifier, on_event, lambda: drafter.lost_reason, report)
+    return TreeDecoding(drafter, parts.verifier, on_event, lambda: drafter.lost_reason, report, captured_graphs)
 
 
 def make_fallback_decoding(
-    drafter: Drafter, verifier: Verifier, on_event: Observer = no_observer, report: Callable[[], Any] = lambda: None
-) -> TreeDecoding:
+    drafter: Drafter, verifier: Verifier, on_event: Observer = no_observer, report: Callable[[], Any] = lambda: None,
+    captured_graphs: Callable[[], int] = lambda: 0,
+) -> TreeDecoding:  # fmt: skip
     """Returns a decoding that continues without the drafter once it fails. `report`: returns the report of a controller
-    around the drafter, or None without a controller."""
+    around the drafter, or None without a controller. `captured_graphs`: see `TreeDecoding`."""
     fallback = FallbackDrafter(drafter)
-    return TreeDecoding(fallback, verifier, on_event, lambda: fallback.lost, report)
+    return TreeDecoding(fallback, verifier, on_event, lambda: fallback.lost, report, captured_graphs)
 
 
 def _observers(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from swiftspec.backends.cuda.linear import INT4_GROUP_SIZES
+from swiftspec.backends.cuda.linear import tile_group_size
 from swiftspec.backends.cuda.trial_checks import (
     AttentionShape,
     LayerShape,
@@ -74,9 +74,9 @@ def _layer_shape(model: TrialModel, layer: LayerSpec, shard: Shard | None, index
     def projection(op: Projection, outputs: int, inputs: int) -> ProjectionShape:
         # a shard of O consists of whole heads, and the kernels have groups of a few sizes
         group = math.gcd(stored, mixer.head_dim) if op == "o" and shard is not None else stored
-        group = math.gcd(group, max(INT4_GROUP_SIZES))
-        fits = group in INT4_GROUP_SIZES and inputs % group == 0 and outputs % EIGHT == 0
-        return ProjectionShape(op, outputs, inputs, group if stored and fits else 0)
+        group = tile_group_size(group) if stored else 0
+        fits = group and inputs % group == 0 and outputs % EIGHT == 0
+        return ProjectionShape(op, outputs, inputs, group if fits else 0)
 
     return LayerShape(
         projection("qkv", (heads + 2 * kv_heads) * mixer.head_dim, hidden),

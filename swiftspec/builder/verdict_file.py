@@ -43,3 +43,16 @@ class VerdictFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(verdict.to_json()), encoding="utf-8")
             temporary.replace(self.path)
+
+
+@dataclass(slots=True)
+class VerdictRecord:
+    """The verdict that this process uses, which its group may have lowered since the trial, and the file of the next
+    start's verdict."""
+
+    file: VerdictFile
+    verdict: GpuVerdict
+
+    def lower(self, why: str, *, grouped: bool) -> None:
+        """Writes the next lower verdict to the file; see `GpuVerdict.lower`."""
+        self.file.write(self.verdict.lower(why, grouped=grouped))

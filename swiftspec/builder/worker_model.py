@@ -144,7 +144,8 @@ class WorkerModel:
         """Runs this rank, which is not rank 0, until rank 0 shuts it down. Raises RankLost if rank 0 exits without
         doing so."""
         assert self.rank is not None
-        self.rank.run_follower(self._follower)
+        with self.models.device_errors_recorded(self.limits.shape):
+            self.rank.run_follower(self._follower)
 
     def _follower(self, shape: EngineConfig, masked: tuple[int, ...], cancel_check: CancelCheck) -> FollowerDispatcher:
         if self.side == "target":
@@ -188,4 +189,5 @@ def make_worker(model: WorkerModel, name: str, vocabulary: VocabularyIdentity, f
         group.end_session(followers.pop(role))
 
     sessions = WorkerSessions(open_session, limits.sessions, limits.idle_timeout_s, on_end=close_session)
-    return Worker(model.side, info, sessions, files, models.device)
+    on_error = partial(models.record_device_error, plan=limits.shape)
+    return Worker(model.side, info, sessions, files, models.device, on_error)

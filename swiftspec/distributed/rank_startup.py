@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -76,6 +76,10 @@ class RoleBuilder(Protocol):
     def with_common_verdict(self, exchange: Callable[[str], Sequence[str]], /) -> RoleBuilder:
         """Returns a copy that uses the operators that work on the GPUs of all ranks of this rank's group. `exchange`:
         returns the texts that all ranks of the group pass to it."""
+        ...
+
+    def record_device_error(self, error: Exception, config: EngineConfig, /) -> None:
+        """Records for the next start that the GPU of this process has failed. Does nothing for other errors."""
         ...
 
     def rank_config(self, config: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
@@ -162,7 +166,7 @@ class EngineRank:
         self._team: FollowerGroup | None = None  # of rank 0 or of the draft's leader
         self.recovery: Reconnector | None = None  # set on rank 0 if a supervisor restarts a lost draft group
         error: str | None = None
-        self._builder = builder
+        self._builder, self._config = builder, config
         try:
             builder = agree_on_operators(builder, world, here.group, here.group_rank, here.group_size)
             self._builder = builder = builder.with_vocab(vocab, tuple(masked))
@@ -171,7 +175,7 @@ class EngineRank:
         except UserError as problem:
             error = str(problem)
         except Exception as problem:  # such as a lack of memory or a disk error: rank 0 reports it
-            error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
+            error = self._reason(problem)
         kinds = {name for role in self._roles() for name in executor_names(role)}
         error, common = self._connections.agree_in_group(error, kinds)
         if error is None:
@@ -196,8 +200,16 @@ class EngineRank:
         try:
             capture_graphs(self.verifier, self.drafter, config, progress)
         except Exception as problem:  # such as a lack of memory: rank 0 reports it
-            return f"rank {self._world.rank} cannot start: {str(problem) or type(problem).__name__}"
+            return self._reason(problem)
         return None
+
+    def _reason(self, problem: Exception) -> str:
+        """Returns in words why this rank cannot start, and records an error of its GPU."""
+        self._record(problem)
+        return f"rank {self._world.rank} cannot start: {str(problem) or type(problem).__name__}"
+
+    def _record(self, error: Exception) -> None:
+        self._builder.record_device_error(error, self._config)
 
     def _loading(self, what: str, step: int, steps: int) -> None:
         """Default progress callback: marks the rank as busy while it loads weights."""
@@ -293,7 +305,7 @@ class EngineRank:
                 DraftGroupServer(
                     self._connections.target_leader, drafter, self._limits, recording, self._builder.cancel_check,
                     self._heartbeat,
-                    stay_on_error=self._world.supervisor is None,
+                    stay_on_error=self._world.supervisor is None, on_error=self._record,
                 ).run()  # fmt: skip
             else:  # a follower
                 self._follow(leader)
@@ -313,6 +325,7 @@ class EngineRank:
         try:
             run_follower(leader, *roles, self._limits, self._builder.cancel_check, self._heartbeat)
         except FAILURES as error:
+            self._record(error)
             if self._world.supervisor is not None:
                 raise RankLost(f"the model failed: {str(error) or type(error).__name__}") from error
             if self.verifier is not None or self.scheduler is not None:
@@ -331,25 +344,38 @@ class EngineRank:
         exit next (`leave_group`).
         """
         lost = lost or restarting or (self._team is not None and self._team.broken is not None)
-        with suppress(Exception) if lost else nullcontext():
-            self._disconnect(shutdown=not restarting)
-        if self._group is None:
-            return
-        problem = leave_group(self._group, self._builder.device, self._builder.release_graphs, lost=lost)
-        if lost:
-            return  # roles and group keep their GPU memory, which kernels may still use
-        self.verifier = self.drafter = self.scheduler = self._group = None
-        if problem is not None:
-            self._world.log(f"rank {self._world.rank} could not leave its group: {problem}")
-
-    def _disconnect(self, *, shutdown: bool) -> None:
-        """Ends the job on rank 0 if `shutdown` is set, and closes the connections."""
+        world, steps = self._world, list[Callable[[], object]]()
         if self.recovery is not None:
-            self.recovery.close()
-        self._connections.close(shutdown=shutdown)
-        if self._world.rendezvous is not None and self._world.rank == 0 and shutdown:
-            self._world.rendezvous.end_job()
-        pin_to_cores(set(self._world.cores))
+            steps.append(self.recovery.close)
+        steps.append(partial(self._connections.close, shutdown=not restarting))
+        if world.rendezvous is not None and world.rank == 0 and not restarting:
+            steps.append(world.rendezvous.end_job)
+        if leave_job(world, steps, self._group, self._builder, lost=lost):
+            self.verifier = self.drafter = self.scheduler = self._group = None
+
+
+def leave_job(
+    world: World, steps: Sequence[Callable[[], object]], group: RankGroup | None, builder: RoleBuilder, *, lost: bool
+) -> bool:
+    """Disconnects a rank by `steps`, releases its cores and leaves its group, each even if another one fails. Returns
+    whether roles and group can be dropped: if a rank is lost, they keep their GPU memory, which kernels may still use.
+
+    `lost`: see `EngineRank.leave`: errors of lost connections and of the store are then ignored.
+    """
+    with suppress(*(OSError, RuntimeError) if lost else ()), ExitStack() as rest:
+        if group is not None:
+            rest.callback(_leave_group, world, group, builder, lost=lost)
+        rest.callback(pin_to_cores, set(world.cores))
+        for step in reversed(steps):  # the stack calls the last one first
+            rest.callback(step)
+    return group is not None and not lost
+
+
+def _leave_group(world: World, group: RankGroup, builder: RoleBuilder, *, lost: bool) -> None:
+    """Leaves a group, and reports on the log if that fails unless a rank is lost."""
+    problem = leave_group(group, builder.device, builder.release_graphs, lost=lost)
+    if problem is not None and not lost:
+        world.log(f"rank {world.rank} could not leave its group: {problem}")
 
 
 def pin_near_gpu(world: World, device: torch.device) -> None:

@@ -14,14 +14,13 @@ from typing import Any
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives.join import RankGroup, join_group
-from swiftspec.distributed.collectives.leave import leave_group
 from swiftspec.distributed.group.command_stream import CommandStream
 from swiftspec.distributed.group.follower_dispatch import Action, FollowerDispatcher
 from swiftspec.distributed.group.leader import FollowerGroup, dispatch_loop
 from swiftspec.distributed.launch.config_check import check_consistent, report_startup_error
 from swiftspec.distributed.launch.supervision import Heartbeat
-from swiftspec.distributed.launch.world import World, pin_to_cores
-from swiftspec.distributed.rank_startup import RoleBuilder, agree_on_operators, pin_near_gpu
+from swiftspec.distributed.launch.world import World
+from swiftspec.distributed.rank_startup import RoleBuilder, agree_on_operators, leave_job, pin_near_gpu
 from swiftspec.distributed.transport.codec import (
     Message,
     Words,
@@ -223,6 +222,7 @@ class WorkerRank:
         self._group: RankGroup | None = None
         self.worker_group = WorkerGroup(self._connections.followers)
         error, kinds = None, set[str]()
+        self._builder = builder
         try:
             builder = agree_on_operators(builder, world, "target", world.rank, world.size)
             self._builder = builder = builder.with_vocab(vocab, tuple(masked))
@@ -235,6 +235,7 @@ class WorkerRank:
         except UserError as problem:
             error = str(problem)
         except Exception as problem:  # such as a lack of memory or a disk error: rank 0 reports it
+            self._builder.record_device_error(problem, plan)
             error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
         error, self.executor_names = self._connections.agree_in_group(error, kinds)
         try:
@@ -266,13 +267,7 @@ class WorkerRank:
         """Closes the connections, frees the captured graphs and leaves the group. Rank 0 first sends SHUTDOWN to the
         other ranks. `lost`: see `EngineRank.leave`."""
         lost = lost or self.worker_group.broken is not None
-        self._connections.close(shutdown=True)
-        pin_to_cores(set(self._world.cores))
-        if self._group is None:
-            return
-        problem = leave_group(self._group, self._builder.device, self._builder.release_graphs, lost=lost)
-        if lost:
-            return  # the sessions keep their GPU memory, which kernels may still use
-        self._group = None
-        if problem is not None:
-            self._world.log(f"rank {self._world.rank} could not leave its group: {problem}")
+        if leave_job(
+            self._world, [partial(self._connections.close, shutdown=True)], self._group, self._builder, lost=lost
+        ):
+            self._group = None

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from swiftspec import file_io
 from swiftspec.config import EngineConfig
+from swiftspec.control.step_times import CONTEXT_TOKENS, VERIFICATIONS_PER_PREFILL
 from swiftspec.errors import UserError
 from swiftspec.lab import measurement, timeline, trials
 from swiftspec.lab.timeline import Trace
@@ -26,6 +27,8 @@ Json = dict[str, Any]
 STEP_REPEATS = 9
 TIMELINE_ROUNDS = 6  # rounds of the best asynchronous run whose timeline is stored
 WARM_UP_TOKENS = 16
+# tokens of the requests that measure step times (control/step_times.py)
+MEASURED_CONTEXT = CONTEXT_TOKENS + VERIFICATIONS_PER_PREFILL * max(*trials.BATCHES, *trials.ROWS) + 2
 
 
 class SweepDisplay(Protocol):
@@ -60,6 +63,8 @@ class Sweep:
     def __init__(self, pool: RankPool, request: SweepRequest, profile: Json, file: Path, show: SweepDisplay) -> None:
         self.profile, self.file = profile, file
         self._pool, self._request, self._show = pool, request, show
+        longest = max(map(len, request.prompts)) + max(request.max_tokens, WARM_UP_TOKENS)
+        pool.context = max(longest, MEASURED_CONTEXT)
         self._began = time.monotonic()
         self._longest = 0.0  # seconds of the longest measurement
         self._done = 0
@@ -225,18 +230,20 @@ class Sweep:
                 if any(step["side"] == side and step["tp"] == tp for step in self.profile["steps"]):
                     continue
                 self._step(f"step times of the {side} on {tp} rank{'s' if tp > 1 else ''}")
-                plan = EngineConfig("ar", verify_batch=max(trials.ROWS), target_tp=tp)
                 try:
-                    with self._pool.engine(EngineBuild(plan, alone=side)) as llm:
-                        room = llm.max_model_len - 1
-                        for rows in trials.ROWS:
-                            seconds = list(
-                                measurement.step_times(measurement.tree_roles(llm).verifier, rows, room, STEP_REPEATS)
-                            )
-                            self.profile["steps"].append({"side": side, "tp": tp, "rows": rows, "seconds": seconds})
+                    self._step_times_of(side, tp)
                 except UserError as error:
                     self._show.note(f"no step times of the {side} on {tp} ranks: {error}")
                 self._save()
+
+    def _step_times_of(self, side: str, tp: int) -> None:
+        """Measures the step times of a model on `tp` ranks."""
+        plan = EngineConfig("ar", verify_batch=max(trials.ROWS), target_tp=tp)
+        with self._pool.engine(EngineBuild(plan, alone=side)) as llm:
+            verifier, room = measurement.tree_roles(llm).verifier, llm.max_model_len - 1
+            for rows in trials.ROWS:
+                seconds = list(measurement.step_times(verifier, rows, room, STEP_REPEATS))
+                self.profile["steps"].append({"side": side, "tp": tp, "rows": rows, "seconds": seconds})
 
     def _rounds(self) -> None:
         """Records the rounds of every mode and tree shape that was measured, as input of the predictor.

@@ -6,9 +6,10 @@ Rank 0 publishes the description of each engine in the rendezvous store, and eve
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from swiftspec.config import MAX_THREADS, EngineConfig, PopulationConfig
 from swiftspec.distributed.launch.world import World, available_cores, pin_to_cores
 from swiftspec.errors import RankLost, UserError
 from swiftspec.llm import LLM, serve_rank
+from swiftspec.model.checkpoint_files import read_config
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
 
 Ops = Literal["auto", "reference", "unfused"]
@@ -31,6 +33,7 @@ class EngineBuild:
     `ops`: operators, see `--ops`.
     `alone`: name of a model that is loaded without the other one, to measure its step times.
     `trace`: path of the trace file, or None.
+    `context`: tokens of a request that suffice; None: the models' own limit. A limit in the load options has priority.
     """
 
     plan: EngineConfig
@@ -38,6 +41,7 @@ class EngineBuild:
     alone: str | None = None  # "target" or "draft"
     paced: bool = True  # whether to emulate the step times that the load options contain
     trace: str | None = None
+    context: int | None = None
 
     def pack(self) -> str:
         return json.dumps(asdict(self))
@@ -64,7 +68,13 @@ class Pair:
         if order.alone == "draft":
             emulate = StepTimeEmulation(target=emulate.draft)
         trace = None if order.trace is None else Path(order.trace)
-        return {**self.options, "emulate": emulate, "trace": trace, "ops": order.ops, "prefix_cache_memory": 0}
+        limit = self.options.get("max_model_len")
+        if limit is None and order.context is not None:
+            limit = min(order.context, read_config(self.models(order)[0]).max_position_embeddings)
+        return {
+            **self.options, "emulate": emulate, "trace": trace, "ops": order.ops, "prefix_cache_memory": 0,
+            "max_model_len": limit,
+        }  # fmt: skip
 
     def models(self, order: EngineBuild) -> tuple[Path, Path | None]:
         """Returns the paths of the models that a build loads as target and as draft; None if it has no draft."""
@@ -77,10 +87,12 @@ class RankPool:
     """Pool of all ranks of the job; without a job, of this process alone.
 
     Rank 0 calls `engine` repeatedly, then `dismiss`. The other ranks call `follow`.
+    `context`: `EngineBuild.context` of all engines, set on rank 0.
     """
 
     def __init__(self, pair: Pair, world: World | None) -> None:
         self.pair = pair
+        self.context: int | None = None
         self._world = world
         self._orders = 0
         self._threads = 1  # of one operator, in the current build
@@ -93,11 +105,14 @@ class RankPool:
     def engine(self, order: EngineBuild) -> Iterator[LLM]:
         """Context manager that builds an engine on its ranks, yields its `LLM` and closes it.
 
+        The caller has to drop its reference to the `LLM` before the next engine is built, which needs the memory.
         Raises UserError if the engine cannot be built.
         """
+        order = replace(order, context=self.context)
         if self._world is not None:
             self._world.store.set(f"order {self._orders}", order.pack())
         part = self._part(order)
+        gc.collect()  # caches and graphs of the engine before, whose objects refer to each other
         llm = LLM(*self.pair.models(order), order.plan, world=part, **self._options(order))
         try:
             yield llm
@@ -121,6 +136,7 @@ class RankPool:
             order = EngineBuild.unpack(text)
             part = self._part(order)
             if part is not None and part.rank < part.size:
+                gc.collect()  # as in `engine`
                 with contextlib.suppress(UserError):  # rank 0 raises the same error and reports it
                     serve_rank(part, *self.pair.models(order), order.plan, **self._options(order))
         assert self._world is not None

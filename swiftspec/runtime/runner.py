@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swiftspec.backends import reference
 from swiftspec.cache.kv import KVCache, MoveSlots
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import ForwardOutput, HostBatch, Ints
@@ -22,7 +23,7 @@ from swiftspec.sampling.sampler import Sampler, ShardedVocab, TokenConstraint
 from swiftspec.sampling.token_rules import TokenRules
 from swiftspec.tree import mask as tree_mask
 
-PREFILL_CHUNK_TOKENS = 256  # large enough to be compute-bound, small enough to be interrupted
+PREFILL_CHUNK_TOKENS = reference.PREFILL_CHUNK_ROWS  # of chunks with logits; the backend sets the others
 StepHook = Callable[[float, int], None]  # called after a step with its start time (perf_counter) and its rows
 
 

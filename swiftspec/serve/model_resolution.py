@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
@@ -18,7 +18,7 @@ from swiftspec.serve.built_in_models import BuiltInModels, built_in_models
 from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.text.codec import locate_config, locate_model
+from swiftspec.serve.text.codec import locate_config, locate_model, needs_download
 
 if TYPE_CHECKING:
     from swiftspec.observe.step_time_emulation import StepTimeEmulation
@@ -29,8 +29,17 @@ GENERATION_CONFIG_NAMES = {  # name in generation_config.json: name of the setti
 }
 
 
-# folders of target and draft, which have at least the configuration; the plan without a profile
-CheckConfigs = Callable[[Path, Path | None, EngineConfig], object]
+class ConfigCheck(Protocol):
+    """A check of models that reads only their configurations."""
+
+    def applies(self) -> bool:
+        """Returns whether there is anything to check on this machine. Raises UserError if its device is invalid."""
+        ...
+
+    def __call__(self, target: Path, draft: Path | None, plan: EngineConfig, /) -> object:
+        """Raises UserError if the models cannot run. `target`, `draft`: folders that have at least the configuration.
+        `plan`: without a profile."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,7 @@ class ResolvedModels:
 
     @staticmethod
     def resolve(
-        settings: Settings, ranks: int, phases: StartupProgress, check_configs: CheckConfigs | None = None
+        settings: Settings, ranks: int, phases: StartupProgress, check_configs: ConfigCheck | None = None
     ) -> ResolvedModels:
         """Locates the models, downloads them from the hub if needed, and selects the plan for `ranks` ranks. Raises
         UserError if a model is missing or the plan is invalid. `check_configs`: called before weights are downloaded;
@@ -76,7 +85,8 @@ class ResolvedModels:
         requested_emulation(settings)
         announce = partial(phases.begin, "download")
         if check_configs is not None:
-            _check_before_download(settings, model, draft_model, plan, check_configs)
+            named = [(model, settings.revision), *([] if draft_model is None else [(draft_model, None)])]
+            check_before_download(named, plan, check_configs)
         target = locate_model(model, settings.revision, announce)
         draft = None if draft_model is None else locate_model(draft_model, None, announce)
         for path in (target, draft):
@@ -93,15 +103,15 @@ class ResolvedModels:
         return ResolvedModels(model, draft_model, target, draft, plan, built_in)
 
 
-def _check_before_download(
-    settings: Settings, model: str, draft_model: str | None, plan: EngineConfig, check_configs: CheckConfigs
-) -> None:
-    """Calls `check_configs` if weights have to be downloaded. Downloads the configurations first."""
-    named = [(model, settings.revision), *([] if draft_model is None else [(draft_model, None)])]
+def check_before_download(named: Sequence[tuple[str, str | None]], plan: EngineConfig, check: ConfigCheck) -> None:
+    """Calls `check`, if it applies, before weights are downloaded. Downloads the configurations first. `named`: names
+    and revisions of the target, and of the draft if there is one."""
+    if not any(needs_download(*each) for each in named) or not check.applies():
+        return
     configs = [locate_config(*each) for each in named]
     if any(config is not None for config in configs):
         target, *draft = (config or locate_model(*each) for config, each in zip(configs, named, strict=True))
-        check_configs(target, draft[0] if draft else None, plan)
+        check(target, draft[0] if draft else None, plan)
 
 
 def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, phases: StartupProgress) -> Settings:

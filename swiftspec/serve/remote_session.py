@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.errors import UserError
 from swiftspec.serve.model_resolution import check_worker_settings, generation_defaults
-from swiftspec.serve.session import Session, WeightProgress, check_draft_tokenizer, load_options, open_session
+from swiftspec.serve.session import (
+    Session,
+    WeightProgress,
+    check_draft_tokenizer,
+    load_options,
+    one_line_if_memory_ends,
+    open_session,
+)
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.serve.text.codec import (
@@ -76,7 +83,8 @@ def _open(
     from swiftspec.builder.remote_roles import build_remote_roles
     from swiftspec.llm import LLMBase
 
-    roles = build_remote_roles(target, draft, plan, path, **options)
+    with one_line_if_memory_ends():
+        roles = build_remote_roles(target, draft, plan, path, **options)
     running = LLMBase(roles, time.perf_counter() - began, note=phases.note)
     if running.roles.recorder.file is not None:
         running.roles.recorder.file.token_text = codec.trace_text

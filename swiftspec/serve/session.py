@@ -6,14 +6,13 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from swiftspec.errors import UserError, is_out_of_memory
+from swiftspec.errors import UserError
 from swiftspec.file_io import expand_user
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.vocabulary import describe_masked
@@ -121,8 +120,9 @@ def open_session(
     `render_chats`: start the process that renders chat templates; in a server the front end does that.
     `on_resolved`: called once the models are located, before they are loaded.
     """
-    check_configs = partial(_check_memory, settings, world)
-    resolved = ResolvedModels.resolve(settings, 1 if world is None else world.size, phases, check_configs)
+    ranks, check = 1 if world is None else world.size, MemoryCheck(settings, world)
+    with nullcontext() if world is None else _startup_errors_reported(world):
+        resolved = ResolvedModels.resolve(settings, ranks, phases, check)
     on_resolved(resolved)
     defaults = generation_defaults(resolved.generation_config)
     sampling = settings.sampling_params(defaults)  # invalid settings are reported before the weights are loaded
@@ -132,7 +132,7 @@ def open_session(
     llm = _load_llm(settings, resolved, codec, masked, world, phases)
     if warm_up:
         phases.begin("warm-up")
-        with _one_line_if_memory_ends():
+        with one_line_if_memory_ends():
             _warm_up(llm, sampling, phases)
     phases.ready()
     return Session(
@@ -141,29 +141,47 @@ def open_session(
     )  # fmt: skip
 
 
-def _check_memory(
-    settings: Settings, world: World | None, target: Path, draft: Path | None, plan: EngineConfig
-) -> None:
-    """Raises UserError if the models cannot run on the GPU of this rank, or do not fit its memory. Reads only their
-    configurations."""
-    from swiftspec.builder.hardware import resolve_device
-    from swiftspec.builder.model_pair import ModelPair
+@dataclass(frozen=True, slots=True)
+class MemoryCheck:
+    """A `ConfigCheck`: whether the models run on the GPU of this rank, and fit its memory. `side`: the model of a
+    worker; None for a pair."""
 
-    if resolve_device(settings.device).type == "cuda":
-        options = load_options(settings)
+    settings: Settings
+    world: World | None
+    side: Literal["target", "draft"] | None = None
+
+    def applies(self) -> bool:
+        from swiftspec.builder.hardware import resolve_device
+
+        return resolve_device(self.settings.device).type == "cuda"
+
+    def __call__(self, target: Path, draft: Path | None, plan: EngineConfig) -> None:
+        from swiftspec.builder.model_pair import ModelPair
+
+        options = load_options(self.settings)
         options["gpu_trial"] = "off"  # runs once the weights are here
-        ModelPair.create(target, draft, plan, world, options)
+        if self.side is not None:
+            options |= {"only": self.side, "sessions": self.settings.max_sessions}
+            draft = target if self.side == "draft" else None
+        ModelPair.create(target, draft, plan.for_device("cuda"), self.world, options)
+
+
+def _startup_errors_reported(world: World) -> AbstractContextManager[None]:
+    """Returns `report_startup_error(world)`, whose import takes a while."""
+    from swiftspec.distributed.launch.config_check import report_startup_error
+
+    return report_startup_error(world)
 
 
 @contextmanager
-def _one_line_if_memory_ends() -> Iterator[None]:
+def one_line_if_memory_ends() -> Iterator[None]:
     """Context manager that raises UserError instead of an error that memory ran out, also in a CUDA graph's capture."""
-    from swiftspec.builder.memory_estimate import is_failed_capture_of_full_gpu
+    from swiftspec.backends.cuda.devices import is_out_of_gpu_memory
 
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error) and not is_failed_capture_of_full_gpu(error):
+        if not is_out_of_gpu_memory(error):
             raise
         raise UserError(
             "not enough memory for these models: use a smaller --max-model-len, or --dtype bfloat16"
@@ -246,7 +264,7 @@ def _load_llm(
     options["masked_tokens"] = masked
     if (worker := options.get("draft_worker")) is not None:
         options["draft_worker"] = replace(worker, vocabulary=codec.vocabulary.identity())
-    with _one_line_if_memory_ends():
+    with one_line_if_memory_ends():
         llm = LLM(resolved.target, resolved.draft, resolved.plan, world=world, **options)
     if llm.roles.recorder.file is not None:
         llm.roles.recorder.file.token_text = codec.trace_text
@@ -257,10 +275,11 @@ def run_follower_rank(settings: Settings, world: World) -> None:
     """Runs a rank other than 0 until rank 0 shuts it down. Raises UserError if the settings or models are invalid, as
     rank 0 does, and RankLost if a rank fails."""
     from swiftspec import llm
-    from swiftspec.distributed.launch.config_check import report_startup_error
 
-    with report_startup_error(world):
-        found = ResolvedModels.resolve(settings, world.size, StartupProgress(quiet=True))
+    with _startup_errors_reported(world):
+        # also here, since on another machine this rank downloads weights, too
+        check = MemoryCheck(settings, world)
+        found = ResolvedModels.resolve(settings, world.size, StartupProgress(quiet=True), check)
     llm.serve_rank(world, found.target, found.draft, found.plan, **load_options(settings))
 
 

@@ -64,6 +64,15 @@ def test_all_checks_pass_and_cover_every_family() -> None:
     assert TrialRequest.from_json(json.loads(json.dumps(request().to_json()))).names == request().names
 
 
+def test_equal_names_are_numbered() -> None:
+    """Shapes whose descriptions are equal: attention with another capacity, and layers with other projections."""
+    longer = replace(LAYER, attention=replace(LAYER.attention, capacity=1300))
+    wider = replace(LAYER, down=replace(LAYER.down, inputs=160))
+    names = [check.name for check in trial_checks(replace(PLAN, layers=(LAYER, longer, wider)))]
+    assert len({*names}) == len(names)
+    assert {f"{LAYER.attention} (2)", f"slot moves of {LAYER.attention} (2)", f"{LAYER}, captured (3)"} <= {*names}
+
+
 def test_attention_over_a_float8_cache() -> None:
     shape = AttentionShape(2, 1, 64, 200, "float8_e4m3fn", False)
     plan = TrialPlan((replace(LAYER, attention=shape),), PLAN.heads, None, 0)
@@ -171,12 +180,16 @@ def test_a_fault_ends_the_process_and_other_errors_do_not() -> None:
     def fault(*of: Any) -> Any:
         raise RuntimeError(DEVICE_ERROR)
 
-    def exhausted(*of: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def exhausted(text: str) -> Any:
+        def raises(*of: Any) -> Any:
+            raise RuntimeError(text)
+
+        return raises
 
     names = (str(LAYER.attention), "embedding of 64")
     assert reasons(broken(prepare=refuse), AT, *names) == {names[0]: "qkv: expected bfloat16"}
-    assert reasons(broken(prepare=exhausted), AT, *names) == {}
+    for text in ("CUDA out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"):
+        assert reasons(broken(prepare=exhausted(text)), AT, *names) == {}
     lines = [*run_checks(request(*names), broken(prepare=fault), AT)]
     assert lines == [{"begins": names[0]}, {"check": names[0], "reason": DEVICE_ERROR, "fault": DEVICE_ERROR}]
 
@@ -197,11 +210,26 @@ def test_a_fault_that_a_library_reports_ends_the_process() -> None:
     assert len(lines) == 2 and lines[1]["fault"] == "CUBLAS_STATUS_EXECUTION_FAILED"
 
 
+def test_libraries_are_loaded_before_the_first_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, load = list[torch.device](), trial.load_libraries
+
+    def noted(device: torch.device) -> None:
+        devices.append(device)
+        load(device)
+
+    monkeypatch.setattr(trial, "load_libraries", noted)
+    monkeypatch.setattr(trial, "require_usable", torch.device)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    lines = trial._lines(replace(request("embedding of 64"), device="cpu"))
+    assert next(iter(lines)) == {"begins": "embedding of 64"} and devices == [AT.device]
+
+
 def test_which_errors_are_of_the_device() -> None:
     assert is_device_error(RuntimeError("CUDA error: unspecified launch failure\nCompile with ..."))
     assert is_device_error(RuntimeError("linear: an illegal memory access was encountered"))
     for other in (RuntimeError("CUDA error: out of memory"), torch.OutOfMemoryError("CUDA out of memory"),
-                  RuntimeError("shape mismatch"), ValueError("CUDA error")):  # fmt: skip
+                  RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), RuntimeError("shape mismatch"),
+                  ValueError("CUDA error")):  # fmt: skip
         assert not is_device_error(other)
 
 

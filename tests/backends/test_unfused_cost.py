@@ -69,7 +69,10 @@ def distinct_bytes(x: Tensor) -> int:
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU whose tensors have no contents; a gather is one operator."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    gather: Any = lambda parts, x: torch.cat((x,) * (len(parts) // len(x)), out=parts)  # noqa: E731
+
+    def gather(parts: Tensor, x: Tensor) -> Tensor:
+        return torch.cat((x,) * (len(parts) // len(x)), out=parts)
+
     monkeypatch.setattr(torch_dist, "gather_into_tensor", gather)
     with FakeTensorMode(allow_non_fake_inputs=True):  # the index tensors of a shard are real
         yield

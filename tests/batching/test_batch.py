@@ -146,6 +146,27 @@ def test_logits_that_are_not_finite_end_only_their_request(lag: int) -> None:
     assert isinstance(requests[1].error, NonFiniteLogits) and found[1] == [] and not worker.groups
 
 
+def test_each_capture_counts_for_one_request_of_the_batch() -> None:
+    worker = make_worker(HistoryModel(4, 1), HistoryModel(4, 2), PopulationConfig(2, 2, smc_groups=2), max_tokens=6)
+    captured, step = [5], worker.step  # 5: at startup
+
+    def step_and_capture() -> bool:
+        captured[0] += 1
+        return step()
+
+    worker.step = step_and_capture
+    requests = [
+        BatchRequest(
+            request_start((1, 2), SamplingParams(0.8, seed=i), request=i), StopCriteria(4 + i, ()), Stats()
+        ) for i in range(3)
+    ]  # fmt: skip
+    waiting = iter(requests)
+    decoding = BatchDecoding(worker, captured_graphs=lambda: captured[0])
+    assert [*decoding.batch(lambda: next(waiting, None), lambda request: False)]
+    found = [request.stats.graph_captures for request in requests]
+    assert sum(found) == captured[0] - 5 > 2 and found[0] > 0
+
+
 def test_an_invalid_batch_is_refused(pair: tuple[Path, Path]) -> None:
     engine, warm = llm(pair, 2), SamplingParams(max_tokens=3)
     assert engine.generate_batch([]) == []

@@ -46,7 +46,14 @@ def test_one_gpu_also_decodes_asynchronously(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "argv", ["decode", "--device", "cuda"])
     args = decode.arguments()
     assert args.modes == "ar,serial,async" and decode.load_options(args).get("device") == "cuda"
+    assert args.draft_leaves == 8
+    lengths = decode.read_config(args.model).max_position_embeddings, decode.GPU_CONTEXT
+    assert decode.load_options(args).get("max_model_len") == min(lengths)
     assert decode.config_of("async", args, together=True).overlap_on_one_gpu
     assert decode.config_of("async", args).num_ranks == 2
     monkeypatch.setattr(sys, "argv", ["decode"])
-    assert decode.arguments().modes == "ar,serial"
+    args = decode.arguments()
+    assert args.modes == "ar,serial" and decode.load_options(args).get("max_model_len") is None
+    assert args.draft_leaves == 4
+    monkeypatch.setattr(sys, "argv", ["decode", "--max-model-len", "300", "--device", "cuda"])
+    assert decode.load_options(decode.arguments()).get("max_model_len") == 300

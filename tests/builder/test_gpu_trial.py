@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.rank_startup import agree_on_operators
+from swiftspec.errors import UserError
 from swiftspec.model.config_json import parse_config
 
 ATTENTION = AttentionShape(2, 1, 64, 300, "bfloat16", False)
@@ -88,6 +90,11 @@ def test_what_passes_without_early_starts_disables_them(name: str) -> None:
     assert verdict.note() == (
         f"GPU: kernels do not start early ({name}: it is off); all else runs on the CUDA operators"
     )  # fmt: skip
+
+
+def test_checks_with_the_same_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="the same name"):
+        search_rungs([*CHECKS, CHECKS[0]], lambda verdict, names: dict.fromkeys(names))
 
 
 def test_graphs_whose_replays_differ_are_not_captured() -> None:
@@ -368,9 +375,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H100")
+    set_uuid(monkeypatch, "GPU-1")
     monkeypatch.setattr(cuda, "require_usable", torch.device)
     monkeypatch.setattr(devices, "DRIVER_FILE", Path("/nonexistent"))
     monkeypatch.setenv("SWIFTSPEC_EARLY_STARTS", "")
+
+
+def set_uuid(monkeypatch: pytest.MonkeyPatch, uuid: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=uuid))
 
 
 class Trials:
@@ -399,10 +411,10 @@ def created(model: Path, folder: Path, plan: EngineConfig | None = None, **more:
 def test_a_verdict_is_found_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trials, folder = Trials(monkeypatch), tmp_path / "verdicts"
     trials.verdict = GpuVerdict({"attention": "it is off"})
-    for _ in range(2):
+    line = "GPU: attention by torch's operators (it is off); all else runs on the CUDA operators"
+    for hint in ("", "; the verdict of an earlier start, --gpu-trial again repeats the trial"):
         pair, notes = created(model, folder)
-        assert pair.verdict == trials.verdict
-        assert notes == ["GPU: attention by torch's operators (it is off); all else runs on the CUDA operators"]
+        assert pair.verdict == trials.verdict and notes == [f"{line}{hint}"]
     assert len(trials.plans) == 1 and trials.plans[0].tree is not None and trials.plans[0].particles == 0
     created(model, folder, gpu_trial="again")
     created(model, folder, EngineConfig("smc"))
@@ -416,6 +428,20 @@ def test_a_verdict_is_found_again(model: Path, tmp_path: Path, monkeypatch: pyte
     for options in others:
         assert created(model, folder, **options)[0].verdict == GpuVerdict()
     assert len(trials.plans) == 4
+
+
+@pytest.mark.usefixtures("gpu")
+def test_gpus_of_one_model_have_their_own_verdicts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = Trials(monkeypatch)
+    trials.verdict = GpuVerdict({"attention": "it is off"})
+    first = created(model, tmp_path / "verdicts")[0].verdict
+    set_uuid(monkeypatch, "GPU-2")
+    trials.verdict = GpuVerdict()
+    assert created(model, tmp_path / "verdicts")[0].verdict == GpuVerdict() != first
+    set_uuid(monkeypatch, "GPU-1")
+    assert created(model, tmp_path / "verdicts")[0].verdict == first and len(trials.plans) == 2
 
 
 @pytest.mark.usefixtures("gpu")
@@ -447,6 +473,13 @@ def test_what_a_model_pair_does_with_a_verdict(model: Path, tmp_path: Path, monk
     assert (ops.pack, ops.prepare, captured, width) == (unfused.pack, cuda.prepare, True, 0)
     assert used(*FAMILIES)[0] is unfused
     assert used("early_starts")[0] is cuda and os.environ["SWIFTSPEC_EARLY_STARTS"] == "0"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.usefixtures("gpu")
+def test_an_unknown_value_of_gpu_trial_is_one_line(model: Path, tmp_path: Path, device: str) -> None:
+    with pytest.raises(UserError, match=r"^gpu_trial must be one of auto, off, again, not 'never'$"):
+        created(model, tmp_path, gpu_trial="never", device=device)
 
 
 def load(found: list[Any], *of: Any, ops: Any, **more: Any) -> Any:
@@ -522,6 +555,18 @@ def test_the_ranks_of_a_group_use_the_same_operators(
     assert [agreed[rank].verdict.fallbacks for rank in range(3)] == [{"attention": "why", "early_starts": "why"}] * 3
     alone: Any = World()
     assert agree_on_operators(pairs[2], alone, "draft", 0, 1) is pairs[2]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_error_lowers_the_verdict_of_the_group(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever copy of the pair records it, such as one from before the ranks have agreed."""
+    Trials(monkeypatch)
+    plan, theirs = EngineConfig("serial"), GpuVerdict({"early_starts": "it is off on rank 1"})
+    pair, _ = created(model, tmp_path)
+    agreed = pair.with_common_verdict(lambda mine: [mine, json.dumps(theirs.to_json())])
+    assert agreed.verdict == theirs
+    pair.record_device_error(RuntimeError("CUDA error: unspecified launch failure"), plan)
+    assert {*created(model, tmp_path)[0].verdict.fallbacks} == {"early_starts", "graphs"}
 
 
 @pytest.mark.slow

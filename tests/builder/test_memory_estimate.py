@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from swiftspec.backends import cuda, reference, unfused
+from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory
 from swiftspec.builder import memory_estimate
 from swiftspec.builder.memory_estimate import BYTES_PER_GB, MemoryEstimate, fit_context, memory_by_purpose
 from swiftspec.builder.model_pair import ModelPair
@@ -209,6 +210,16 @@ def test_a_context_that_was_given_or_is_shared_is_refused(
         create(models, EngineConfig("serial"), notes)
 
 
+@pytest.mark.parametrize(
+    ("more", "advice"),
+    [({"cache_dtype": torch.float8_e4m3fn}, "more GPUs"), ({}, "--kv-cache-dtype fp8, or more GPUs")],
+)
+def test_the_advice_names_what_is_left(gpu: Callable[[float], None], more: dict[str, Any], advice: str) -> None:
+    held = [[need(fields=LLAMA_8B | AWQ, **more)]]
+    line = memory_estimate._refusal(held, 0, 8192, 1e9, GPU)
+    assert line.endswith(f"has 1.0 GB free: use {advice} (--target-tp N)")
+
+
 def test_each_rank_is_checked_for_the_models_that_it_holds(
     models: tuple[Path, Path], gpu: Callable[[float], None]
 ) -> None:
@@ -231,16 +242,28 @@ def test_memory_in_torchs_cache_counts_as_free(gpu: Callable[[float], None], mon
         fit_context(lambda tokens: [[need(tokens, fields=LLAMA_8B | AWQ)]], 8192, GPU, **sizes)
 
 
-def test_errors_of_exhausted_memory(gpu: Callable[[float], None]) -> None:
+def test_errors_of_exhausted_memory(gpu: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a capture, where another error replaces the first. An invalid access is none, whatever its words."""
-    texts = ("CUDA out of memory. Tried to allocate 2.00 GiB", "DefaultCPUAllocator: can't allocate memory")
+    texts = ("CUDA out of memory. Tried to allocate 2.00 GiB", "DefaultCPUAllocator: can't allocate memory",
+             "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")  # fmt: skip
     assert all(is_out_of_memory(RuntimeError(text)) for text in texts) and is_out_of_memory(MemoryError())
+    assert not any(is_device_error(RuntimeError(text)) for text in texts)
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    lost = RuntimeError("operation failed due to a previous error during capture")
-    lost.__context__ = RuntimeError(texts[0])
-    assert is_out_of_memory(lost)
+    after = RuntimeError("operation failed due to a previous error during capture")
+    after.__context__ = RuntimeError(texts[0])
+    assert is_out_of_memory(after)
     invalid = RuntimeError("operation failed due to a previous error during capture")
-    assert not is_out_of_memory(invalid) and not memory_estimate.is_failed_capture_of_full_gpu(invalid)
+    assert not is_out_of_gpu_memory(invalid)
     gpu(0.1)
-    assert memory_estimate.is_failed_capture_of_full_gpu(invalid)
-    assert not memory_estimate.is_failed_capture_of_full_gpu(RuntimeError("something else"))
+    assert is_out_of_gpu_memory(invalid) and not is_out_of_memory(invalid)
+    assert not is_out_of_gpu_memory(RuntimeError("something else"))
+    reported = RuntimeError(f"CUDA error: {invalid}")
+    assert not is_device_error(reported)
+    gpu(20.0)
+    assert is_device_error(reported), "of a GPU with free memory it is a fault"
+
+    def lost(*of: Any) -> Any:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lost)
+    assert is_device_error(reported), "the GPU does not say how much memory is free"

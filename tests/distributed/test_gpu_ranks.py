@@ -51,12 +51,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folders
 
 
-@pytest.fixture(autouse=True)
-def no_slow_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collection looks at all objects of the test process, and each rank makes one."""
-    monkeypatch.setattr(leave, "gc", SimpleNamespace(collect=lambda: 0))
-
-
 @pytest.fixture(scope="module")
 def text(pair: tuple[Path, Path]) -> list[int]:
     llm = LLM(pair[0], dtype="float32", device="cpu", ops="reference", set_torch_threads=False)
@@ -186,6 +180,16 @@ def test_other_threads_set_the_device(
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         assert second.submit(decode, first.submit(load).result()).result() == text
     assert {*gpus.captures} == {*gpus.events} == {*gpus.native_calls} == {1}
+
+
+def test_a_worker_passes_on_errors_that_it_answers() -> None:
+    """So that an error of its GPU is recorded although the worker goes on."""
+    errors, error, nothing = list[Exception](), RuntimeError("CUDA error: unspecified launch failure"), None
+    unused: Any = nothing
+    receiver: Any = SimpleNamespace(peer="client")
+    server = WorkerServer(Worker("draft", unused, unused, on_error=errors.append), receiver, lambda: False)
+    [answer] = server._on_error(error, None)
+    assert answer.kind == Opcode.ERROR and errors == [error]
 
 
 def test_a_gpu_has_an_index(monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]) -> None:

@@ -262,5 +262,5 @@ def test_a_deadline_ends_a_run(pair: list[str]) -> None:
 
     with ranks.engine(EngineBuild(EngineConfig("serial"))) as llm, pytest.raises(measurement.OutOfTime):
         measurement.decode_all(llm, [[1, 2, 3]], 8, deadline=0.0)
-    order = EngineBuild(EngineConfig("serial", draft_steps=2), alone="draft", trace="t")
+    order = EngineBuild(EngineConfig("serial", draft_steps=2), alone="draft", trace="t", context=40)
     assert EngineBuild.unpack(order.pack()) == order

@@ -22,6 +22,8 @@ INDEX = "https://example.org/whl/"
         ((13, 0), INDEX, ["--index-url", "https://example.org/whl/cu130", "torch>=2.11"], None),
         ((12, 9), INDEX, ["--index-url", "https://example.org/whl/cu128", "torch>=2.11"], None),
         ((12, 6), INDEX, ["--index-url", "https://example.org/whl/cu126", "torch>=2.11"], None),
+        ((12, 4), INDEX, ["--index-url", "https://example.org/whl/cu126", "torch>=2.11"], None),
+        ((12, 4), "", ["torch>=2.11"], "the default torch needs 13.0: .*TORCH_INDEX.* whose folder cu126 fits"),
         ((12, 8), "", ["torch>=2.11"], "the default torch needs 13.0: .*TORCH_INDEX.* whose folder cu128 fits"),
         ((11, 8), INDEX, ["torch>=2.11"], "supports CUDA 11.8, which is too old for torch"),
     ],

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from swiftspec import _C, __version__
-from swiftspec.errors import UserError
+from swiftspec.errors import UserError, is_out_of_memory
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 MIN_COMPUTE_CAPABILITY = (8, 0)  # Ampere
 DRIVER_LIBRARY = "libcuda.so.1"
 CUDA_ERRORS_WITHOUT_GPU = (34, 100)  # CUresult: the library is the toolkit's stub; the driver finds no GPU
+FULL_BYTES = 1 << 28  # free memory below which a failed capture is attributed to a lack of it; a guess
 # How torch begins its messages about a failed device, and how the CUDA runtime describes faults of kernels; the native
 # extension reports the latter without the former
 DEVICE_ERRORS = (
@@ -68,13 +69,13 @@ def driver_version() -> str | None:
 
 def machine_facts(device: torch.device) -> dict[str, str | None]:
     """Returns everything outside of the models that decides whether the CUDA operators work on a GPU, serialisable as
-    JSON: the contents of the native extension, the GPU, its driver and torch."""
+    JSON: the contents of the native extension, the GPU itself and not only its model, its driver and torch."""
     assert _C.__file__ is not None
     with Path(_C.__file__).open("rb") as extension:
         digest = hashlib.file_digest(extension, "sha256").hexdigest()
     return {
         "version": __version__, "extension": digest, "gpu": torch.cuda.get_device_name(device),
-        "driver": _driver_build() or driver_version(), "torch": torch.__version__,
+        "uuid": gpu_uuid(device), "driver": _driver_build() or driver_version(), "torch": torch.__version__,
     }  # fmt: skip
 
 
@@ -137,8 +138,21 @@ def pci_address(device: torch.device) -> str | None:
 
 def is_device_error(error: BaseException) -> bool:
     """Returns whether an exception reports that a kernel has failed, after which this process cannot use its GPU any
-    more. Exhausted memory is not such an error."""
-    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+    more. Exhausted memory is not such an error, in whatever words CUDA, cuBLAS or a capture report it."""
+    if not isinstance(error, RuntimeError) or not any(part in str(error) for part in DEVICE_ERRORS):
         return False
-    text = str(error)
-    return any(part in text for part in DEVICE_ERRORS) and "out of memory" not in text
+    return not is_out_of_gpu_memory(error)
+
+
+def is_out_of_gpu_memory(error: BaseException) -> bool:
+    """Returns whether an error reports that memory ran out, also in the capture of a CUDA graph: CUDA may then report
+    that the capture was invalidated, and not why, so such an error counts if the current GPU has hardly any memory
+    left."""
+    if is_out_of_memory(error):
+        return True
+    if "capture" not in str(error) or not torch.cuda.is_available():
+        return False
+    try:
+        return torch.cuda.mem_get_info()[0] < FULL_BYTES
+    except RuntimeError:  # a GPU that has failed answers nothing
+        return False

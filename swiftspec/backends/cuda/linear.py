@@ -70,8 +70,14 @@ def int4_group_size(weight: Weight) -> int:
     """Returns the inputs per scale of the tiles that keep the int4 codes of a matrix; 0 if it is dequantised."""
     if not isinstance(weight, Int4Source) or weight.permutation is not None:
         return 0
-    group = math.gcd(weight.group_size, 128)
-    return group if group in INT4_GROUP_SIZES else 0
+    return tile_group_size(weight.group_size)
+
+
+def tile_group_size(group: int) -> int:
+    """Returns the inputs per scale of the tiles of int4 weights with `group` inputs per scale; 0 if no tiles have such
+    groups."""
+    found = math.gcd(group, INT4_GROUP_SIZES[-1])
+    return found if found in INT4_GROUP_SIZES else 0
 
 
 def mask_outputs(packed: CudaLinear, outputs: Sequence[int], device: torch.device | str) -> CudaLinear:

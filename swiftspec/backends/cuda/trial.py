@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends import cuda, unfused
-from swiftspec.backends.cuda.devices import is_device_error, require_usable
+from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory, require_usable
 from swiftspec.backends.cuda.trial_checks import TrialDevice, TrialPlan, trial_checks
 from swiftspec.backends.families import Family, compose
 from swiftspec.errors import UserError
@@ -55,8 +55,9 @@ class TrialRequest:
 
 
 def disable_early_starts() -> None:
-    """Makes every kernel of this process start after its predecessor has ended. Must be called before the first launch
-    (csrc/cuda/launch.cuh reads the variable once)."""
+    """Makes every kernel of this process start after its predecessor has ended. Must be called before the first launch:
+    the launches are in the extension, which reads an environment variable once (csrc/cuda/launch.cuh). Processes that
+    this one starts inherit the variable."""
     os.environ["SWIFTSPEC_EARLY_STARTS"] = "0"
 
 
@@ -70,14 +71,22 @@ def run_checks(request: TrialRequest, ops: Any, at: TrialDevice) -> Iterator[dic
         try:
             reason = checks[name].run(ops, at)
             at.finish()
-        except torch.OutOfMemoryError:
-            reason = None  # no evidence against the operators
         except Exception as error:  # the check decides nothing else than whether these operators are used
-            reason = one_line(error)
-            fault = {"fault": reason} if is_device_error(error) or not _is_usable(at) else {}
+            reason = None  # a lack of memory does not count against the operators
+            if not is_out_of_gpu_memory(error):
+                reason = one_line(error)
+                fault = {"fault": reason} if is_device_error(error) or not _is_usable(at) else {}
         yield {"check": name, "reason": reason, **fault}
         if fault:
             return
+
+
+def load_libraries(device: torch.device) -> None:
+    """Loads the libraries that the checks use, since the first check would otherwise take the time for it and could
+    count as hung (gpu_trial.CHECK_S)."""
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(64, 64, device=device).to(dtype)
+        float((x @ x).float().norm())
 
 
 def _is_usable(at: TrialDevice) -> bool:
@@ -123,7 +132,7 @@ def _lines(request: TrialRequest) -> Iterator[Mapping[str, str | None]]:
     try:
         require_usable(device)
         torch.cuda.set_device(device)
-        torch.zeros(1, device=device)
+        load_libraries(device)
     except (RuntimeError, AssertionError, UserError) as error:  # torch without CUDA raises AssertionError
         yield {"problem": one_line(error)}
         return

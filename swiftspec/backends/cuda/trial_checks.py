@@ -8,8 +8,9 @@ so that tests run them with those of other backends, and on a CPU.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -170,7 +171,7 @@ class TrialCheck:
 
 
 def trial_checks(plan: TrialPlan) -> list[TrialCheck]:
-    """Returns the checks of a plan in the order in which they run: single operators first."""
+    """Returns the checks of a plan in the order in which they run: single operators first. Their names differ."""
     shapes = dict.fromkeys((*plan.heads, *(each for layer in plan.layers for each in layer.projections)))
     checks = [TrialCheck(str(shape), partial(check_projection, shape), "projections") for shape in shapes]
     attention = dict.fromkeys(layer.attention for layer in plan.layers)
@@ -191,7 +192,18 @@ def trial_checks(plan: TrialPlan) -> list[TrialCheck]:
     for layer in plan.layers:
         checks.append(TrialCheck(f"{layer}, repeated", partial(check_repeats, layer), switch="early_starts"))
         checks.append(TrialCheck(f"{layer}, captured", partial(check_replays, layer), switch="graphs"))
-    return checks
+    return _numbered(checks)
+
+
+def _numbered(checks: Sequence[TrialCheck]) -> list[TrialCheck]:
+    """Returns the checks with different names: a name does not contain all of a shape, so a later check with the name
+    of an earlier one gets a number."""
+    count, found = Counter[str](), list[TrialCheck]()
+    for check in checks:
+        count[check.name] += 1
+        number = count[check.name]
+        found.append(check if number == 1 else replace(check, name=f"{check.name} ({number})"))
+    return found
 
 
 def difference(got: Tensor, want: Tensor, bound: float, what: str) -> str | None:

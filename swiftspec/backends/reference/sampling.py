@@ -15,7 +15,7 @@ class Scores:
     """Parameters of the scores ((logits + bias) / temperature + noise) / tau; tau applies only with noise.
 
     `scalars` [3] float64, on the device: temperature, tau and the factor of the noise, 0 or 1. They are used instead of
-    the fields, and tau applies without noise, too.
+    the fields. If the factor is 0 or there is no noise, tau must be 1, since the CUDA operators do not apply it then.
     """
 
     temperature: float = 1.0

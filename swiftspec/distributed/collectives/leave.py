@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from threading import Thread
 
@@ -11,7 +10,7 @@ import torch
 from swiftspec.distributed.collectives.join import RankGroup
 from swiftspec.runtime.current_device import set_current_device
 
-LEAVE_TIMEOUT_S = 5.0  # seconds; the supervisor ends a rank that exits later (supervisor.SHUTDOWN_GRACE_S)
+LEAVE_TIMEOUT_S = 4.0  # seconds; shorter than supervisor.SHUTDOWN_GRACE_S, after which a rank is terminated
 
 
 def leave_group(
@@ -34,7 +33,6 @@ def leave_group(
         if device.type == "cuda" and not lost:
             torch.cuda.synchronize(device)
             release_graphs()
-            gc.collect()  # tensors in reference cycles, such as those of an executor and its graphs
         if lost:
             group.abort()
         else:

@@ -20,9 +20,7 @@ from swiftspec.distributed.collectives.torch_dist import TorchDistGroup
 from swiftspec.errors import RankLost
 
 PEER_TIMEOUT_S = 10.0  # seconds that a kernel waits for a peer; ranks begin a forward within milliseconds of each other
-# Seconds that a closing rank waits for its peers before it frees its memory. It exceeds PEER_TIMEOUT_S, up to which
-# waiting kernels of the peers access that memory.
-CLOSE_TIMEOUT_S = PEER_TIMEOUT_S + 5
+CLOSE_TIMEOUT_S = 3.0  # seconds that a closing rank waits for its peers; shorter than leave.LEAVE_TIMEOUT_S
 
 
 class PeerMemoryGroup:
@@ -70,16 +68,19 @@ class PeerMemoryGroup:
         return None if found is None else RankLost(f"group {self.name}: {found}")
 
     def close(self) -> None:
-        """Leaves the group. Frees this rank's memory once all ranks have unmapped it, at the latest after
-        CLOSE_TIMEOUT_S."""
+        """Leaves the group. Frees this rank's memory once all ranks have unmapped it. Raises RuntimeError if they have
+        not after CLOSE_TIMEOUT_S: the memory then stays until the process exits, since kernels of a peer may access it
+        for up to PEER_TIMEOUT_S."""
         self._peers.close()
         until, gone = time.monotonic() + CLOSE_TIMEOUT_S, f"{self.name} gone"
         try:
             self._store.add(gone, 1)
-            while self._store.add(gone, 0) < self.size and time.monotonic() < until:
+            while (late := self._store.add(gone, 0) < self.size) and time.monotonic() < until:
                 time.sleep(0.01)
         except RuntimeError:  # the store's process has ended
-            pass
+            late = False
+        if late:
+            raise RuntimeError(f"other ranks have not left after {CLOSE_TIMEOUT_S:g} s")
         self._peers.free()
         self._group.close()
 

@@ -70,12 +70,16 @@ class StartupBarrier:
             ) from None
 
     def abort(self, reason: str) -> None:
-        """Publishes the reason why this rank cannot start, which aborts the job on all ranks. Does not block."""
+        """Publishes the reason why this rank cannot start, which aborts the job on all ranks. On rank 0, blocks until
+        the other ranks have read it or have aborted, too, for at most `grace_s` seconds; it does not block on others.
+        """
         with contextlib.suppress(RuntimeError):  # the store is gone, and so are the other ranks
-            key, words = (
-                ("verdict", reason) if self.rank == 0 else (_entry_key(self.rank), json.dumps({"refused": reason}))
-            )
-            self.store.set(key, words)
+            if self.rank == 0:
+                self.store.set("verdict", reason)
+                self._linger()
+            else:
+                self.store.set(_entry_key(self.rank), json.dumps({"refused": reason}))
+                self.store.set(_heard_key(self.rank), "")
 
     def _collect(self, validate: Validator) -> dict[int, Entry]:
         """On rank 0: collects the entries, publishes the verdict and returns the entries or raises UserError."""
@@ -103,7 +107,7 @@ class StartupBarrier:
         """Blocks until all ranks have read the verdict, for at most `grace_s` seconds, because a store served by rank 0
         ends with it."""
         clock = PollTimer(Timeouts(self.timeouts.grace_s))
-        others = [f"heard {rank}" for rank in self.ranks if rank > 0]
+        others = [_heard_key(rank) for rank in self.ranks if rank > 0]
         while others and not self.store.check(others) and clock.sleep(lambda: None):
             pass
 
@@ -121,7 +125,7 @@ class StartupBarrier:
         said = {self.rank: mine}
         if not complaint:
             said[0] = _parse_entry(self.store.get(_entry_key(0)))
-        self.store.set(f"heard {self.rank}", "")
+        self.store.set(_heard_key(self.rank), "")
         complaint = complaint or validate(said)
         if complaint:
             raise UserError(complaint)
@@ -189,6 +193,11 @@ def _format_value(value: Any) -> str:
 
 def _entry_key(rank: int) -> str:
     return f"said {rank}"
+
+
+def _heard_key(rank: int) -> str:
+    """Returns the key that a rank sets once it no longer needs the store."""
+    return f"heard {rank}"
 
 
 def _parse_entry(data: bytes) -> Entry:

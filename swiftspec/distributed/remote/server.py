@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from swiftspec.distributed.group.command_stream import CommandStream
 from swiftspec.distributed.group.leader import LeaderDrafter, received_shutdown
@@ -92,6 +92,7 @@ class DraftGroupServer(SessionServer):
     def __init__(
         self, target: Transport, drafter: LeaderDrafter, limits: ModelLimits, recording: DraftTraceSender,
         cancel_check: CancelCheck, heartbeat: Heartbeat, *, stay_on_error: bool = True,
+        on_error: Callable[[Exception], object] = lambda error: None,
     ) -> None:  # fmt: skip
         """`target`: transport to the target's leader.
 
@@ -100,10 +101,11 @@ class DraftGroupServer(SessionServer):
         `heartbeat`: records when this rank is busy.
         `stay_on_error`: whether a broken draft group keeps running and answers every request with an error. If False,
         `run` raises RankLost, so that the supervisor restarts the rank.
+        `on_error`: called with each error before it is answered or raised.
         """
         super().__init__(target, ServedDrafter(drafter, limits, cancel_check, recording=recording))
         self._target, self._drafter, self._recording = target, drafter, recording
-        self._heartbeat, self._stay_on_error = heartbeat, stay_on_error
+        self._heartbeat, self._stay_on_error, self._notify = heartbeat, stay_on_error, on_error
         self._answered = False  # whether native code has answered the last message
         cancel_check.cancelled = self._commands.request_ended
 
@@ -146,6 +148,7 @@ class DraftGroupServer(SessionServer):
         return self.role.decode(*frame, answered=self._answered)()
 
     def _on_error(self, error: Exception, frame: Frame | None) -> Iterable[Answer]:
+        self._notify(error)
         if isinstance(error, Cancelled):
             return ()
         if isinstance(error, ValueError) and not isinstance(error, StaleRound):

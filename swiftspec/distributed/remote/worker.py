@@ -50,9 +50,12 @@ class Worker:
         sessions: WorkerSessions[ServedRole],
         files: tuple[Path, ...] = (),
         device: torch.device = CPU,
+        on_error: Callable[[Exception], object] = lambda error: None,
     ) -> None:
-        """`files`: paths of the tokenizer files, which clients can read. `device`: device of the model."""
+        """`files`: paths of the tokenizer files, which clients can read. `device`: device of the model. `on_error`:
+        called with each error before it is answered or raised."""
         self.side, self.model_info, self.sessions, self.files, self.device = side, model_info, sessions, files, device
+        self.on_error = on_error
         self.lock = FairLock()  # held during each use of the model
 
     def serve(self, receiver: Receiver, cancelled: Callable[[], bool] | None = None) -> Iterator[Frame]:
@@ -158,6 +161,7 @@ class WorkerServer(SessionServer):
         return [replace(answers[0], times=times), *answers[1:]]
 
     def _on_error(self, error: Exception, frame: Frame | None) -> Iterable[Answer]:
+        self._worker.on_error(error)
         if not isinstance(error, REPORTED_ERRORS):
             raise error
         code = ErrorCode.FAILED

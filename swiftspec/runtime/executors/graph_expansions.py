@@ -88,9 +88,12 @@ class GraphExpansionExecutor(GraphForwardExecutor):
 
     def expansion_captures(self, steps: int) -> list[Callable[[], None]]:
         """Returns functions that each capture a graph of at most `steps` expansions. See `forward_captures`."""
+        slots = self._tree.rows.mask.shape[1]
 
         def capture(count: int) -> None:
             self.open_cache()
+            # an empty prefix and the whole tree region, as in a request: attention over no slot has no result
+            self._numbers.copy_(torch.tensor([0, slots]))
             self._graph(count)
 
         return [partial(capture, count) for count in powers_of_two(steps)]

@@ -12,12 +12,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
 from swiftspec.config import EngineConfig
-from swiftspec.errors import RankLost, UserError, is_out_of_memory
+from swiftspec.errors import RankLost, UserError
 from swiftspec.extras import require_extra
 from swiftspec.model.gguf.file import is_gguf
 from swiftspec.serve.built_in_models import built_in_models
 from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
-from swiftspec.serve.session import WeightProgress, load_options
+from swiftspec.serve.model_resolution import check_before_download
+from swiftspec.serve.session import MemoryCheck, WeightProgress, load_options
 from swiftspec.serve.settings.settings import Settings, UsageError
 from swiftspec.serve.signals import GracefulStop, ignore_signals
 from swiftspec.serve.terminal import StartupProgress
@@ -137,11 +138,13 @@ def _tokenizer_files(model: Path) -> Iterator[tuple[Path, ...]]:
         yield tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
 
 
-def _locate(side: Literal["draft", "target"], settings: Settings) -> Path:
+def _locate(side: Literal["draft", "target"], settings: Settings, shape: EngineConfig, check: MemoryCheck) -> Path:
+    """Returns the model, downloaded if needed. Raises UserError if it is missing, or cannot run on this rank's GPU."""
     built_in = built_in_models(settings.model)
     if built_in is not None:
         return built_in.draft if side == "draft" else built_in.target
     assert settings.model is not None
+    check_before_download([(settings.model, settings.revision)], shape, check)
     return locate_model(settings.model, settings.revision)
 
 
@@ -154,7 +157,10 @@ def _load(
 
     ranks = 1 if world is None else world.size
     with report_startup_error(world):
-        path = _locate(side, settings)
+        tree = {name: getattr(settings, name) for name in ("verify_batch", "draft_leaves", "draft_steps")}
+        adapts = side == "draft" and settings.draft_steps is None
+        shape = EngineConfig("serial" if side == "draft" else "ar", adapt_steps=adapts, target_tp=ranks, **tree)
+        path = _locate(side, settings, shape, MemoryCheck(settings, world, side))
         phases.begin("tokenizers")
         codec = TextCodec(path)
         phases.begin("libraries")
@@ -165,17 +171,15 @@ def _load(
             "progress": WeightProgress(phases, f"{side} weights"),
             "note": phases.note,
         }
-        tree = {name: getattr(settings, name) for name in ("verify_batch", "draft_leaves", "draft_steps")}
-        adapts = side == "draft" and settings.draft_steps is None
-        shape = EngineConfig("serial" if side == "draft" else "ar", adapt_steps=adapts, target_tp=ranks, **tree)
     phases.begin(f"{side} weights")
+    from swiftspec.backends.cuda.devices import is_out_of_gpu_memory
     from swiftspec.builder.worker_model import WorkerLimits, WorkerModel
 
     room = WorkerLimits(settings.max_sessions, settings.session_idle, shape)
     try:
         return WorkerModel(side, path, room, world, options), codec
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if not is_out_of_gpu_memory(error):
             raise
         raise UserError(
             "not enough memory for this model: use a smaller --max-model-len or --max-sessions, or --dtype bfloat16"

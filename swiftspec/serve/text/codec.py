@@ -83,12 +83,17 @@ def locate_model(
         ) from None
 
 
+def needs_download(name: str, revision: str | None = None) -> bool:
+    """Returns whether `name` is a hub id whose weights the cache does not have."""
+    if os.path.exists(file_io.expand_user(name)):  # noqa: PTH110  (pathlib raises on names too long)
+        return False
+    return HUB_ID_PATTERN.fullmatch(name) is not None and not _is_cached(name, revision)
+
+
 def locate_config(name: str, revision: str | None = None) -> Path | None:
     """Returns the directory with the configuration of a hub model whose weights have to be downloaded, or None if
     `name` is another model or the hub cannot be reached. Downloads CONFIG_FILES only."""
-    if os.path.exists(file_io.expand_user(name)) or not HUB_ID_PATTERN.fullmatch(name):  # noqa: PTH110
-        return None
-    if _is_cached(name, revision):
+    if not needs_download(name, revision):
         return None
     from huggingface_hub import snapshot_download
 

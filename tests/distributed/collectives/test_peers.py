@@ -23,11 +23,12 @@ from swiftspec.backends.cuda import linear as cuda_linear
 from swiftspec.backends.cuda import peers as cuda_peers
 from swiftspec.backends.cuda.peers import PeerAccessError
 from swiftspec.builder.model_pair import ModelPair
-from swiftspec.distributed.collectives import peers
+from swiftspec.distributed.collectives import leave, peers
 from swiftspec.errors import RankLost, UserError
 from swiftspec.model.batch import ForwardOutput
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
+from swiftspec.serve.supervisor import supervisor
 from tests.support.proposals import draft_proposal
 from tests.support.roles import make_runner, make_verifier, request_start
 from tests.support.thread_group import ThreadGroup
@@ -257,8 +258,13 @@ def test_closing_waits_for_other_ranks_only_for_a_limited_time(
         if group.rank == 1:
             joined[-1].close()
 
-    assert on_gpus(machine, 2, work) == [None, None]
-    assert machine.freed == {"1": {"0"}}
+    first, second = on_gpus(machine, 2, work)
+    assert first is None and str(second) == "other ranks have not left after 0.1 s"
+    assert machine.freed == {}, "rank 0 has not unmapped the memory"
+
+
+def test_each_wait_of_a_leaving_rank_ends_before_the_wait_for_it() -> None:
+    assert peers.CLOSE_TIMEOUT_S < leave.LEAVE_TIMEOUT_S < supervisor.SHUTDOWN_GRACE_S
 
 
 def test_few_rows_are_summed_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,34 @@ def test_an_error_of_one_rank_ends_all() -> None:
     ]  # fmt: skip
 
 
+def test_rank_0_stays_until_the_others_have_read_why_it_cannot_start() -> None:
+    """The store ends with it."""
+    worlds, order = job(3, waiting=replace(SOON, grace_s=20.0)), list[str]()
+
+    def refused(rank: int) -> None:
+        with report_startup_error(worlds[rank]):
+            raise UserError("no usable NVIDIA GPU")
+
+    def first() -> None:
+        try:
+            refused(0)
+        finally:
+            order.append("rank 0 left")
+
+    def second() -> None:
+        world = worlds[1].next_engine()
+        while not world.barrier("start").store.check(["verdict"]):
+            time.sleep(0.001)
+        order.append("rank 1 arrived")
+        check_consistent(world, PLAN, FACTS)
+
+    found = outcomes(first, second, lambda: refused(2))
+    assert found == ["no usable NVIDIA GPU"] * 3 and order == ["rank 1 arrived", "rank 0 left"]
+    began = time.monotonic()
+    alone = job(2, waiting=replace(SOON, grace_s=0.05))[:1]
+    assert outcomes(lambda: alone[0].barrier("start").abort("no GPU")) == ["fine"] and time.monotonic() - began < 10
+
+
 def test_each_waiting_rank_logs_which_ranks_it_waits_for() -> None:
     messages: list[str] = []
     found = start(job(3, messages, BRIEF)[:1], (PLAN, FACTS))

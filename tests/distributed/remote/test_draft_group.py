@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +49,7 @@ class FakeDraft:
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.calls: list[str] = []
+        self.errors: list[Exception] = []  # what its server has passed on
         self.runner = SimpleNamespace(hooks=[], cache=SimpleNamespace(prefix_len=[0]))  # without a prefix cache
         self.tree = DraftTree(9, 2)
         self.tree.reset(7)
@@ -81,10 +82,13 @@ class FakeDraft:
         self.calls.append("close")
 
 
-def serve(far: Transport, draft: Any) -> DraftGroupServer:
+def serve(far: Transport, draft: Any, on_error: Callable[[Exception], object] = lambda error: None) -> DraftGroupServer:
     """The draft's side, with a drafter that has no followers."""
     recording = DraftTraceSender(far, draft, traced=False)
-    return DraftGroupServer(far, LeaderDrafter(draft, FollowerGroup([])), BOUNDS, recording, CancelCheck(), Heartbeat())
+    leading = LeaderDrafter(draft, FollowerGroup([]))
+    return DraftGroupServer(
+        far, leading, BOUNDS, recording, CancelCheck(), Heartbeat(), on_error=on_error
+    )  # fmt: skip
 
 
 def make_client(transport: Transport, **timeouts: Any) -> RemoteDrafter:
@@ -96,7 +100,7 @@ def make_client(transport: Transport, **timeouts: Any) -> RemoteDrafter:
 def connection() -> Iterator[tuple[RemoteDrafter, FakeDraft, Transport]]:
     near, far = connect(None)
     draft = FakeDraft()
-    service = threading.Thread(target=serve(far, draft).run, name="draft server")
+    service = threading.Thread(target=serve(far, draft, draft.errors.append).run, name="draft server")
     service.start()
     drafter = make_client(near, answer_timeout_s=0.3, open_timeout_s=0.6)
     yield drafter, draft, far
@@ -152,6 +156,7 @@ def test_a_failing_draft_reports_the_reason_and_serves_the_next_request(
     drafter.observe(result(1, 0, 1))
     with pytest.raises(DrafterLost, match="no memory left"):
         drafter.propose()
+    assert [str(error) for error in draft.errors] == ["no memory left"], "an error of a GPU is recorded"
     drafter.observe(result(1, 1, 2))  # as a target that has not received it would
     draft.fails = False
     drafter.open(request_start([7], GREEDY, request=2))

@@ -19,6 +19,7 @@ from torch import Tensor
 from swiftspec.backends import unfused
 from swiftspec.backends.cuda import tree as cuda_tree
 from swiftspec.config import EngineConfig
+from swiftspec.model.batch import Batch
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph_expansions import GraphExpansionExecutor, binary_parts, powers_of_two
@@ -177,6 +178,23 @@ def test_requests_capture_no_graph_after_the_start(checkpoint: Path) -> None:
         host.draft_steps = ours.draft_steps = 7 - number
         same_rounds(host, ours, sampling, 64, rounds=4)
     assert capture.captures == before
+
+
+def test_captures_at_the_start_run_over_the_tree_region(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(verify_batch=K, draft_leaves=W, draft_steps=2)
+    _, ours, _ = drafters(checkpoint, config)
+    lengths, forward = list[Tensor](), GraphExpansionExecutor.model_forward
+
+    def noted(executor: GraphExpansionExecutor, batch: Batch) -> Any:
+        if batch.mask.shape[1] == ours.tree.slots and len(batch) == W:
+            lengths.append(batch.kv_len.clone())
+        return forward(executor, batch)
+
+    monkeypatch.setattr(GraphExpansionExecutor, "model_forward", noted)
+    [executor] = [kind for kind in ours.executors if isinstance(kind, GraphExpansionExecutor)]
+    for capture in executor.expansion_captures(2):
+        capture()
+    assert {int(length) for length in lengths} == {ours.tree.slots}
 
 
 def test_the_parts_of_a_number_of_expansions() -> None:
