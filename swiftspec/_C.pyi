@@ -10,6 +10,7 @@ Array = torch.Tensor | numpy.ndarray
 build_info: str
 cuda_built: bool
 cuda_archs: tuple[int, ...]
+ROW_GROUP_WORDS: int
 
 class Cache:
     """A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], which it keeps alive."""
@@ -420,7 +421,7 @@ class CudaAttention:
         mask: Array,
         cache: CudaCache,
         heads: int,
-        owner: Array,
+        queries: Array,
         tail: Array,
         count: Array,
         groups: Array,

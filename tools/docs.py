@@ -42,8 +42,8 @@ the request, and keeps it to the end. Draft and target may differ. In a group of
 executors that all ranks have.
 
 A request with several of these features runs on the slowest executor among their rows; no executor supports more than a
-slower one does. Prefill is always eager and chunked. The executors with graphs were never run on a GPU; the tests run
-them on a CPU, with a stand-in for the capture.
+slower one does. Prefill is always eager and chunked. The tests run the executors with graphs on a CPU, with a stand-in
+for the capture; on a GPU, one H100 has run them.
 
 The columns:
 

@@ -1,4 +1,4 @@
-"""All checks that need an NVIDIA GPU, in one call of less than nine minutes. Not run on a GPU yet.
+"""All checks that need an NVIDIA GPU, in one call of less than nine minutes.
 
     python -m tools.gpu_check [--output DIR] [--budget 530]     everything once
     python -m tools.gpu_check --compare                         switches alternately off and on

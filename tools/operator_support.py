@@ -31,10 +31,10 @@ PAGE = """\
 <!-- Made by `python -m tools.docs`: do not edit. -->
 # Which operators run which model, in which format
 
-A model runs on the operators in the row of its family, which keep its weights as in the row of its format. Every
-family can have every format, except that GGUF files are read for the [families listed]({guide}) only. The executors of
-each kind of operators are in [paths.md](paths.md): the native operators have the *native* executor, the CUDA operators
-and torch's own operators on a GPU have *graphs*, and torch's own on a CPU, like the reference operators
+A model runs on the operators in the row of its family, which keep its weights as in the row of its format. Every family
+can have every format, except that GGUF files are read for the [families listed]({guide}) only. The
+executors of each kind of operators are in [paths.md](paths.md): the native operators have the *native* executor, the
+CUDA operators and torch's own operators on a GPU have *graphs*, and torch's own on a CPU, like the reference operators
 (`--ops reference`), run *eagerly*.
 
 """
@@ -43,7 +43,7 @@ FAMILIES = """\
 
 Each row is the default configuration of the family's model type in transformers, in bfloat16. A model that the native
 operators or the CUDA operators do not support runs on torch's own operators, for the reason in parentheses. Sizes
-decide too: the CUDA operators, for example, need heads of 64 or 128. The CUDA operators were never run on a GPU.
+decide too: the CUDA operators, for example, need heads of 64 or 128.
 
 """
 FORMATS = """\

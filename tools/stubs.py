@@ -34,6 +34,7 @@ Array = torch.Tensor | numpy.ndarray
 build_info: str
 cuda_built: bool
 cuda_archs: tuple[int, ...]
+ROW_GROUP_WORDS: int
 '''
 # type names of pybind11 and their replacements
 TYPE_NAMES = {

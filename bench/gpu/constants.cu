@@ -1,5 +1,5 @@
 // Microbenchmarks of launches, copies and exchanges on a Hopper GPU: the constants of bench/gpu/targets.py. Prints one
-// line "name value [unit]" for each. Built and run by bench/gpu/constants.py. Not run on a GPU.
+// line "name value [unit]" for each. Built and run by bench/gpu/constants.py.
 #include <cuda_runtime.h>
 
 #include <algorithm>

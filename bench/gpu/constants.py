@@ -3,7 +3,7 @@
     python -m bench.gpu.constants [--json out.json]
 
 Compiles constants.cu with nvcc and runs it. If a measurement fails, its constant and those after it keep their assumed
-values. Not run on a GPU yet.
+values.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ The most important cases come first; cases that do not fit into `--budget` secon
 Competitors: `swiftspec` (backends/cuda if available, with norm, activation, residual, RoPE and KV append), the same
 with an all-reduce in a group of one (`swiftspec, summed`), `unfused` (the same work through libraries), and kernels
 that only compute the product or the attention: `cublas bf16`, `torch int4`, `sdpa` and, if available, those of
-bench/baselines/kernels.py. A separate process measures; it is restarted if it crashes or hangs (watchdog.py). Not run
-on a GPU yet.
+bench/baselines/kernels.py. A separate process measures; it is restarted if it crashes or hangs (watchdog.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     ncu --kernel-name regex:swiftspec ... python -m bench.gpu.profile_target [--shape Llama-3-70B] [--rows 8]
 
-Not run on a GPU yet.
+Every operator has one set of weights, so that caches are warm unless the profiler flushes them.
 """
 
 from __future__ import annotations

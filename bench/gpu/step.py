@@ -13,7 +13,7 @@ the loaded models. With --split the target runs on the first x ranks and the dra
 shard, which it cuts from layers that it builds in memory.
 `host ms` is the time of a round minus that of both models; in mode `async` it is negative if the models overlap.
 `step ms` is the time of one forward after `--context` tokens as the engine runs it, host time included: bs rows for the
-target, w rows for the draft. Not run on a GPU yet.
+target, w rows for the draft.
 """
 
 from __future__ import annotations
@@ -64,13 +64,15 @@ Role = LocalDrafter | LocalVerifier
 
 
 @contextmanager
-def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], LoadModel]]:
-    """Yields directories with both width-expanded configurations, and the function that builds their models."""
+def grown_pair(shapes: list[str], positions: int, seed: int = 0) -> Iterator[tuple[list[Path], LoadModel]]:
+    """Yields directories with both width-expanded configurations, and the function that builds their models.
+    `positions`: least context length that the configurations allow."""
     with tempfile.TemporaryDirectory() as folder:
         smalls: dict[Path, Path] = {}
         for role, shape in zip(("target", "draft"), shapes, strict=True):
             smalls[Path(folder) / role] = DEMO / role
             write_config(DEMO / role, read_shape(shape), "int4", Path(folder) / role)
+            allow_positions(Path(folder) / role / "config.json", positions)
 
         def load(path: Path, /, **options: Any) -> Transformer:
             for name in ("progress", "packed_cache", "hidden_layers", "vocab_rows"):
@@ -79,6 +81,14 @@ def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], L
             return load_grown(smalls[path], sizes, "int4", seed=seed, **options)
 
         yield list(smalls), load
+
+
+def allow_positions(file: Path, positions: int) -> None:
+    """Raises the context length of a configuration to at least `positions`: the speed does not depend on it, and the
+    text of such a long context is not used."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], positions)
+    file.write_text(json.dumps(config) + "\n", encoding="utf-8")
 
 
 class SharedModels:
@@ -187,10 +197,15 @@ def config_of(mode: str, args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(mode, draft_steps=args.steps)
 
 
+def positions_of(args: argparse.Namespace) -> int:
+    """Returns the context length of all engines."""
+    return args.context + 256
+
+
 def options_of(args: argparse.Namespace, load: LoadModel) -> LoadOptions:
     """Returns the load options of all engines."""
     return {
-        "device": args.device, "max_model_len": args.context + 256, "dtype": torch.bfloat16, "ops": args.ops,
+        "device": args.device, "max_model_len": positions_of(args), "dtype": torch.bfloat16, "ops": args.ops,
         "head": args.head, "kv_cache_dtype": args.kv_cache_dtype, "load": load,
         "gpu_trial": "off",  # what is measured are the operators that are asked for
     }  # fmt: skip
@@ -201,7 +216,6 @@ def description(pair: str, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "pair": pair, "d": args.steps, "context": args.context, "head": args.head, "kv cache": args.kv_cache_dtype,
         "early starts": os.environ.get("SWIFTSPEC_EARLY_STARTS") != "0",  # csrc/cuda/launch.cuh
-        "few stages": os.environ.get("SWIFTSPEC_FEW_STAGES"),  # csrc/cuda/device/device.cu
     }  # fmt: skip
 
 
@@ -214,7 +228,7 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
     prompts, said = read_token_ids(args.prompts), truth(read_token_ids(args.prompts), args.tokens)
     texts: dict[str, list[list[int]]] = {}
     result = description(pair, args)
-    with models_of(pair) as (paths, load):
+    with models_of(pair, positions_of(args)) as (paths, load):
         shared = SharedModels(load)
         for mode in args.modes:
             began = time.perf_counter()
@@ -278,7 +292,7 @@ def measure_split(
 ) -> dict[str, Any] | None:
     """Measures mode async on the ranks of `args.split`. Returns None on ranks other than 0, which serve rank 0."""
     config = config_of("async", args)
-    with models_of(pair) as (paths, load):
+    with models_of(pair, positions_of(args)) as (paths, load):
         options = options_of(args, load)
         if world.rank > 0:
             serve_rank(world, paths[0], paths[1], config, **options)
@@ -302,11 +316,11 @@ def measure_particles(pair: str, args: argparse.Namespace, note: Callable[[dict[
     """
     prompts = read_token_ids(args.prompts)
     result: dict[str, Any] = {"pair": pair, "context": args.context}
-    with models_of(pair) as (paths, load):
+    with models_of(pair, positions_of(args)) as (paths, load):
         shared = SharedModels(load)
         for count in sorted(args.particles, reverse=True):
             config = EngineConfig("smc", population=PopulationConfig(particles=count))
-            options: LoadOptions = {"device": args.device, "max_model_len": args.context + 256, "load": shared}
+            options: LoadOptions = {"device": args.device, "max_model_len": positions_of(args), "load": shared}
             options = {**options, "dtype": torch.bfloat16, "ops": args.ops, "gpu_trial": "off"}
             llm = LLM(paths[0], paths[1], config, **options)
             result[f"smc {count}"] = decode(llm, prompts, args.tokens, WARM)[1]
@@ -319,12 +333,13 @@ def measure_particles(pair: str, args: argparse.Namespace, note: Callable[[dict[
 
 
 @contextmanager
-def models_of(pair: str) -> Iterator[tuple[list[Path], LoadModel]]:
-    """Yields the directories of target and draft, and the function that loads them. `pair`: as --pair."""
+def models_of(pair: str, positions: int = 0) -> Iterator[tuple[list[Path], LoadModel]]:
+    """Yields the directories of target and draft, and the function that loads them. `pair`: as --pair. `positions`: as
+    in `grown_pair`."""
     if pair == "demo":
         yield [DEMO / "target", DEMO / "draft"], load_model
         return
-    with grown_pair(pair.split(",")) as found:
+    with grown_pair(pair.split(","), positions) as found:
         yield found
 
 

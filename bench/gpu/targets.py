@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-LAUNCHES = 5  # kernels per layer
+LAUNCHES = 6  # kernels per layer: QKV, RoPE and append, attention, O, SwiGLU, down
 
 
 @dataclass(frozen=True, slots=True)

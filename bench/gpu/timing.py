@@ -1,4 +1,4 @@
-"""GPU timing for the benchmarks: a CUDA graph of many calls replayed between two events. Not run on a GPU."""
+"""GPU timing for the benchmarks: a CUDA graph of many calls replayed between two events."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ void check_sizes(const CudaCache& cache, int64_t rows, int64_t width, int64_t he
 
 Attention make_attention(const Array& cos, const Array& sin, const Array& positions, const Array& slots,
                          const MaybeArray& sequence, const Array& kv_len, const Array& mask, const CudaCache& cache,
-                         int64_t heads, const Array& queries, const Array& tail, const Array& count, const Array& groups,
-                         const Array& arrived, const Array& part_values, const Array& part_sums) {
+                         int64_t heads, const Array& queries, const Array& tail, const Array& count,
+                         const Array& groups, const Array& arrived, const Array& part_values, const Array& part_sums) {
   const int64_t rows = mask.size(0), width = mask.size(1), dim = cache.head_dim, kv_heads = cache.kv_heads;
   check_sizes(cache, rows, width, heads, sequence.has_value());
   const Device here = gpu();
@@ -104,11 +104,11 @@ void bind_cuda_attention(py::module_& m) {
                         "Attention of one forward; see AttentionSetup in kernels_cuda.h. It keeps its arrays alive.")
       .def(py::init(&make_attention), py::kw_only(), py::arg("cos"), py::arg("sin"), py::arg("positions"),
            py::arg("slots"), py::arg("sequence"), py::arg("kv_len"), py::arg("mask"), py::arg("cache"),
-           py::arg("heads"), py::arg("queries"), py::arg("tail"), py::arg("count"), py::arg("groups"), py::arg("arrived"),
-           py::arg("part_values"), py::arg("part_sums"), keep_alive<1, 2>(), keep_alive<1, 3>(), keep_alive<1, 4>(),
-           keep_alive<1, 5>(), keep_alive<1, 6>(), keep_alive<1, 7>(), keep_alive<1, 8>(), keep_alive<1, 9>(),
-           keep_alive<1, 11>(), keep_alive<1, 12>(), keep_alive<1, 13>(), keep_alive<1, 14>(), keep_alive<1, 15>(),
-           keep_alive<1, 16>(), keep_alive<1, 17>())
+           py::arg("heads"), py::arg("queries"), py::arg("tail"), py::arg("count"), py::arg("groups"),
+           py::arg("arrived"), py::arg("part_values"), py::arg("part_sums"), keep_alive<1, 2>(), keep_alive<1, 3>(),
+           keep_alive<1, 4>(), keep_alive<1, 5>(), keep_alive<1, 6>(), keep_alive<1, 7>(), keep_alive<1, 8>(),
+           keep_alive<1, 9>(), keep_alive<1, 11>(), keep_alive<1, 12>(), keep_alive<1, 13>(), keep_alive<1, 14>(),
+           keep_alive<1, 15>(), keep_alive<1, 16>(), keep_alive<1, 17>())
       .def("prepare", &prepare, py::arg("stream"), "Runs once per forward, before the layers.")
       .def("attend", &attend, py::arg("qkv"), py::arg("layer"), py::arg("out"), py::arg("stream"),
            "Runs once per layer.");

@@ -98,7 +98,7 @@ struct Case {
     const int count = ceil_div32(j.group.keys, j.part_keys());
     const auto each = [](auto work) {
       for (int rank = 0; rank < F::kCluster; ++rank) {
-        for (int thread = 0; thread < kThreads; ++thread) work(rank, thread);
+        for (int thread = 0; thread < F::kThreads; ++thread) work(rank, thread);
       }
     };
     for (j.part = 0; j.part < count; ++j.part) {
@@ -194,6 +194,27 @@ Case random_case(int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, std
   }
   c.draw_numbers();
   return c;
+}
+
+// Padding rows, which repeat the last row with its slot, change neither the other rows nor the cache.
+void check_padding() {
+  Case alone = random_case(5, 4, 2, 64, {150}, 64, false), padded = alone;
+  const auto line = static_cast<int64_t>(alone.qkv.size()) / alone.rows;
+  for (int i = 0; i < 3; ++i) {
+    const std::vector<uint16_t> numbers_of_last(padded.qkv.end() - line, padded.qkv.end());
+    const std::vector<uint8_t> mask_of_last(padded.mask.end() - padded.width, padded.mask.end());
+    padded.qkv.insert(padded.qkv.end(), numbers_of_last.begin(), numbers_of_last.end());
+    padded.mask.insert(padded.mask.end(), mask_of_last.begin(), mask_of_last.end());
+    padded.slots.push_back(padded.slots.back()), padded.positions.push_back(padded.positions.back());
+    padded.sequence.push_back(0), ++padded.rows;
+  }
+  alone.run(), padded.run();
+  require(padded.keys == alone.keys && padded.values == alone.values, "padding changes the cache");
+  const auto row = static_cast<int64_t>(alone.out.size()) / alone.rows;
+  for (int64_t i = 0; i < padded.rows; ++i) {
+    const auto mine = padded.out.begin() + i * row, its = alone.out.begin() + std::min(i, alone.rows - 1) * row;
+    require(std::equal(mine, mine + row, its), "padding changes a row");
+  }
 }
 
 void check_cases() {
@@ -299,6 +320,7 @@ void check_independence(int64_t dim) {
 int main() {
   check_clusters_per_row();
   check_cases();
+  check_padding();
   for (int i = 0; i < 6; ++i) check_independence(i % 2 == 0 ? 64 : 128);
   return 0;
 }

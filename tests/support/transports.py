@@ -61,6 +61,7 @@ class GrpcServerEnd:
         self._out: SimpleQueue[Frame | None] = SimpleQueue()
 
     def serve(self, receiver: Receiver, cancelled: Callable[[], bool]) -> Iterator[Frame]:
+        self._out.put(None)  # ends the thread of a stream that the client has restarted
         out = self._out = SimpleQueue()
         self._arrived.put(receiver)
         yield from iter(out.get, None)

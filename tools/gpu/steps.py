@@ -15,8 +15,7 @@ SECONDS = "{seconds}"  # placeholder in a command for the limit of the step minu
 EPOCHS = "6"  # epochs of each test under the sanitizer: every number of rows once
 PAIR, SMALL_PAIR, MIDDLE_PAIR = "Llama-3-70B,Llama-3.2-1B", "Llama-3-8B,Llama-3.2-1B", "Llama-3-70B,Llama-3.2-3B"
 NOTHING_EARLY = {"SWIFTSPEC_EARLY_STARTS": "0"}  # csrc/cuda/launch.cuh
-FEW_STAGES = {"SWIFTSPEC_FEW_STAGES": "3"}  # csrc/cuda/device/device.cu; lets two blocks share a multiprocessor
-NAMES = {"SWIFTSPEC_EARLY_STARTS": "nothing early", "SWIFTSPEC_FEW_STAGES": "three stages"}
+NAMES = {"SWIFTSPEC_EARLY_STARTS": "nothing early"}
 SIZES, SWEEP_S = (2, 4, 8), "180"  # GPUs of the sums over several; seconds of the sweep
 SMOKE = "smoke"  # if this fails, all later steps run without early starts
 
@@ -109,7 +108,6 @@ def on_ranks(size: int, module: str, *options: str) -> tuple[str, ...]:
 SWITCHES: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
     ((), {}),
     ((), NOTHING_EARLY),
-    ((), FEW_STAGES),
     (("--head", "native"), {}),
     (("--kv-cache-dtype", "fp8"), {}),
 )

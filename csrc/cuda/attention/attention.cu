@@ -11,7 +11,7 @@ namespace {
 
 using namespace attention;
 
-constexpr int kRopeThreads = 128;
+constexpr int kListThreads = 256, kRopeThreads = 128;
 
 // Reduction over the rows of a group: minimum of the shared leading slots, maximum of the keys.
 struct GroupExtent {
@@ -19,7 +19,7 @@ struct GroupExtent {
 };
 
 // A block lists the keys of the rows of one group.
-__global__ void __launch_bounds__(kThreads) list_keys_kernel(const __grid_constant__ AttentionSetup a) {
+__global__ void __launch_bounds__(kListThreads) list_keys_kernel(const __grid_constant__ AttentionSetup a) {
   auto& [base, keys] = shared_variable<GroupExtent>();
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) list_keys_kernel(const __grid_consta
     keys = 0;
   }
   __syncthreads();
-  for (int row = thread / 32; row < group.count; row += kWarps) {
+  for (int row = thread / 32; row < group.count; row += kListThreads / 32) {
     const int run = list_keys(a, group.first + row);
     if (thread % 32 == 0) {
       atomicMin(&base, run);
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) list_keys_kernel(const __grid_consta
     if (group.count > 0) group.window = window_start(a, sequence_of(a, group.first));
     a.groups[blockIdx.x] = group;
   }
-  for (int64_t head = thread; head < a.kv_heads; head += kThreads) a.arrived[blockIdx.x * a.kv_heads + head] = 0;
+  for (int64_t head = thread; head < a.kv_heads; head += kListThreads) a.arrived[blockIdx.x * a.kv_heads + head] = 0;
 }
 
 // Whether this cluster is the last of the `count` clusters of its group to finish. All threads of the cluster call it,
@@ -89,7 +89,7 @@ __device__ void attend_part(TileTask<F>& j, SharedMemory<F>& s, int rank, int th
 // the blocks of the next projection would be placed in pairs, and stay so for their whole stream of weights. Instead,
 // the projection before it has prefetched the first of these weights (Weights::next).
 template <int kDim, class Stored>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(DeviceShape<kDim, Stored>::kThreads, 1)
     attention_kernel(const __grid_constant__ AttentionSetup a, const Stored* keys, const Stored* values,
                      uint16_t* out) {
   using F = DeviceShape<kDim, Stored>;
@@ -140,7 +140,7 @@ void launch_attention(const AttentionSetup& a, const void* qkv, void* keys, void
       clusters_per_row(a.clusters, a.kv_heads * groups, ceil_div(a.capacity, part_keys<F>(a.capacity)));
   const dim3 grid(static_cast<unsigned>(groups * F::kCluster), static_cast<unsigned>(a.kv_heads),
                   static_cast<unsigned>(shared));
-  const Launch how{.grid = grid, .threads = kThreads, .cluster = F::kCluster, .shared = sizeof(SharedMemory<F>),
+  const Launch how{.grid = grid, .threads = F::kThreads, .cluster = F::kCluster, .shared = sizeof(SharedMemory<F>),
                    .early = true};
   using Stored = typename F::Stored;
   const dim3 pieces(static_cast<unsigned>(ceil_div32(row_pieces(a), kRopeThreads)), static_cast<unsigned>(a.rows));
@@ -186,7 +186,7 @@ int64_t attention_clusters(int64_t dim, bool float8) {
 
 void prepare_attention(const AttentionSetup& a, Stream stream) {
   if (a.rows == 0) return;
-  const Launch how{.grid = dim3(static_cast<unsigned>(group_table_size(a))), .threads = kThreads, .early = true};
+  const Launch how{.grid = dim3(static_cast<unsigned>(group_table_size(a))), .threads = kListThreads, .early = true};
   launch("prepare_attention", list_keys_kernel, how, stream, a);
 }
 

@@ -1,5 +1,6 @@
 // Tree attention, device code without the launches: the keys of each row, RoPE and append, and the work of a warp or
-// thread in each step. Also compiles as host code, so that tests run the whole kernel on a CPU (tests/native/attention_driver.cpp).
+// thread in each step. Also compiles as host code, so that tests run the whole kernel on a CPU
+// (tests/native/attention_driver.cpp).
 //
 // The keys of a row are numbered in the order of their slots. Key i lies in slot i as long as the row sees every slot
 // before it; from there on the key list of the row (`tail`) names its slot. Keys are processed in tiles of 128, one per

@@ -14,8 +14,8 @@ namespace swiftspec::attention {
 #define SWIFTSPEC_EACH_THREAD(thread) if (const int thread = static_cast<int>(threadIdx.x); true)
 #define SWIFTSPEC_EACH_WARP(index) if (const int index = static_cast<int>(threadIdx.x) / 32; true)
 #else
-#define SWIFTSPEC_EACH_THREAD(thread) for (int thread = 0; thread < kThreads; ++thread)
-#define SWIFTSPEC_EACH_WARP(index) for (int index = 0; index < kWarps; ++index)
+#define SWIFTSPEC_EACH_THREAD(thread) for (int thread = 0; thread < F::kThreads; ++thread)
+#define SWIFTSPEC_EACH_WARP(index) for (int index = 0; index < F::kWarps; ++index)
 #endif
 
 SWIFTSPEC_HD void block_sync() {
@@ -24,13 +24,13 @@ SWIFTSPEC_HD void block_sync() {
 #endif
 }
 
-template <class T>
+template <class F, class T>
 struct PerWarp {
 #ifdef __CUDA_ARCH__
   T value;
   SWIFTSPEC_HD T& operator()(int) { return value; }
 #else
-  T warps[kWarps];
+  T warps[F::kWarps];
   SWIFTSPEC_HD T& operator()(int index) { return warps[index]; }
 #endif
 };
@@ -87,7 +87,7 @@ SWIFTSPEC_HD void score_tile(const TileTask<F>& j, SharedMemory<F>& s, TilePlace
 }
 
 template <class F>
-SWIFTSPEC_HD void accumulate_tile(const TileTask<F>& j, SharedMemory<F>& s, PerWarp<Output<F>>& out,
+SWIFTSPEC_HD void accumulate_tile(const TileTask<F>& j, SharedMemory<F>& s, PerWarp<F, Output<F>>& out,
                                   TilePlacement placement) {
   for (int first = 0; first < s.units; first += F::kStage) {
     const int count = min32(s.units - first, F::kStage);
@@ -132,8 +132,8 @@ SWIFTSPEC_HD void plan_prefetch(const TileTask<F>& j, StageState& stage_state, i
   }
 }
 
-// Starts the loads of a tile and of the next one, each its keys and then its values. One loop, so that their code, with
-// the RoPE of new keys, exists once.
+// Starts the loads of a tile and of the next one, each its keys and then its values. One loop, so that their code
+// exists once.
 template <class F>
 SWIFTSPEC_HD void start_loads(const TileTask<F>& j, SharedMemory<F>& s, const StageState& stage_state, int next,
                               const TilePlacement& placement) {
@@ -171,7 +171,7 @@ SWIFTSPEC_HD void attend(const TileTask<F>& j, SharedMemory<F>& s, StageState& s
   block_sync();
   SWIFTSPEC_EACH_WARP(index) { softmax_tile(j, s, index); }
   block_sync();
-  PerWarp<Output<F>> out = {};
+  PerWarp<F, Output<F>> out = {};
   accumulate_tile(j, s, out, placement);
   block_sync();
   SWIFTSPEC_EACH_WARP(index) { store_output(j, s, out(index), index); }

@@ -90,7 +90,7 @@ SWIFTSPEC_HD void write_output(const TileTask<F>& j, int column, int dimension, 
 template <class F, class Do>
 SWIFTSPEC_HD void for_each_owned(const TileTask<F>& j, int rank, int thread, Do work) {
   constexpr int kVectorsPerColumn = F::kDim / kDimsPerThread;
-  for (int i = thread; i < ceil_div32(j.columns() - rank, F::kCluster) * kVectorsPerColumn; i += kThreads) {
+  for (int i = thread; i < ceil_div32(j.columns() - rank, F::kCluster) * kVectorsPerColumn; i += F::kThreads) {
     work(rank + i / kVectorsPerColumn * F::kCluster, i % kVectorsPerColumn * kDimsPerThread);
   }
 }

@@ -40,8 +40,8 @@ SWIFTSPEC_HD RowGroup group_rows_at(const AttentionSetup& a, int i) {
   return {i, count, 0, 0, 0, {}};
 }
 
-// A warp lists the slots that a row sees in its window. Returns the number of leading slots of the sequence that the row
-// sees without a gap. Several groups of 32 mask columns are read at a time, so that latencies overlap.
+// A warp lists the slots that a row sees in its window. Returns the number of leading slots of the sequence that the
+// row sees without a gap. Several groups of 32 mask columns are read at a time, so that latencies overlap.
 SWIFTSPEC_HD int list_keys(const AttentionSetup& a, int row) {
   constexpr int kUnrolled = 4;
   const int64_t sequence = sequence_of(a, row);

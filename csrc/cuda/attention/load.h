@@ -47,7 +47,7 @@ SWIFTSPEC_HD void load_key_counts(const TileTask<F>& j, SharedMemory<F>& s, int 
 template <class F>
 SWIFTSPEC_HD void load_queries(const TileTask<F>& j, SharedMemory<F>& s, int thread) {
   constexpr int kChunks = F::kDim / 8;
-  for (int i = thread; i < j.column_blocks() * 8 * kChunks; i += kThreads) {
+  for (int i = thread; i < j.column_blocks() * 8 * kChunks; i += F::kThreads) {
     const int column = i / kChunks, at = i % kChunks * 8;
     const Vec8 chunk = column < j.columns() ? *reinterpret_cast<const Vec8*>(j.query(column) + at) : Vec8{};
     *reinterpret_cast<Vec8*>(&s.queries[column][at]) = chunk;
@@ -61,7 +61,7 @@ enum class Kind : uint8_t { keys, values };
 template <class F>
 struct Pieces {
   static constexpr int kOfKey = F::kDim / F::kVectorElements, kOfUnit = kUnit * kOfKey;
-  static constexpr int kUnitsAtOnce = kThreads / kOfUnit;  // that the threads of a block load together
+  static constexpr int kUnitsAtOnce = F::kThreads / kOfUnit;  // that the threads of a block load together
 
   // Its place in the stage, in the type of the cache: float8 goes to the second half of the place of its bfloat16.
   SWIFTSPEC_HD static Vec8* place(SharedMemory<F>& s, int slot, int piece) {

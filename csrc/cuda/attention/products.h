@@ -33,7 +33,7 @@ SWIFTSPEC_HD void score_units(const TileTask<F>& j, SharedMemory<F>& s, int firs
                               int warp_index) {
   constexpr int kMost = kColumns / 8 / 2;
   const int half = (j.column_blocks() + 1) / 2;
-  for (int item = warp_index; item < 2 * count; item += kWarps) {
+  for (int item = warp_index; item < 2 * count; item += F::kWarps) {
     const int u = item / 2, begin = item % 2 * half;
     const Unit unit = unit_at(j, s, first + u);
     const int from = max32(unit.first / 8, begin), to = min32((unit.end + 7) / 8, begin + half);
@@ -54,7 +54,8 @@ SWIFTSPEC_HD void score_units(const TileTask<F>& j, SharedMemory<F>& s, int firs
         mma::multiply(sums[i + 1], a, b[1]);
       }
     }
-    const bool shared = first + u < s.shared_units;  // then no other unit has these scores, of columns without a row too
+    // of a shared unit all scores may be written, since no other unit has the same keys
+    const bool shared = first + u < s.shared_units;
     SWIFTSPEC_EACH_LANE(lane) {
       float* scores = &s.scores[8 * begin + fragment::c_column(lane, 0)][unit.index * kUnit + fragment::c_row(lane, 0)];
       SWIFTSPEC_UNROLL
@@ -73,19 +74,19 @@ SWIFTSPEC_HD void score_units(const TileTask<F>& j, SharedMemory<F>& s, int firs
 }
 
 // Replaces scores by 2^(score - top) in bfloat16, in the memory of the scores; zero for keys beyond the end of a row. A
-// warp processes every kWarps-th column, several at a time, so that the latencies of their reductions overlap.
+// warp processes every F::kWarps-th column, several at a time, so that the latencies of their reductions overlap.
 template <class F>
 SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int warp_index) {
   constexpr int kKeysPerLane = F::kTile / 32, kUnrolled = 2;
   const float none = -INFINITY;
   const int end = 8 * j.column_blocks();
-  for (int first = warp_index; first < end; first += kUnrolled * kWarps) {
+  for (int first = warp_index; first < end; first += kUnrolled * F::kWarps) {
     warp::PerLane<warp::Regs<kKeysPerLane, float>> x[kUnrolled];
     warp::PerLane<float> top[kUnrolled], total[kUnrolled];
     int keys[kUnrolled];
     SWIFTSPEC_UNROLL
     for (int c = 0; c < kUnrolled; ++c) {
-      const int column = first + c * kWarps;
+      const int column = first + c * F::kWarps;
       keys[c] = column < end ? s.key_counts[column] - j.first_key() : 0;
       SWIFTSPEC_EACH_LANE(lane) {
         top[c](lane) = none;
@@ -101,7 +102,7 @@ SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int war
     warp::sync();  // all lanes have read before any lane writes
     SWIFTSPEC_UNROLL
     for (int c = 0; c < kUnrolled; ++c) {
-      const int column = first + c * kWarps;
+      const int column = first + c * F::kWarps;
       SWIFTSPEC_EACH_LANE(lane) {
         auto* shares = reinterpret_cast<uint16_t*>(s.scores[column < end ? column : first]);
         const float shift = top[c](lane) == none ? 0 : top[c](lane);  // without keys every share is 0
@@ -119,9 +120,9 @@ SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int war
     SWIFTSPEC_UNROLL
     for (int c = 0; c < kUnrolled; ++c) {
       SWIFTSPEC_EACH_LANE(lane) {
-        if (lane == 0 && first + c * kWarps < end) {
-          s.top[first + c * kWarps] = top[c](lane);
-          s.total[first + c * kWarps] = total[c](lane);
+        if (lane == 0 && first + c * F::kWarps < end) {
+          s.top[first + c * F::kWarps] = top[c](lane);
+          s.total[first + c * F::kWarps] = total[c](lane);
         }
       }
     }
@@ -132,13 +133,13 @@ SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int war
 // block of columns from block w / kBlocks on.
 template <class F>
 struct Output {
-  static constexpr int kBlocks = F::kDim / 16, kSplit = kWarps / kBlocks, kMine = kColumns / 8 / kSplit;
+  static constexpr int kBlocks = F::kDim / 16, kSplit = F::kWarps / kBlocks, kMine = kColumns / 8 / kSplit;
   mma::C sums[kMine];
   SWIFTSPEC_HD static int dimension(int warp_index) { return warp_index % kBlocks * 16; }
   SWIFTSPEC_HD static int columns(int warp_index, int i) { return i * kSplit + warp_index / kBlocks; }
 };
 
-// Accumulates the values of a unit, which lie at `values`, for the blocks of columns from `from` to `to` - 1 of this warp.
+// Accumulates the values of a unit, which lie at `values`, for this warp's blocks of columns from `from` to `to` - 1.
 // Columns outside of the unit's own contribute nothing; with kShared there are none.
 template <bool kShared, class F>
 SWIFTSPEC_HD void accumulate_unit(const SharedMemory<F>& s, Output<F>& out, const Unit& unit, int from, int to,

@@ -11,8 +11,6 @@ namespace swiftspec::attention {
 
 constexpr int kUnit = 16;     // keys per MMA fragment
 constexpr int kColumns = 64;  // rows x heads per group
-constexpr int kWarps = 16;  // four per scheduler, since every phase of a tile waits for latencies
-constexpr int kThreads = 32 * kWarps;
 constexpr int kPad = 8;            // padding elements per line, so that eight lines use 32 different banks
 constexpr int kMaxParts = 64;      // per sequence, if a block processes the tiles of a part sequentially
 
@@ -31,6 +29,9 @@ template <int kDim_, int kCluster_, int kTile_, int kStage_, class Stored_>
 struct KernelShape {
   using Stored = Stored_;
   static constexpr int kDim = kDim_, kCluster = kCluster_, kTile = kTile_, kStage = kStage_;
+  // Four warps per scheduler, since every phase of a tile waits for latencies; without clusters the sequence of tiles
+  // takes more registers.
+  static constexpr int kWarps = kCluster > 1 ? 16 : 8, kThreads = 32 * kWarps;
   static constexpr int kVectorElements = 16 / sizeof(Stored);            // numbers of the cache per 16-byte load
   static constexpr int kUnits = kTile / kUnit;                           // of a tile
   static constexpr int kOwnUnits = kColumns * kUnits;                    // units for single rows, at most

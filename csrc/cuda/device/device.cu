@@ -2,8 +2,6 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
-#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -41,7 +39,6 @@ Device query_device(int ordinal) {
   d.l2 = attribute(cudaDevAttrL2CacheSize, ordinal);
   check(cudaDriverGetVersion(&d.driver), "device");
   d.max_clusters[0] = attribute(cudaDevAttrMultiProcessorCount, ordinal);
-  if (const char* stages = std::getenv("SWIFTSPEC_FEW_STAGES")) d.min_stages = std::clamp(std::atoi(stages), 1, 16);
   d.max_paired_clusters[0] = 2 * d.max_clusters[0];
   if (!d.has_clusters()) return d;
   allow_shared_memory("device", empty_kernel, d.shared);

@@ -14,7 +14,8 @@ struct Device {
   int64_t l2;           // bytes of the L2 cache
   // Number of clusters of 1, 2, 4 and 8 blocks that run concurrently, with one block per multiprocessor
   int32_t max_clusters[4];
-  // Two blocks share a multiprocessor if that leaves each warp at least this number of weight tiles in flight.
+  // A launch with one block per multiprocessor leaves room for a block of the next one if that leaves each of its warps
+  // at least this number of weight tiles in flight.
   int32_t min_stages = 4;
   int32_t driver = 12040;  // CUDA version that the driver supports, 1000 major + 10 minor
   int32_t max_paired_clusters[4] = {};  // as max_clusters, with two blocks of half_shared bytes per multiprocessor

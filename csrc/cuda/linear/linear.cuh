@@ -173,10 +173,10 @@ __device__ inline float norm_scale(const LinearTask& task, float squares) {
   return __frsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(task.tiling.k)), task.eps));
 }
 
-// A barrier of the cluster, after which its earlier writes to shared memory are visible. That of a single block needs no
-// fence of the device's memory.
+// A barrier of the cluster, after which its earlier writes to shared memory are visible. That of a single block needs
+// no fence of the device's memory.
 __device__ inline void sync_cluster(const LinearTask& task) {
-  if (task.tiling.cluster_log == 0) return __syncthreads();
+  if (!ptx::kClusters || task.tiling.cluster_log == 0) return __syncthreads();
   ptx::cluster_sync();
 }
 

@@ -25,8 +25,8 @@ constexpr int kPairedRows8 = 2;       // rows / 8 up to which the registers allo
 
 SWIFTSPEC_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Bytes of the next projection to prefetch to L2: a third of L2, and at most what an H200's memory delivers in the 4 us
-// that attention takes. An estimate, not measured.
+// Bytes of the next projection to prefetch to L2: a third of L2, and at most what an H200's memory delivers in 4 us.
+// Both limits are guesses; attention takes 12 us and more on an H100.
 SWIFTSPEC_HD int64_t prefetch_bytes(const Device& device) {
   const int64_t third = device.l2 / 3 / 128 * 128, most = 16 << 20;
   return third < most ? third : most;
@@ -175,11 +175,11 @@ SWIFTSPEC_HD bool fits(const Tiling& t, const Device& device) {
   return true;
 }
 
-// Estimated nanoseconds of a launch with 8 * rows8 rows, fitted to 512 measurements of 16 int4 projections with 8 rows on
-// an H100 (`bench/log`, 2026-11-26). A block first stages x; inputs that exceed its shared memory are staged again in
-// every iteration. A tile's instructions depend on each other, so that it takes a warp little longer if a second block
-// shares the scheduler. An iteration ends with barriers, the sum over the cluster, and the stores. Copies fill the ring
-// meanwhile, and memory and products overlap in part.
+// Estimated nanoseconds of a launch with 8 * rows8 rows, fitted to 512 measurements of 16 int4 projections with 8 rows
+// on an H100 (bench/log, 2026-11-26); the terms of more rows and of bf16 are guesses. A block first stages x; inputs
+// that exceed its shared memory are staged again in every iteration. A tile's instructions depend on each other, so that it
+// takes a warp little longer if a second block shares the scheduler. An iteration ends with barriers, the sum over the
+// cluster, and the stores. Copies fill the ring meanwhile, and memory and products overlap in part.
 SWIFTSPEC_HD int64_t launch_ns(const Tiling& t, int rows8, const Device& device) {
   const SmemLayout smem = smem_layout(t, rows8, device);
   const bool paired = is_paired(t, rows8);

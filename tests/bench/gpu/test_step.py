@@ -16,6 +16,7 @@ from swiftspec.backends import unfused
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
+from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
 from swiftspec.runtime.executors.graph import FORWARD_GRAPHS, GraphForwardExecutor
 from tests.support.fake_cuda_graphs import Rerun
@@ -94,6 +95,12 @@ def test_a_width_expanded_pair_decodes_on_two_ranks(pool: Pool, tmp_path: Path) 
     found, nothing = pool.run(2, "split_decode", argv=[*short, "--split", "1+1"])
     assert nothing is None
     assert found["same text"] > 0.4 and found["async"]["tok/round"] > 1.5 and found["split"] == [1, 1]
+
+
+def test_configurations_of_a_grown_pair_allow_the_context() -> None:
+    shape = "Llama-3.2-1B"
+    with step.models_of(f"{shape},{shape}", 40_000) as (paths, _):
+        assert [read_config(path).max_position_embeddings for path in paths] == [40_000, 40_000]
 
 
 def test_particles_are_measured_after_a_warm_up_on_shared_models(monkeypatch: pytest.MonkeyPatch) -> None:

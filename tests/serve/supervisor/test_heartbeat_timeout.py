@@ -150,7 +150,7 @@ def test_variables_of_the_build_and_the_kernels_are_known(monkeypatch: pytest.Mo
     root = Path(__file__).resolve().parents[3]
     sources = "".join(file.read_text() for file in root.glob("csrc/cuda/**/*.cu*"))
     names = {*re.findall(r'getenv\("(SWIFTSPEC_\w+)"\)', sources), "SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS"}
-    assert {"SWIFTSPEC_EARLY_STARTS", "SWIFTSPEC_FEW_STAGES", "SWIFTSPEC_PEERS"} < names
+    assert {"SWIFTSPEC_EARLY_STARTS", "SWIFTSPEC_PEERS"} < names
     for name in names:
         monkeypatch.setenv(name, "1")
     assert not [line for line in unknown_variable_warnings() if any(f" {name} " in line for name in names)]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tools.gpu import processes
-from tools.gpu.processes import run, run_all, time_for
-from tools.gpu.steps import SECONDS, Step, build
+from tools.gpu.processes import run, run_all, time_for, without_paths
+from tools.gpu.steps import ROOT, SECONDS, Step, build
 
 
 @pytest.fixture(autouse=True)
@@ -128,3 +128,9 @@ def test_a_step_receives_its_limit_and_environment() -> None:
 def test_a_step_with_only_skipped_tests_has_no_tests() -> None:
     assert run(python("tests", "print('5 skipped in 1.0s')"), 9.0).state == "nothing to run"
     assert run(python("tests", "print('1 passed, 5 skipped in 1.0s')"), 9.0).state == "ok"
+    assert run(python("kernels", "print('0 failed, 9 cases skipped after the budget was spent')"), 9.0).state == "ok"
+
+
+def test_published_results_name_no_path_of_this_machine() -> None:
+    text = without_paths(f"{sys.executable} -m bench --json {ROOT}/build/a.json in {ROOT}")
+    assert text == "python -m bench --json build/a.json in ."
