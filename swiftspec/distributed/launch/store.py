@@ -41,7 +41,8 @@ def _wait_for_server(here: LaunchedRank, say: LogFn, waiting: Timeouts) -> None:
             return
         except OSError as error:
             why = f"{keeper} at {here.host}:{here.port} ({error.strerror or first_line(error)})"
-        if not clock.sleep(lambda: say(f"rank {here.rank} is waiting for {why}")):  # noqa: B023  (called immediately)
+        # `sleep` calls the function before it returns, so that it does not outlive `why`
+        if not clock.sleep(lambda: say(f"rank {here.rank} is waiting for {why}")):  # noqa: B023
             raise UserError(f"rank {here.rank} cannot reach {why}: {CHECK_ADDRESS}")
 
 

@@ -222,7 +222,8 @@ def rejoin(world: World) -> World:
         clock = PollTimer(world.timeouts)
         while (info := world.rendezvous.try_form(range(1, world.size))) is None:
             missing = sorted(set(range(1, world.size)) - world.rendezvous.alive_ranks(range(1, world.size)).keys())
-            if not clock.sleep(lambda: world.log(f"waiting for {format_ranks(missing)}")):  # noqa: B023  (called immediately)
+            # `sleep` calls the function before it returns, so that it does not outlive `missing`
+            if not clock.sleep(lambda: world.log(f"waiting for {format_ranks(missing)}")):  # noqa: B023
                 raise UserError(f"{format_ranks(missing)} did not rejoin within {world.timeouts.timeout_s:g} s")
     except RuntimeError as error:
         raise RankLost(f"lost the connection to the store ({first_line(error)})") from None
