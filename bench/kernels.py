@@ -188,7 +188,7 @@ def measure(cases: Iterator[Case], only: str, quick: bool) -> Iterator[Result]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--level", default=host.level(), help="avx512_bf16, avx512 or avx2")
+    parser.add_argument("--level", default=host.level(), help="an ISA level, such as amx, avx512_bf16 or avx2")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--quick", action="store_true", help="fewer cases and repeats")

@@ -316,7 +316,7 @@ def gumbel_rows(seed: int, stream: int, positions: Array, first: int, out: Array
     """Fills `out` [rows, count] float32 with the Gumbel noise of positions [rows] int32, for tokens from `first` on."""
 
 def level() -> str:
-    """The ISA level in use: avx512_bf16, avx512_vnni, avx512, avx_vnni, avx2 or none."""
+    """The ISA level in use: amx, avx512_bf16, avx512_vnni, avx512, avx_vnni, avx2 or none."""
 
 def linear(
     weights: Weights,

@@ -54,13 +54,22 @@ def resolve_dtype(dtype: torch.dtype | str | None, own: str, ops: str, device: t
     return found
 
 
+def _cpu_flags() -> set[str]:
+    """Returns the features of the CPU as Linux names them; empty on other systems."""
+    try:
+        return set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        return set()
+
+
 def _cpu_has_bf16() -> bool:
     """Returns whether the CPU has bfloat16 instructions. Without them bfloat16 is slower than float32."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
-    except OSError:
-        return False
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+    return bool(_cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def matrix_tiles_refused() -> bool:
+    """Returns whether the CPU has matrix tiles (AMX) for which the operating system gives no permission."""
+    return host.level() == "avx512_bf16" and {"amx_tile", "amx_int8", "amx_bf16"} <= _cpu_flags()
 
 
 def thread_count(threads: int | None, ranks: int) -> int:

@@ -153,6 +153,9 @@ class ModelPair:
         )  # fmt: skip
         if device.type == "cpu" and options.get("device", "auto") == "auto" and (why := why_gpu_unused()) is not None:
             models.note(f"the models run on the CPU although this machine has a GPU: {why}")
+        if device.type == "cpu" and hardware.matrix_tiles_refused():
+            models.note("products of many rows are slower than on this CPU's matrix tiles (AMX), which the operating "
+                        "system refuses to this process; allow arch_prctl(ARCH_REQ_XCOMP_PERM)")  # fmt: skip
         models.check_operators(plan, models.note)
         models = models.with_gpu_trial(plan, options.get("gpu_trial", "auto"), options.get("trial_cache"))
         # the ranks of a job must have the same context, but may have different amounts of free memory

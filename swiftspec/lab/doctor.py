@@ -15,6 +15,7 @@ import torch
 from swiftspec import __version__
 from swiftspec.backends import cpu as host
 from swiftspec.backends.cuda.devices import build_info, driver_version, require_usable, why_no_gpu
+from swiftspec.builder.hardware import matrix_tiles_refused
 from swiftspec.distributed.collectives.torch_dist import nccl_version
 from swiftspec.errors import UserError
 from swiftspec.extras import EXTRAS, has_extra
@@ -25,7 +26,7 @@ LOW_MEMORY_BYTES = 2e9  # available memory below which hardly any model but the 
 LOW_SHM_BYTES = 32 << 20  # of /dev/shm, in which ranks exchange messages and sums
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # exists where an NVIDIA driver is loaded
 SHM = Path("/dev/shm")
-FASTEST_LEVELS = ("avx512_bf16",)  # levels beyond which nothing is gained
+FASTEST_LEVELS = ("amx", "avx512_bf16")  # levels beyond which nothing is gained
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,11 @@ def _cpu_findings() -> Iterator[Finding]:
         yield Finding(
             "products on the CPU", f"its operators run at the level {level}, below AVX-512 BF16",
             "use 4-bit weights (`swiftspec quantize`), which read fewer bytes",
+        )  # fmt: skip
+    if matrix_tiles_refused():
+        yield Finding(
+            "products of many rows on the CPU", "the operating system refuses this CPU's matrix tiles (AMX)",
+            "allow arch_prctl(ARCH_REQ_XCOMP_PERM) in the sandbox, or use Linux 5.16 or later",
         )  # fmt: skip
     quota = machine.cpu_quota()
     if quota is not None and quota < min(cores, 8):

@@ -27,7 +27,8 @@ from tests.backends.test_cpu import BF16, F32, dense, int4, random
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 
 DEMO = Path(swiftspec.__file__).parent / "demo"
-LEVELS = [name for name in ("avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2") if _C.use_level(name)]
+NAMES = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2")
+LEVELS = [name for name in NAMES if _C.use_level(name)]
 _C.use_level(LEVELS[0])
 SCALES = [torch.float16, BF16, F32]
 
@@ -60,7 +61,8 @@ def test_every_isa_level_is_bitwise_identical_to_the_reference(data: st.DataObje
     if data.draw(st.booleans()):
         four = int4(n, k, group, seed, bias)
         weight = replace(four, scales=four.scales.to(data.draw(st.sampled_from(SCALES))), int8_activations=True)
-    x = random(data.draw(st.integers(1, 19)), k, seed=seed, dtype=data.draw(st.sampled_from([BF16, F32])))
+    rows = data.draw(st.one_of(st.integers(1, 19), st.sampled_from([32, 33, 150])))
+    x = random(rows, k, seed=seed, dtype=data.draw(st.sampled_from([BF16, F32])))
     x[data.draw(st.integers(0, x.shape[0] - 1))] *= data.draw(st.sampled_from([0.0, 1e-36, 1e-3, 1e4]))
     want = oracle(weight, x)
     try:

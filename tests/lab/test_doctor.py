@@ -36,11 +36,12 @@ def test_the_command_shows_this_machine(capsys: pytest.CaptureFixture[str]) -> N
 def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **values: Any) -> list[str]:
     """The findings on a machine without problems, except for `values`."""
     usual: dict[str, Any] = {
-        "level": "avx512_bf16", "cores": (8, 8, 8), "quota": None, "load": 0.0, "shm": tmp_path,
+        "level": "avx512_bf16", "cores": (8, 8, 8), "quota": None, "load": 0.0, "shm": tmp_path, "tiles_refused": False,
         "memory": MemorySizes(int(64e9), int(60e9), None), "extras": True,
     }  # fmt: skip
     given = usual | values
     monkeypatch.setattr(cpu, "level", lambda: given["level"])
+    monkeypatch.setattr(doctor, "matrix_tiles_refused", lambda: given["tiles_refused"])
     monkeypatch.setattr(machine, "describe_cores", lambda: given["cores"])
     monkeypatch.setattr(machine, "cpu_quota", lambda: given["quota"])
     monkeypatch.setattr(machine, "memory_sizes", lambda: given["memory"])
@@ -61,6 +62,7 @@ def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **values: Any) -> l
         ({}, None),
         ({"level": "none"}, "plain torch runs; use a CPU with AVX2"),
         ({"level": "avx2"}, "level avx2, below AVX-512 BF16; use 4-bit weights"),
+        ({"tiles_refused": True}, "refuses this CPU's matrix tiles (AMX); allow arch_prctl"),
         ({"quota": 2.5}, "may use 2.5 CPUs, but 8 cores are visible; pass --threads 2"),
         ({"load": 6.0}, "the load average of the last minute is 6.0 with 8 CPUs"),
         ({"memory": MemorySizes(int(64e9), int(1e9), None)}, "only 1.0 GB of memory are available"),

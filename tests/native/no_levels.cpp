@@ -8,5 +8,6 @@ namespace swiftspec::host {
 [[gnu::weak]] Kernels avx512_kernels() { return {}; }
 [[gnu::weak]] Kernels avx512_vnni_kernels() { return {}; }
 [[gnu::weak]] Kernels avx512_bf16_kernels() { return {}; }
+[[gnu::weak]] Kernels amx_kernels() { return {}; }
 
 }  // namespace swiftspec::host

@@ -1,4 +1,4 @@
-"""Selection of ISA levels: threads are prepared before their first kernel, also while the level changes."""
+"""Selection of ISA levels, also while operators run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOURCES = ["tests/native/level_driver.cpp", "csrc/host/isa/level.cpp", "csrc/hos
 @pytest.mark.parametrize(
     "flags", [("-O1",), pytest.param(("-O1", "-g", "-fsanitize=thread"), marks=pytest.mark.slow)], ids=["plain", "tsan"]
 )
-def test_a_level_prepares_every_thread_once(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_operators_run_at_the_selected_level(tmp_path: Path, flags: tuple[str, ...]) -> None:
     driver = build(tmp_path / "levels", SOURCES, *flags)
     run = subprocess.run([driver], capture_output=True, text=True, check=False, timeout=100)
     assert (run.returncode, run.stderr) == (0, "")

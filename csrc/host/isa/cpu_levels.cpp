@@ -4,6 +4,10 @@
 #ifdef SWIFTSPEC_X86
 #include <cpuid.h>
 #endif
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace swiftspec::host {
 
@@ -28,7 +32,27 @@ bool has_avx512() {
 bool has_avx512_vnni() { return has_avx512() && SWIFTSPEC_HAS("avx512vnni"); }
 bool has_avx512_bf16() { return has_avx512_vnni() && SWIFTSPEC_HAS("avx512bf16"); }
 
-const Level kLevels[] = {{"avx512_bf16", has_avx512_bf16, avx512_bf16_kernels},
+// CPUID leaf 7: AMX-BF16, AMX-TILE and AMX-INT8
+bool has_amx_bits() {
+  constexpr unsigned kAmx = 1U << 22 | 1U << 24 | 1U << 25;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kAmx) == kAmx;
+}
+
+// Asks the kernel for the tile registers, which every process has to request.
+bool may_use_tiles() {
+#ifdef __linux__
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+bool has_amx() { return has_avx512_bf16() && has_amx_bits() && may_use_tiles(); }
+
+const Level kLevels[] = {{"amx", has_amx, amx_kernels},
+                         {"avx512_bf16", has_avx512_bf16, avx512_bf16_kernels},
                          {"avx512_vnni", has_avx512_vnni, avx512_vnni_kernels},
                          {"avx512", has_avx512, avx512_kernels},
                          {"avx_vnni", has_avx_vnni, avx_vnni_kernels},

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "common/noise.h"
-#include "host/ops/threads.h"
 
 namespace swiftspec::host {
 
@@ -34,13 +33,9 @@ std::atomic<const Selection*>& selected() {
   return chosen;
 }
 
-// The kernels in use, for which the calling thread is prepared. An operator calls this once, so it runs at one level
-// even if `use_level` selects another one meanwhile.
-const Kernels& kernels() {
-  const Kernels& found = selected().load(std::memory_order_acquire)->kernels;
-  prepare_thread(found.init_thread);
-  return found;
-}
+// The kernels in use. An operator calls this once, so it runs at one level even if `use_level` selects another one
+// meanwhile.
+const Kernels& kernels() { return selected().load(std::memory_order_acquire)->kernels; }
 
 template <class F>
 F require_kernel(F kernel) {

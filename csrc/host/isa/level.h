@@ -52,9 +52,6 @@ struct Kernels {
   int64_t (*draw_residual)(const ScoreArgs& p, const ScoreArgs& q, uint32_t key);
   void (*draw_filtered)(const ScoreArgs&, const FilterArgs&, const uint32_t* keys, int64_t* tokens);
   void (*filter_scores)(const ScoreArgs&, const FilterArgs&, float* out);
-  // Prepares a thread for these kernels, such as by loading the tile configuration of matrix units; or null. Runs once
-  // on each thread, before its first kernel; again only after the `init_thread` of another level ran there.
-  void (*init_thread)() = nullptr;
 };
 
 struct Level {
@@ -72,6 +69,7 @@ Kernels avx_vnni_kernels();
 Kernels avx512_kernels();
 Kernels avx512_vnni_kernels();
 Kernels avx512_bf16_kernels();
+Kernels amx_kernels();
 
 // Bits of one weight.
 constexpr int64_t bits_of(Format format) {

@@ -25,7 +25,9 @@ inline unsigned not_less_equal(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_
 
 inline I broadcast_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 inline I load_int(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_int(void* p, I x) { _mm512_storeu_si512(p, x); }
 inline I add(I a, I b) { return _mm512_add_epi32(a, b); }
+inline I sub_bytes(I a, I b) { return _mm512_sub_epi8(a, b); }
 inline I sub(I a, I b) { return _mm512_sub_epi32(a, b); }
 inline I mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
 inline I bit_and(I a, I b) { return _mm512_and_si512(a, b); }

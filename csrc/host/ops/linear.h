@@ -79,27 +79,71 @@ Inputs<X> with_group_sums(const LinearArgs& a, const X* x, std::vector<float>& s
   return {x, sums.data()};
 }
 
-// Returns the input rows quantised to int8. The buffer `sums` also holds the scales.
-template <class X>
-QuantizedRows quantize_rows(const LinearArgs& a, const X* x, std::vector<uint32_t>& words, std::vector<float>& sums) {
+// Quantises the input rows to int8. `place(row)`: the RowPlace of a row.
+template <class X, class Place>
+void quantize_rows(const LinearArgs& a, const X* x, const Place& place) {
   const Weights& w = *a.weights;
-  const int64_t groups = w.k / w.group;
-  words.resize(static_cast<size_t>(a.rows * w.k / 4));
-  sums.resize(static_cast<size_t>(2 * a.rows * groups));
-  float* scales = sums.data() + a.rows * groups;
-  const auto body = [&, words = words.data(), sums = sums.data()](int64_t row) {
-    const int64_t first = row / kRowTile * kRowTile, tile_rows = std::min<int64_t>(kRowTile, a.rows - first);
-    const int64_t at = first * groups + row - first;
-    quantize_row(x + row * w.k, w.k, w.group, tile_rows, words + first * (w.k / 4) + row - first, scales + at,
-                 sums + at);
-  };
-  if (a.rows * w.k >= kMinParallelWork) {
-    parallel_for(a.rows, body);
-  } else {
-    for (int64_t row = 0; row < a.rows; ++row) body(row);
-  }
-  return {words.data(), scales, sums.data()};
+  const auto body = [&](int64_t row) { quantize_row(x + row * w.k, w.k, w.group, place(row)); };
+  if (a.rows * w.k >= kMinParallelWork) return parallel_for(a.rows, body);
+  for (int64_t row = 0; row < a.rows; ++row) body(row);
 }
+
+// Buffers of quantised rows; thread-local ones grow to the largest input once.
+struct QuantizedBuffers {
+  std::vector<uint32_t> words;
+  std::vector<float> scales, sums;
+
+  void resize(int64_t rows, int64_t row_words, int64_t groups, int64_t extra_words) {
+    words.resize(static_cast<size_t>(rows * row_words + extra_words));
+    scales.resize(static_cast<size_t>(rows * groups));
+    sums.resize(static_cast<size_t>(rows * groups));
+  }
+};
+
+// Returns the input rows quantised and interleaved in tiles.
+template <class X>
+QuantizedRows interleaved_rows(const LinearArgs& a, const X* x, QuantizedBuffers& to) {
+  const int64_t row_words = a.weights->k / 4, groups = a.weights->k / a.weights->group;
+  to.resize(a.rows, row_words, groups, 0);
+  quantize_rows(a, x, [&, words = to.words.data(), scales = to.scales.data(), sums = to.sums.data()](int64_t row) {
+    const int64_t first = row / kRowTile * kRowTile, tile_rows = std::min<int64_t>(kRowTile, a.rows - first);
+    const int64_t scale = first * groups + row - first;
+    return RowPlace{words + first * row_words + row - first, tile_rows,    row_words, 0,
+                    scales + scale,                          sums + scale, tile_rows};
+  });
+  return {to.words.data(), to.scales.data(), to.sums.data()};
+}
+
+#ifdef SWIFTSPEC_TILES
+
+// Returns the input rows quantised, in the order of tiles.
+template <class X>
+TileRows rows_for_tiles(const LinearArgs& a, const X* x, QuantizedBuffers& to) {
+  const int64_t row_words = a.weights->k / 4, groups = a.weights->k / a.weights->group;
+  const int64_t inputs = tile_inputs(a.weights->group);
+  to.resize(a.rows, row_words, groups, (kTileRows - 1) * inputs / 4);
+  quantize_rows(a, x, [&, words = to.words.data(), scales = to.scales.data(), sums = to.sums.data()](int64_t row) {
+    return RowPlace{words + row * inputs / 4, 1,      inputs / 4, a.rows * inputs / 4, scales + row, sums + row,
+                    a.rows};
+  });
+  return {reinterpret_cast<const int8_t*>(to.words.data()), to.scales.data(), to.sums.data(), a.rows};
+}
+
+// Returns the input rows in the order of tiles.
+template <class X>
+Bf16TileRows bf16_rows_for_tiles(const LinearArgs& a, const X* x, std::vector<uint16_t>& to) {
+  const int64_t k = a.weights->k;
+  to.resize(static_cast<size_t>(a.rows * k + (kTileRows - 1) * kBf16TileInputs));
+  for (int64_t row = 0; row < a.rows; ++row) {
+    for (int64_t i = 0; i < k; i += kLanes) {
+      const int64_t tile = i / kBf16TileInputs * kBf16TileInputs;
+      store_as(to.data() + tile * a.rows + row * kBf16TileInputs + i - tile, load_as(x + row * k + i));
+    }
+  }
+  return {to.data(), a.rows};
+}
+
+#endif
 
 inline F add_bias(F x, const float* bias, int64_t column, int64_t count) {
   return bias == nullptr ? x : add(x, load_partial(bias + column, count));
@@ -167,7 +211,7 @@ void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
                       static_cast<const uint8_t*>(w.minima), static_cast<const uint8_t*>(w.super_scales),
                       static_cast<const uint8_t*>(w.super_minima), w.group};
   constexpr int64_t kStride = (kStripBlocks + 1) * kLanes;
-  float sums[kRowTile * kStride], ups[kRowTile * kStride];
+  float sums[In::kMaxRows * kStride], ups[In::kMaxRows * kStride];
   const bool gated = a.gate != Gate::none;
   const int64_t half = w.n / 2, outputs = gated ? half : w.n,
                 width = (gated ? kStripBlocks / 2 : kStripBlocks) * kLanes;
@@ -175,8 +219,8 @@ void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
   const int64_t blocks = (end - column + kLanes - 1) / kLanes;
   const int64_t up_block = (half + column) / kLanes, up_shift = (half + column) % kLanes;
   const int64_t up_blocks = (up_shift + end - column + kLanes - 1) / kLanes;
-  for (int64_t row = 0; row < a.rows; row += kRowTile) {
-    const int64_t rows = std::min<int64_t>(kRowTile, a.rows - row);
+  for (int64_t row = 0; row < a.rows; row += In::kMaxRows) {
+    const int64_t rows = std::min<int64_t>(In::kMaxRows, a.rows - row);
     const In tile = in.from(row, whole);
     dispatch_product(w.format, tile, advance(whole, column / kLanes), rows, blocks, sums, kStride);
     if (gated) dispatch_product(w.format, tile, advance(whole, up_block), rows, up_blocks, ups, kStride);
@@ -205,11 +249,24 @@ template <class T>
 void linear(const LinearArgs& a) {
   using X = std::conditional_t<std::is_same_v<T, float>, float, Packed16>;
   thread_local std::vector<X> scratch;  // thread-local buffers grow to the largest input once
-  thread_local std::vector<uint32_t> words;
   thread_local std::vector<float> sums;
+  thread_local QuantizedBuffers quantized;
   const X* x = prepare_rows<T, X>(a, scratch);
+#ifdef SWIFTSPEC_TILES
+  if constexpr (std::is_same_v<T, uint16_t>) {
+    thread_local std::vector<uint16_t> tiles;
+    if (a.weights->format == Format::bf16 && bf16_suits_tiles(a.weights->k)) {
+      return linear_strips<T>(a, bf16_rows_for_tiles(a, x, tiles));
+    }
+  }
+#endif
   if (a.weights->int8_activations) {
-    linear_strips<T>(a, quantize_rows(a, x, words, sums));
+#ifdef SWIFTSPEC_TILES
+    if (suits_tiles(a.rows, a.weights->group)) {
+      return linear_strips<T>(a, rows_for_tiles(a, x, quantized));
+    }
+#endif
+    linear_strips<T>(a, interleaved_rows(a, x, quantized));
   } else {
     linear_strips<T>(a, with_group_sums(a, x, sums));
   }

@@ -62,6 +62,8 @@ inline F load_zeros(const Operand& w, int64_t group) {
 
 template <class X>
 struct Inputs {
+  static constexpr int64_t kMaxRows = kRowTile;  // of a product
+
   const X* x;         // [rows, k]
   const float* sums;  // [rows, K / group], sums of each group's inputs; for int4 and int8
 

@@ -5,6 +5,8 @@
 //   out += sum of byte * (minimum * row scale), after that, if the weights have minima
 
 struct QuantizedRows {
+  static constexpr int64_t kMaxRows = kRowTile;  // of a product
+
   const uint32_t* words;  // tiles of kRowTile rows, the last one shorter: [K / 4][rows of the tile]
   const float* scales;    // [K / group][rows of the tile]
   const float* sums;      // [K / group][rows of the tile], sums of each group's bytes
@@ -18,11 +20,20 @@ struct QuantizedRows {
 // A group whose largest magnitude is smaller is set to zero, since the inverse could be infinite.
 constexpr float kMinAbsMax = 1e-30f;
 
-// Quantises one row to int8 with one scale per group, so that the largest magnitude becomes 127. Rows of a tile are
-// interleaved: elements of this row are `stride` apart. A group with a NaN or an infinity gets the scale NaN.
+// Where the results of a row go, which may be interleaved with those of other rows.
+struct RowPlace {
+  uint32_t* words;            // word i is at (i / run) * run_stride + (i % run) * stride; `run` is a multiple of 4
+  int64_t stride, run, run_stride;
+  float *scales, *sums;
+  int64_t scale_stride;
+};
+
+// Quantises one row to int8 with one scale per group, so that the largest magnitude becomes 127. A group with a NaN or
+// an infinity gets the scale NaN.
 template <class X>
-void quantize_row(const X* x, int64_t k, int64_t group, int64_t stride, uint32_t* words, float* scales, float* sums) {
+void quantize_row(const X* x, int64_t k, int64_t group, RowPlace to) {
   const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+  int64_t place = 0;
   for (int64_t g = 0; g * group < k; ++g, x += group) {
     F abs_max = zeros(), nan_probe = zeros(), total = zeros();
     for (int64_t i = 0; i < group; i += kLanes) {
@@ -36,12 +47,20 @@ void quantize_row(const X* x, int64_t k, int64_t group, int64_t stride, uint32_t
     for (int64_t i = 0; i < group; i += kLanes) {
       const F value = round_even(mul(load_as(x + i), inverse));
       total = add(total, value);
-      uint32_t four[4];
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(four), _mm_shuffle_epi8(narrow_bytes(to_int(value)), order));
-      for (int j = 0; j < 4; ++j, words += stride) *words = four[j];
+      const __m128i bytes = _mm_shuffle_epi8(narrow_bytes(to_int(value)), order);
+      uint32_t* words = to.words + place * to.stride;
+      if (to.stride == 1) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(words), bytes);
+      } else {
+        uint32_t four[4];
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(four), bytes);
+        for (int j = 0; j < 4; ++j) words[j * to.stride] = four[j];
+      }
+      place += 4;
+      if (place == to.run) place = 0, to.words += to.run_stride;
     }
-    scales[g * stride] = (is_zero ? 0.0f : top / 127.0f) + reduce_add(nan_probe);
-    sums[g * stride] = reduce_add(total);
+    to.scales[g * to.scale_stride] = (is_zero ? 0.0f : top / 127.0f) + reduce_add(nan_probe);
+    to.sums[g * to.scale_stride] = reduce_add(total);
   }
 }
 
@@ -80,14 +99,21 @@ inline I prepare_codes(I codes) {
 
 #endif
 
+// The codes of eight inputs as bytes.
 template <Format W>
-inline void load_codes(const uint8_t* p, I& first, I& second) {
+inline void load_bytes(const uint8_t* p, I& first, I& second) {
   if constexpr (W == Format::int4) {
     const I codes = load_int(p), low = broadcast_int(0x0f0f0f0f);
     first = bit_and(codes, low), second = bit_and(shift_right<4>(codes), low);
   } else {
-    first = prepare_codes<W>(load_int(p)), second = prepare_codes<W>(load_int(p + 64));
+    first = load_int(p), second = load_int(p + 64);
   }
+}
+
+template <Format W>
+inline void load_codes(const uint8_t* p, I& first, I& second) {
+  load_bytes<W>(p, first, second);
+  first = prepare_codes<W>(first), second = prepare_codes<W>(second);
 }
 
 // Few rows are memory-bound and best served by one or two streams of weights. These have too few accumulators to hide

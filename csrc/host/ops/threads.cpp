@@ -21,8 +21,6 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(100);  // then a worker sleeps
 constexpr int kSpinsBeforeYield = 2000;                 // then the caller yields its core
 
-thread_local void (*prepared_by)() = nullptr;  // the last `init_thread` that ran on this thread
-
 void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -56,7 +54,7 @@ class ThreadPool {
       for (int64_t i = 0; i < tasks; ++i) body(context, i);
       return;
     }
-    tasks_ = tasks, body_ = body, context_ = context, init_thread_ = prepared_by;
+    tasks_ = tasks, body_ = body, context_ = context;
     next_ = 0;
     gate_ = kOpen;
     epoch_.fetch_add(1);
@@ -92,7 +90,6 @@ class ThreadPool {
     while (!stopping_) {
       if (try_enter()) {
         last = epoch_;
-        prepare_thread(init_thread_);
         run_tasks();
         gate_.fetch_sub(1);
       }
@@ -121,7 +118,6 @@ class ThreadPool {
   int64_t tasks_ = 0;
   void (*body_)(const void*, int64_t) = nullptr;
   const void* context_ = nullptr;
-  void (*init_thread_)() = nullptr;
   std::mutex mutex_;
   std::condition_variable wake_;
 };
@@ -155,12 +151,6 @@ void set_threads(int count) {
 int threads() {
   const ThreadPool* pool = Process::process().pool.get();
   return pool == nullptr ? 1 : pool->workers() + 1;
-}
-
-void prepare_thread(void (*init)()) {
-  if (init == nullptr || init == prepared_by) return;
-  init();
-  prepared_by = init;
 }
 
 void parallel_for(int64_t tasks, void (*body)(const void*, int64_t), const void* context) {

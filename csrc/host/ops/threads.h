@@ -6,12 +6,8 @@
 
 namespace swiftspec::host {
 
-// Runs `init` (Kernels::init_thread) on the calling thread, unless it is null or was the last one that ran there.
-void prepare_thread(void (*init)());
-
 // Calls body(i) once for every i in [0, tasks), on the calling thread and on idle workers. Any thread may run any task,
-// so no two tasks may write to the same memory. If another job is running, the caller executes all tasks itself. A
-// worker runs the `init_thread` for which the caller is prepared, if any, before its first task.
+// so no two tasks may write to the same memory. If another job is running, the caller executes all tasks itself.
 void parallel_for(int64_t tasks, void (*body)(const void*, int64_t), const void* context);
 
 template <class Body>

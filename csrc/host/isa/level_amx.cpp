@@ -1,0 +1,40 @@
+// Kernels for AVX-512 with BF16 and VNNI, and products on the matrix tiles of AMX. All except `linear` of bfloat16
+// models are those of AVX-512 BF16.
+#include "host/isa/level.h"
+
+#ifdef SWIFTSPEC_X86
+
+#include "host/isa/headers.h"
+
+#define SWIFTSPEC_DOT_BF16 1
+#define SWIFTSPEC_DOT_INT8 1
+#define SWIFTSPEC_TILES 1
+SWIFTSPEC_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,amx-tile,amx-int8,amx-bf16,fma,f16c")
+
+namespace swiftspec::host {
+namespace amx {
+namespace {
+// clang-format off: each header needs those before it
+#include "host/isa/vector512.h"
+#include "host/isa/vector.h"
+#include "host/isa/tile_registers.h"
+#include "host/ops/product.h"
+#include "host/ops/product_int8.h"
+#include "host/ops/product_tiles.h"
+#include "host/ops/tiles.h"
+#include "host/ops/linear.h"
+// clang-format on
+}  // namespace
+}  // namespace amx
+
+Kernels amx_kernels() {
+  Kernels kernels = avx512_bf16_kernels();
+  kernels.linear_bf16 = amx::linear<uint16_t>;
+  return kernels;
+}
+
+}  // namespace swiftspec::host
+
+SWIFTSPEC_END_TARGET
+
+#endif

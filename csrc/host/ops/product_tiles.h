@@ -1,0 +1,263 @@
+// Products on matrix tiles: of int8-quantised rows with int4 and int8 weights, and of bfloat16 rows with bfloat16
+// weights. Integer sums are exact, and scales are applied in the order of product_int8.h, so the results of quantised
+// rows are bitwise those of the other ISA levels. bfloat16 sums have an order of their own; for a row's bits not to
+// depend on other rows, all products with a bfloat16 matrix run on tiles.
+
+constexpr int64_t kTileRows = 16;        // largest number of rows of a tile
+constexpr int64_t kMaxTileGroup = 256;   // largest group that fits TileBuffers
+
+// Inputs of a tile: a divisor of the group.
+inline int64_t tile_inputs(int64_t group) { return group % 64 == 0 ? 64 : group % 32 == 0 ? 32 : 16; }
+
+// Whether tiles are faster for this number of rows. Small groups leave most of a tile empty.
+inline bool suits_tiles(int64_t rows, int64_t group) {
+  return group <= kMaxTileGroup && rows >= (group % 64 == 0 ? 6 : 12);
+}
+
+struct TileRows {
+  static constexpr int64_t kMaxRows = 128;  // of a product
+
+  const int8_t* bytes;  // [K / tile_inputs][rows][tile_inputs], and kTileRows - 1 further rows that may be read
+  const float* scales;  // [K / group][rows]
+  const float* sums;    // [K / group][rows], sums of each group's bytes
+  int64_t rows;
+
+  TileRows from(int64_t row, const Operand& w) const {
+    return {bytes + row * tile_inputs(w.group), scales + row, sums + row, rows};
+  }
+};
+
+// Buffers of a product with B blocks. The two halves of a buffer are not a multiple of 4096 bytes apart, since a load
+// waits for an earlier store to an address with the same lower 12 bits.
+template <int B>
+struct TileBuffers {
+  static constexpr int64_t kCodes = B * kMaxTileGroup * kLanes + 3072, kSums = 2 * kTileRows * B * kLanes + 512;
+
+  alignas(64) int8_t codes[2][kCodes];  // of two groups: [group / Inputs][B][Inputs / 4][16 outputs][4 inputs]
+  alignas(64) int32_t sums[2][kSums];   // of two pairs of tiles: [2 tile_rows][B][16 outputs]
+};
+
+// A product of rows with B blocks; a tile has `Inputs` inputs. A step of the loop expands one tile of codes of the next
+// group, less the zero points, and multiplies one of this group. The sums of the previous pair of tiles are scaled in
+// between. The three are independent and use different execution units.
+template <Format W, int Inputs, int B>
+struct TileProduct {
+  const TileRows& in;
+  const Operand& w;
+  int64_t rows, tile_rows;  // rows of this product, and of a tile
+  float* out;
+  int64_t stride;
+  TileBuffers<B>& buffers;
+
+  const int64_t groups = w.k / w.group, steps = w.group / Inputs, distance = prefetch_distance(w, B);
+
+  // A pair of tiles of rows, or a single tile; without rows: none.
+  struct Pair {
+    int64_t group = 0, row = 0, count = 0;
+    int parity = 0;
+  };
+
+  int8_t* codes_at(int64_t g, int64_t step, int64_t block) {
+    return buffers.codes[g % 2] + (step * B + block) * Inputs * kLanes;
+  }
+
+  void expand(int64_t g, int64_t step, int64_t block) {
+    constexpr int64_t kEightInputsBytes = 8 * kLanes * bits_of(W) / 8;
+    const uint8_t* p = w.data + block * w.block_bytes + (g * w.group + step * Inputs) / 8 * kEightInputsBytes;
+    const I zero = W == Format::int8 ? broadcast_int(0x80808080)
+                                     : mul(to_int(load_zeros(w, block * groups + g)), broadcast_int(0x01010101));
+    int8_t* to = codes_at(g, step, block);
+#pragma GCC unroll 8
+    for (int i = 0; i < Inputs; i += 8, p += kEightInputsBytes, to += 8 * kLanes) {
+      I first, second;
+      load_bytes<W>(p, first, second);
+      prefetch(p + distance);
+      if (W == Format::int8) prefetch(p + 64 + distance);
+      store_int(to, sub_bytes(first, zero));
+      store_int(to + 4 * kLanes, sub_bytes(second, zero));
+    }
+  }
+
+  // Multiplies one tile of codes with one or two tiles of rows, the first one at `row`.
+  template <int Block>
+  void multiply(int64_t g, int64_t step, int64_t row, bool two) {
+    const int8_t* left = in.bytes + (g * w.group + step * Inputs) * in.rows + row * Inputs;
+    load_tile<6 + Block>(codes_at(g, step, Block), 64);
+    if (Block == 0) load_tile<4>(left, Inputs);
+    if (Block == 0 && two) load_tile<5>(left + tile_rows * Inputs, Inputs);
+    multiply_tiles<Block, 4, 6 + Block>();
+    if (two) multiply_tiles<2 + Block, 5, 6 + Block>();
+  }
+
+  void zero_sums(bool two) {
+    zero_tile<0>();
+    if (B == 2) zero_tile<1>();
+    if (two) zero_tile<2>();
+    if (B == 2 && two) zero_tile<3>();
+  }
+
+  void store_sums(int parity, bool two) {
+    constexpr int64_t kStride = B * kLanes * sizeof(int32_t);
+    int32_t *first = buffers.sums[parity], *second = first + tile_rows * B * kLanes;
+    store_tile<0>(first, kStride);
+    if (B == 2) store_tile<1>(first + kLanes, kStride);
+    if (two) store_tile<2>(second, kStride);
+    if (B == 2 && two) store_tile<3>(second + kLanes, kStride);
+  }
+
+  // Adds the scaled sums of a pair to the outputs.
+  template <bool HasMinima>
+  void scale(const Pair& pair) {
+    const int64_t at = pair.group * in.rows + pair.row;
+    const int32_t* sums = buffers.sums[pair.parity];
+    float* to = out + pair.row * stride;
+    F scale[B], minimum[B];
+    for (int b = 0; b < B; ++b) {
+      scale[b] = load_scales(w, b * groups + pair.group);
+      if (HasMinima) minimum[b] = load_minima(w, b * groups + pair.group);
+    }
+    for (int64_t m = 0; m < pair.count; ++m, to += stride, sums += B * kLanes) {
+      const F row_scale = broadcast(in.scales[at + m]);
+#pragma GCC unroll 2
+      for (int b = 0; b < B; ++b) {
+        const F exact = to_float(load_int(sums + b * kLanes));
+        F result = add(load(to + b * kLanes), mul(exact, mul(scale[b], row_scale)));
+        if (HasMinima) result = add(result, mul(broadcast(in.sums[at + m]), mul(minimum[b], row_scale)));
+        store(to + b * kLanes, result);
+      }
+    }
+  }
+
+  void add_scaled(const Pair& pair) { w.minima == nullptr ? scale<false>(pair) : scale<true>(pair); }
+
+  void expand_group(int64_t g) {
+    for (int64_t step = 0; step < steps; ++step) {
+      for (int64_t block = 0; block < B; ++block) expand(g, step, block);
+    }
+  }
+
+  void run() {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int b = 0; b < B; ++b) store(out + r * stride + b * kLanes, zeros());
+    }
+    expand_group(0);
+    Pair last;
+    for (int64_t g = 0; g < groups; ++g) {
+      for (int64_t row = 0; row < rows; row += 2 * tile_rows) {
+        const bool two = row + tile_rows < rows, expands = row == 0 && g + 1 < groups;
+        zero_sums(two);
+        for (int64_t step = 0; step < steps; ++step) {
+          if (expands) expand(g + 1, step, 0);
+          multiply<0>(g, step, row, two);
+          if constexpr (B == 2) {
+            if (expands) expand(g + 1, step, 1);
+            multiply<1>(g, step, row, two);
+          }
+        }
+        add_scaled(last);
+        last = {g, row, std::min(2 * tile_rows, rows - row), 1 - last.parity};
+        store_sums(last.parity, two);
+      }
+    }
+    add_scaled(last);
+  }
+};
+
+template <Format W, int Inputs>
+void product_with_tiles(const TileRows& in, Operand w, int64_t rows, int64_t blocks, float* out, int64_t stride) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows, tile_rows = (rows + tiles - 1) / tiles;
+  TileBuffers<2> buffers;
+  configure_tiles(static_cast<int>(tile_rows), Inputs);
+  for (; blocks >= 2; blocks -= 2, w = advance(w, 2), out += 2 * kLanes) {
+    TileProduct<W, Inputs, 2>{in, w, rows, tile_rows, out, stride, buffers}.run();
+  }
+  if (blocks > 0) {
+    TileBuffers<1> buffers_of_one;
+    TileProduct<W, Inputs, 1>{in, w, rows, tile_rows, out, stride, buffers_of_one}.run();
+  }
+  release_tiles();
+}
+
+template <Format W>
+void product_with_tiles(const TileRows& in, const Operand& w, int64_t rows, int64_t blocks, float* out,
+                        int64_t stride) {
+  const int64_t inputs = tile_inputs(w.group);
+  if (inputs == 64) return product_with_tiles<W, 64>(in, w, rows, blocks, out, stride);
+  if (inputs == 32) return product_with_tiles<W, 32>(in, w, rows, blocks, out, stride);
+  product_with_tiles<W, 16>(in, w, rows, blocks, out, stride);
+}
+
+inline void dispatch_product(Format format, const TileRows& in, const Operand& w, int64_t rows, int64_t blocks,
+                             float* out, int64_t stride) {
+  if (format == Format::int4) return product_with_tiles<Format::int4>(in, w, rows, blocks, out, stride);
+  product_with_tiles<Format::int8>(in, w, rows, blocks, out, stride);
+}
+
+constexpr int64_t kBf16TileInputs = 32;
+
+// Whether products with bfloat16 weights of k inputs run on tiles.
+inline bool bf16_suits_tiles(int64_t k) { return k % kBf16TileInputs == 0; }
+
+struct Bf16TileRows {
+  static constexpr int64_t kMaxRows = 128;  // of a product
+
+  const uint16_t* x;  // [K / 32][rows][32], and kTileRows - 1 further rows that may be read
+  int64_t rows;
+
+  Bf16TileRows from(int64_t row, const Operand&) const { return {x + row * kBf16TileInputs, rows}; }
+};
+
+// out[r, 16 b + i] = x[r] . W_b[i] for one or two tiles of rows, the first one at `row`, and B blocks.
+template <int B>
+void product_bf16_tiles(const Bf16TileRows& in, const Operand& w, int64_t row, int64_t tile_rows, bool two, float* out,
+                        int64_t stride) {
+  const int64_t distance = prefetch_distance(w, B), stride_bytes = stride * static_cast<int64_t>(sizeof(float));
+  zero_tile<0>();
+  if (B == 2) zero_tile<1>();
+  if (two) zero_tile<2>();
+  if (B == 2 && two) zero_tile<3>();
+  for (int64_t k = 0; k < w.k; k += kBf16TileInputs) {
+    const uint16_t* left = in.x + k * in.rows + row * kBf16TileInputs;
+    const uint8_t* right = w.data + k * 2 * kLanes;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      prefetch(right + distance + 64 * i);
+      if (B == 2) prefetch(right + w.block_bytes + distance + 64 * i);
+    }
+    load_tile<4>(left, 64);
+    load_tile<6>(right, 64);
+    multiply_bf16_tiles<0, 4, 6>();
+    if (B == 2) {
+      load_tile<7>(right + w.block_bytes, 64);
+      multiply_bf16_tiles<1, 4, 7>();
+    }
+    if (!two) continue;
+    load_tile<5>(left + tile_rows * kBf16TileInputs, 64);
+    multiply_bf16_tiles<2, 5, 6>();
+    if (B == 2) multiply_bf16_tiles<3, 5, 7>();
+  }
+  store_tile<0>(out, stride_bytes);
+  if (B == 2) store_tile<1>(out + kLanes, stride_bytes);
+  if (two) store_tile<2>(out + tile_rows * stride, stride_bytes);
+  if (B == 2 && two) store_tile<3>(out + tile_rows * stride + kLanes, stride_bytes);
+}
+
+template <int B>
+void product_bf16_rows(const Bf16TileRows& in, const Operand& w, int64_t rows, int64_t tile_rows, float* out,
+                       int64_t stride) {
+  for (int64_t row = 0; row < rows; row += 2 * tile_rows) {
+    product_bf16_tiles<B>(in, w, row, tile_rows, row + tile_rows < rows, out + row * stride, stride);
+  }
+}
+
+// Writes whole tiles, so up to the next multiple of kTileRows rows of `out`.
+inline void dispatch_product(Format, const Bf16TileRows& in, Operand w, int64_t rows, int64_t blocks, float* out,
+                             int64_t stride) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows, tile_rows = (rows + tiles - 1) / tiles;
+  configure_tiles(static_cast<int>(tile_rows), 64);
+  for (; blocks >= 2; blocks -= 2, w = advance(w, 2), out += 2 * kLanes) {
+    product_bf16_rows<2>(in, w, rows, tile_rows, out, stride);
+  }
+  if (blocks > 0) product_bf16_rows<1>(in, w, rows, tile_rows, out, stride);
+  release_tiles();
+}

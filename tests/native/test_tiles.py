@@ -1,0 +1,30 @@
+"""Products with matrix tiles, on emulated tile registers so that every machine with AVX2 runs them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.native.test_ll import build
+
+SOURCES = [
+    "tests/native/tiles_driver.cpp", "tests/native/no_levels.cpp", "csrc/host/isa/level_avx2.cpp",
+    *(f"csrc/host/{name}.cpp" for name in ("isa/level", "isa/cpu_levels", "ops/threads")),
+]  # fmt: skip
+UNSUPPORTED = 77  # exit code of the driver on a CPU without AVX2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("-O1",), pytest.param(("-O1", "-g", "-fsanitize=address,undefined"), marks=pytest.mark.slow)],
+    ids=["plain", "sanitized"],
+)
+def test_products_with_tiles_are_bitwise_those_of_avx2(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    options = ("-ffp-contract=off", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unused-function")
+    driver = build(tmp_path / "tiles", SOURCES, *options, *flags)
+    run = subprocess.run([driver], capture_output=True, text=True, check=False, timeout=300)
+    if run.returncode == UNSUPPORTED:
+        pytest.skip("this CPU has no AVX2")
+    assert (run.returncode, run.stderr) == (0, "")
