@@ -247,13 +247,14 @@ def load(args: argparse.Namespace) -> Iterator[MeasuredModel]:
 
 
 def measure(model: MeasuredModel, args: argparse.Namespace) -> list[Measurement]:
-    """Measures every level with every number of rows, in a different order in each repeat. The first round only fills
-    buffers and caches."""
+    """Measures every level with every number of rows, in a different order in each repeat. Repeat 0 only fills buffers
+    and caches."""
     cases: list[Key] = [(level, rows) for level in args.levels for rows in args.rows]
     found: dict[Key, list[Spent]] = {case: [] for case in cases}
     best = host.level()
     try:
         for repeat in range(args.repeats + 1):
+            print(f"{model.name}: repeat {repeat} of {args.repeats}", file=sys.stderr, flush=True)
             for level, rows in random.Random(repeat).sample(cases, len(cases)):
                 host.use_level(level)
                 spent = model.measure(rows)
