@@ -15,6 +15,9 @@ All systems answer the same short prompts greedily and read the same long ones; 
 samples answers to the short ones, at COMMON_SAMPLING (bench/workload.py). Rates are tokens per second after the
 prefill, as each system measures them; for the server they are the reported ones. A missing program is reported as one
 line. The machine must be otherwise idle. A pass takes 20 minutes.
+
+llama.cpp 0.3.36 crashes in its code for AMX. For a CPU with AMX, `python -m bench.baselines.build_llama DIR` builds it
+without that code; the report names the build.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench import large_report as report
+from bench.baselines.build_llama import crash_advice
 from bench.baselines.llama_plain import CONTEXT, has_llama_cpp
 from bench.baselines.llama_server import LlamaServer, find_server
 from bench.data.heldout import ROOT, read_token_ids
@@ -115,7 +119,7 @@ class Bench:
                 with self._measured(PEER, name, "plain", [file]) as add:
                     if python is not None:
                         task = Task({"file": str(file), "threads": threads}, work)
-                        add(self._child([python, "-m", "bench.baselines.llama_plain"], task))
+                        add(self._child([python, "-m", "bench.baselines.llama_plain"], task, crash_advice()))
                     elif server is not None:
                         add(server.measure(work, file, threads))
 
@@ -166,8 +170,9 @@ class Bench:
         except UserError as error:
             self._skip(f"{system} {name}: {error}")
 
-    def _child(self, command: list[str], task: Task) -> Measured:
-        """Runs a process and returns the measurements that it prints. Raises UserError if it fails."""
+    def _child(self, command: list[str], task: Task, on_crash: str = "") -> Measured:
+        """Runs a process and returns the measurements that it prints. Raises UserError if it fails. `on_crash`: added
+        to the error if a signal has ended the process."""
         file = self.folder / "task.json"
         task.write(file)
         env = {name: value for name, value in os.environ.items() if not name.startswith("SWIFTSPEC_")}
@@ -175,7 +180,8 @@ class Bench:
         file.unlink()
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:] or ["no output on stderr"]
-            raise UserError(f"failed with code {done.returncode}: {last[0]}")
+            advice = on_crash if done.returncode < 0 else ""
+            raise UserError(f"failed with code {done.returncode}: {last[0]}{advice}")
         return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
     def _skip(self, line: str) -> None:
@@ -189,7 +195,7 @@ class Bench:
         settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(self.args).items() if name in SHOWN}
         return {
             "settings": settings, "machine": report.machine(), "weights_gb": round(size / 1e9, 3),
-            "rows": [row.record() for row in self.rows], "skipped": self.skipped,
+            "rows": [row.record() for row in self.rows], "skipped": self.skipped, "llama": report.builds(self.rows),
             "equal_tokens": report.agreement(self.rows),
             "aims": [asdict(v) | {"holds": v.holds} for v in verdicts],
         }  # fmt: skip
@@ -197,6 +203,8 @@ class Bench:
     def print(self) -> None:
         """Prints the tables, the skipped runs and the verdicts."""
         print(report.table(self.rows))
+        for build in report.builds(self.rows):
+            print(f"{PEER} {build}")
         for line in self.skipped:
             print(f"skipped: {line}")
         print("leading tokens of each text that equal SwiftSpec's autoregressive decoding:")

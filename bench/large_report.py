@@ -126,6 +126,11 @@ def verdicts(rows: list[Row], weights: int) -> list[Verdict]:
     return found
 
 
+def builds(rows: list[Row]) -> list[str]:
+    """Returns the builds of llama.cpp in the rows: each version once, and whether it was built with AMX."""
+    return list(dict.fromkeys(row.measured.notes["version"] for row in rows if "version" in row.measured.notes))
+
+
 def agreement(rows: list[Row]) -> list[str]:
     """Returns one line per llama.cpp system: for each text, how many leading tokens equal those of SwiftSpec without a
     draft."""

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "common/arguments.h"
 
@@ -18,6 +19,9 @@ namespace swiftspec::host {
 // operators run: these finish at the level at which they began.
 const char* level();
 bool use_level(const std::string& name);
+
+// The names of the levels that this CPU supports, the preferred one first. Without "none", so empty on other CPUs.
+std::vector<std::string> supported_level_names();
 
 // The number of threads that share large products and prompt chunks, including the caller; 1 by default. The setting is
 // per process and must not change while an operator runs. A forked child starts with 1.

@@ -318,6 +318,9 @@ def gumbel_rows(seed: int, stream: int, positions: Array, first: int, out: Array
 def level() -> str:
     """The ISA level in use: amx, avx512_bf16, avx512_vnni, avx512, avx_vnni, avx2 or none."""
 
+def levels() -> list[str]:
+    """The ISA levels that this CPU supports, the preferred one first; empty if the CPU lacks AVX2."""
+
 def linear(
     weights: Weights,
     x: Array,

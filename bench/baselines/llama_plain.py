@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.baselines.build_llama import describe_build
 from bench.workload import WARM_UP, Measured, Task, answer, peak_of
 from swiftspec.errors import UserError
 
@@ -86,8 +87,8 @@ class LlamaCpp:
 
     @property
     def version(self) -> str:
-        """Version of the package."""
-        return self._c.__version__
+        """Version of the package, and whether it was built with AMX."""
+        return describe_build(self._c.__version__, b"AMX_INT8 = 1" in self._c.llama_print_system_info())
 
     def generate(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float, float]:
         """Generates exactly `max_tokens` tokens, starting from an empty cache.

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+from bench.baselines.build_llama import crash_advice, describe_build, recorded_amx
 from bench.baselines.llama_plain import CONTEXT
 from bench.workload import WARM_UP, Measured, Work, peak_of
 from swiftspec.errors import UserError
@@ -30,7 +31,8 @@ class LlamaServer:
     def __init__(self, binary: Path) -> None:
         self.binary = binary
         self._help = self._says("--help")
-        self.version = next(iter(self._says("--version").splitlines()), "unknown").removeprefix("version: ")
+        version = next(iter(self._says("--version").splitlines()), "unknown").removeprefix("version: ")
+        self.version = describe_build(version, recorded_amx(binary.resolve().parent))
 
     def measure(self, work: Work, target: Path, threads: int, draft: tuple[Path, int] | None = None) -> Measured:
         """Serves the GGUF file `target` and returns the measurements of the workload.
@@ -77,7 +79,9 @@ class LlamaServer:
                 _wait(process, port, log)
                 yield process, port, time.monotonic() - began
             except (OSError, http.client.HTTPException) as error:
-                raise UserError(f"llama-server does not respond ({error}); last output: {_last(log)}") from None
+                raise UserError(
+                    f"llama-server does not respond ({error}); last output: {_last(log)}{_advice(process)}"
+                ) from None
             finally:
                 process.terminate()
 
@@ -107,7 +111,7 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         if process.poll() is not None:
-            raise UserError(f"llama-server exited with code {process.returncode}: {_last(log)}")
+            raise UserError(f"llama-server exited with code {process.returncode}: {_last(log)}{_advice(process)}")
         try:
             if _asked(port, "GET", "/health")[0] == 200:
                 return
@@ -137,6 +141,15 @@ def _asked(port: int, method: str, path: str, body: str | None = None) -> tuple[
         return response.status, response.read().decode()
     finally:
         connection.close()
+
+
+def _advice(process: subprocess.Popen[bytes]) -> str:
+    """Returns how to avoid the crash of a server that a signal has ended, or nothing."""
+    try:
+        code = process.wait(1.0)  # the connection may end before the process
+    except subprocess.TimeoutExpired:
+        return ""
+    return crash_advice() if code < 0 else ""
 
 
 def _last(log: IO[bytes]) -> str:

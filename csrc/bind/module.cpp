@@ -1,6 +1,8 @@
 // The Python module swiftspec._C. Only csrc/bind depends on Python; it checks all arguments (bind/array.h).
 #include "bind/module.h"
 
+#include <pybind11/stl.h>
+
 #include "bind/arguments.h"
 #include "kernels_host.h"
 
@@ -21,6 +23,8 @@ void bind_cpu(py::module_& m) {
         "The ISA level in use: amx, avx512_bf16, avx512_vnni, avx512, avx_vnni, avx2 or none.");
   m.def("use_level", &host::use_level, py::arg("name"),
         "Selects an ISA level, for tests. Returns False if this CPU does not support it.");
+  m.def("levels", &host::supported_level_names,
+        "The ISA levels that this CPU supports, the preferred one first; empty if the CPU lacks AVX2.");
   m.def("set_threads", &set_threads, py::arg("count"),
         "Sets the number of threads that share large products, including the caller.");
   m.def("threads", &host::threads, "The number of threads; 1 by default and after a fork.");

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from bench import large, startup, width_expanded
+from bench.baselines import build_llama
 from bench.large import Bench, Options, arguments
-from bench.large_report import Row, agreement, table, verdicts
+from bench.large_report import Row, agreement, builds, table, verdicts
 from bench.width_expanded import Model, check_room, pad_tokenizer, warm
 from bench.workload import Measured, Task, Work
 from swiftspec.errors import UserError
@@ -71,6 +72,28 @@ def test_a_failed_run_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run.run()
     failed = [line for line in run.skipped if "this version" not in line]
     assert failed[0] == "swiftspec ar: failed with code 3: no memory" and len(failed) >= 2 and not run.rows
+
+
+def test_a_crash_of_llama_cpp_on_a_cpu_with_amx_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a signal indicates the crash; other failures keep their message."""
+    python = tmp_path / "python"
+    monkeypatch.setattr(build_llama, "cpu_features", lambda: frozenset({"amx_int8"}))
+    for last, code in (("kill -ILL $$", -4), ("exit 3", 3)):
+        python.write_text(f"#!/bin/sh\necho no reason >&2\n{last}\n")
+        python.chmod(0o755)
+        run = bench(tmp_path, "--only", "llama", "--llama-python", str(python), "--threads", "1")
+        for kind in large.KINDS:
+            run.target.gguf(kind).touch()
+        run.run()
+        assert len(run.skipped) == 2
+        for line in run.skipped:
+            assert f"failed with code {code}: no reason" in line
+            assert ("build it without: python -m bench.baselines.build_llama DIR" in line) == (code < 0)
+
+
+def test_builds_of_llama_cpp_are_reported_once() -> None:
+    rows = [row("llama.cpp", name, "plain", [1.0], notes={"version": "0.3.36, built without AMX"}) for name in "ab"]
+    assert builds([row("swiftspec", "ar", "ar", [1.0]), *rows]) == ["0.3.36, built without AMX"]
 
 
 @pytest.mark.parametrize(

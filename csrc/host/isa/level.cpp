@@ -56,6 +56,14 @@ bool use_level(const std::string& name) {
   return false;
 }
 
+std::vector<std::string> supported_level_names() {
+  std::vector<std::string> names;
+  for (const Selection& level : supported_levels()) {
+    if (level.kernels.linear_f32 != nullptr) names.emplace_back(level.name);
+  }
+  return names;
+}
+
 int64_t peak(int64_t rounds, bool is_f32) {
   float seed[16] = {};
   const Kernels& k = kernels();

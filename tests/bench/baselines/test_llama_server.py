@@ -7,19 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from bench.baselines import build_llama
 from bench.baselines.llama_server import LlamaServer, find_server
 from bench.workload import Work
 from swiftspec.errors import UserError
 
 WORK = Work(long=[[5] * 40], short=[[1, 2], [3, 4]], tokens=6)
 PROGRAM = """#!{python}
-import json, sys
+import json, os, signal, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 if "--help" in sys.argv or "--version" in sys.argv:
     print("usage: -m FILE -md FILE {flag} N" if "--help" in sys.argv else "version: 7 (abc)")
     sys.exit()
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if flags["-m"].endswith("crash.gguf"):
+    os.kill(os.getpid(), signal.SIGILL)
 if not flags["-m"].endswith("good.gguf"):
     print("loading\\nno such model")
     sys.exit(3)
@@ -78,6 +81,20 @@ def test_autoregressive_decoding(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exited with code 3: no such model"):
+        program(tmp_path).measure(WORK, tmp_path / "bad.gguf", 1)
+
+
+def test_the_measurements_name_the_build(tmp_path: Path) -> None:
+    (tmp_path / "build.json").write_text('{"flags": {"GGML_AMX_INT8": "OFF"}}')
+    found = program(tmp_path).measure(WORK, tmp_path / "good.gguf", 1)
+    assert found.notes == {"version": "7 (abc), built without AMX"}
+
+
+def test_a_crash_on_a_cpu_with_amx_is_reported_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_llama, "cpu_features", lambda: frozenset({"amx_int8"}))
+    with pytest.raises(UserError, match=r"exited with code -4: .*bench.baselines.build_llama DIR"):
+        program(tmp_path).measure(WORK, tmp_path / "crash.gguf", 1)
+    with pytest.raises(UserError, match=r"exited with code 3: no such model$"):
         program(tmp_path).measure(WORK, tmp_path / "bad.gguf", 1)
 
 
