@@ -8,6 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from swiftspec.config import EngineConfig
+from swiftspec.control.row_times import PairTimes
 
 WINDOW_ROUNDS = 16  # speculative rounds that a decision is based on
 PROBE_ROUNDS = 4  # autoregressive rounds that a decision is based on
@@ -48,6 +49,7 @@ class RoundStats:
     """Current kind of rounds and recent measurements. They persist across requests."""
 
     config: EngineConfig  # determines which of d, bs and the use of the draft are adaptive
+    row_times: PairTimes | None = None  # of the models, if they were measured at start
     steps: int = field(init=False)  # current d of speculative rounds
     nodes: int = field(init=False)  # current bs of speculative rounds
     speculating: bool = True  # whether rounds are speculative at present

@@ -20,7 +20,7 @@ class TreeConfig(Protocol):
     """The shape of the draft tree, as `EngineConfig` defines it."""
 
     @property
-    def verify_batch(self) -> int: ...  # bs
+    def max_nodes(self) -> int: ...  # largest bs
     @property
     def leaves_per_expansion(self) -> int: ...  # w
     @property
@@ -83,7 +83,7 @@ class LocalDrafter:
 
     def open(self, start: RequestStart) -> None:
         config, sampling = self._config, start.sampling
-        self._nodes, self._request_steps = sampling.verify_batch or config.verify_batch, sampling.draft_steps
+        self._nodes, self._request_steps = sampling.verify_batch or config.max_nodes, sampling.draft_steps
         self._request, self._round = start.request, 0
         self._root_at = len(start.tokens) - 1  # absolute position
         self.pending, self._root = [], 0
