@@ -290,8 +290,9 @@ class EngineConfig:
 
     @property
     def children_per_leaf(self) -> int:
-        """k, the number of children of an expanded leaf: a round cannot verify or expand more of them."""
-        return max(self.max_nodes, self.leaves_per_expansion)
+        """k, the number of children of an expanded leaf: a round of the configured size cannot verify or expand more of
+        them."""
+        return max(self.verify_batch, self.leaves_per_expansion)
 
     @property
     def max_nodes(self) -> int:

@@ -230,6 +230,8 @@ def make_tree_decoding(
     controller = None
     if config.mode != "ar" and config.is_adaptive:
         controller = Controller(parts.drafter, lambda: initial_stats(config, row_times))
+        if local is not None and row_times is not None:
+            local.max_nodes = max(controller.round_stats.batch_sizes)
     on_event = _observers(recorder, parts, probabilities, local, controller, rpc_log)
     report = (lambda: None) if controller is None else controller.report
     if away is None:
