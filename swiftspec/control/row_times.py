@@ -25,9 +25,9 @@ from swiftspec.runtime.verifier import LocalVerifier
 
 FORMAT = 1
 MAX_FILE_BYTES = 1 << 14
-# Numbers of rows of the measured verifications, the most informative first: a slow model may not reach the last ones.
+# Numbers of rows of the measured verifications, in this order: a slow model may not reach the last ones.
 VERIFIED_ROWS = (1, 8, 32, 16, 4)
-TARGET_BUDGET_S, DRAFT_BUDGET_S = 1.4, 0.4  # of the measurement of each model
+TARGET_BUDGET_S, DRAFT_BUDGET_S = 1.3, 0.4  # of the measurement of each model, without its warm-up
 REPEATS = 3  # forwards with each number of rows, while the budget lasts
 # More of them for fast models, whose forwards take less time than another process may run before them.
 MAX_REPEATS, REPEAT_BUDGET_S = 12, 0.1
@@ -147,8 +147,8 @@ def measure_pair_times(
         drafter.expand()
         return clock() - began
 
-    counts = [rows for rows in VERIFIED_ROWS if rows < max_rows]
-    target = measure_row_times(verify, [*counts[:1], max_rows, *counts[1:]], TARGET_BUDGET_S, clock)
+    counts = dict.fromkeys(min(rows, max_rows) for rows in VERIFIED_ROWS)
+    target = measure_row_times(verify, [*counts], TARGET_BUDGET_S, clock)
     verifier.close()
     draft = measure_row_times(expand, (1, max(leaves, 2)), DRAFT_BUDGET_S, clock)
     drafter.close()
@@ -158,19 +158,22 @@ def measure_pair_times(
 def measure_row_times(
     forward: Callable[[int], float], counts: Sequence[int], budget_s: float, clock: Callable[[], float]
 ) -> RowTimes | None:
-    """Measures the shortest time of a forward of each of `counts` rows. A forward that would probably exceed `budget_s`
-    seconds in total ends the measurement. Returns None if not even two of the counts were measured.
+    """Measures the shortest time of a forward of each of `counts` rows, after a warm-up, which reads mapped weights. A
+    forward that would probably exceed `budget_s` seconds in total, without the warm-up, ends the measurement, except
+    the one with the second number of rows. Returns None if the first one takes half of the budget.
 
-    `forward`: runs a forward of the given number of rows and returns its seconds. The first one counts although it is
-    slower, because a large model has no time for a warm-up; `RowTimes.of` limits it by the next ones.
+    `forward`: runs a forward of the given number of rows and returns its seconds.
     """
+    forward(counts[0])
     began, times = clock(), dict[int, float]()
     for repeat in range(MAX_REPEATS):
         if repeat >= REPEATS and clock() - began > REPEAT_BUDGET_S:
             break
         for rows in counts:
-            expected = times.get(rows, max(times.values(), default=0.0))
-            if clock() - began + expected > budget_s:
-                return RowTimes.of(times) if len(times) > 1 else None
+            expected = RowTimes.of(times).at(rows) if times else 0.0
+            if len(times) == 1 and expected > budget_s / 2:
+                return None
+            if len(times) > 1 and clock() - began + expected > budget_s:
+                return RowTimes.of(times)
             times[rows] = min(forward(rows), times.get(rows, math.inf))
     return RowTimes.of(times)

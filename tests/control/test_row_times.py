@@ -52,20 +52,22 @@ class FakeModel:
 def test_a_fast_model_is_measured_repeatedly() -> None:
     model = FakeModel(lambda rows: 1e-4 * rows)
     assert model.measure((1, 8, 32), 1.0) == RowTimes((1, 8, 32), (1e-4, 8e-4, 32e-4))
-    assert len(model.forwards) == 3 * row_times.MAX_REPEATS
+    assert len(model.forwards) == 1 + 3 * row_times.MAX_REPEATS
     slower = FakeModel(lambda rows: 9e-3)
     slower.measure((1, 8, 32), 1.0)
-    assert len(slower.forwards) == 3 * row_times.REPEATS + 3, "until 0.1 s have passed"
+    assert len(slower.forwards) == 1 + 3 * row_times.REPEATS + 3, "until 0.1 s have passed"
 
 
 def test_a_slow_model_is_measured_within_the_budget() -> None:
-    """The measurement ends before the forward that would exceed the budget; the slow first forward is limited by the
-    next one."""
+    """The measurement ends before the forward that would exceed the budget."""
     model = FakeModel(lambda rows: 0.16 + 0.01 * rows)
-    times = model.measure((1, 32, 8, 16, 4), 1.5)
-    assert model.forwards == [1, 32, 8] and model.now < 1.5
-    assert times is not None and times.rows == (1, 8, 32) and times.seconds == pytest.approx((0.24, 0.24, 0.48))
-    assert FakeModel(lambda rows: 0.5).measure((1, 32), 1.5) is None, "a single number of rows is no table"
+    times = model.measure((1, 8, 32, 16, 4), 1.1)
+    assert model.forwards == [1, 1, 8, 32] and model.now < 1.1 + 3 * 0.17
+    assert times is not None and times.rows == (1, 8, 32) and times.seconds == pytest.approx((0.17, 0.24, 0.48))
+    assert FakeModel(lambda rows: 0.5).measure((1, 8), 0.9) is None, "a single number of rows is no table"
+    assert FakeModel(lambda rows: 0.4 + 0.1 * rows).measure((1, 8, 32), 1.1) == RowTimes(
+        (1, 8), (0.5, 1.2000000000000002)
+    )
 
 
 def test_times_do_not_fall_with_the_number_of_rows() -> None:
