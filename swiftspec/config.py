@@ -17,6 +17,7 @@ MAX_MEASURED_DRAFT_STEPS = 16  # limit of a measured d: deeper nodes are hardly 
 MAX_CONCURRENT_REQUESTS = 256
 MAX_THREADS = 8  # threads of one operator by default: more take longer to synchronise than short rounds compute
 MAX_TREE_NODES = 64  # limit of bs, w and d: a larger round costs more than it can save
+MAX_ADAPTED_NODES = 32  # largest bs that adaptation chooses where it exceeds `verify_batch`
 VERIFY_METHODS = ("match", "reject")
 PROPOSAL_METHODS = ("top", "coupled", "sample")
 # by proposal method; greedy: any method at temperature 0
@@ -164,7 +165,8 @@ class EngineConfig:
     )  # fmt: skip
     self_switch: bool = False  # decode without the draft while that is faster; rounds then depend on the clock
     adapt_steps: bool = False  # d follows measurements of running requests; rounds then depend on the clock
-    adapt_batch: bool = False  # bs follows measurements, up to verify_batch; rounds then depend on the clock
+    adapt_batch: bool = False  # bs follows measurements, up to `max_nodes`; rounds then depend on the clock
+    time_rows: bool = False  # the models' forwards are timed at start by their number of rows; see `for_device`
     target_tp: int = setting(1, ge=1)
     draft_tp: int = -1  # -1: default of the mode (async 1, or 0 with a worker; ar 0; others target_tp)
     target_remote: bool = False  # a worker runs the target instead of the ranks of this job
@@ -228,13 +230,19 @@ class EngineConfig:
         return replace(self, mode="serial" if has_draft else "ar", draft_tp=-1)
 
     def for_device(self, device: str) -> "EngineConfig":
-        """Returns the configuration with w filled in, unless it is set. `device`: type of the device of the models in
-        this process, such as "cuda". The device of a remote draft is unknown, so it gets the default of a CPU, which
-        every worker accepts."""
-        if self.draft_leaves is not None:
-            return self
+        """Returns the configuration with w filled in, unless it is set, and with `time_rows`. `device`: type of the
+        device of the models in this process, such as "cuda".
+
+        The device of a remote draft is unknown, so it gets the default w of a CPU, which every worker accepts. Forwards
+        are timed where one process runs both models alternately on a CPU, and the timing has a use. On a GPU they run
+        in graphs, which are captured for the configured bs.
+        """
+        remote = self.draft_remote or self.target_remote
+        alone = self.mode == "serial" and self.num_ranks == 1 and not remote
+        timed = device == "cpu" and alone and self.verify == "match" and self.is_adaptive
         wide = device == "cuda" and not self.draft_remote
-        return replace(self, draft_leaves=GPU_DRAFT_LEAVES if wide else DEFAULT_DRAFT_LEAVES)
+        leaves = GPU_DRAFT_LEAVES if wide else DEFAULT_DRAFT_LEAVES
+        return replace(self, draft_leaves=self.draft_leaves or leaves, time_rows=timed)
 
     def check_request(self, sampling: SamplingParams) -> None:
         """Raises UserError if `sampling` does not fit this configuration: its mode, its proposal method, or the largest
@@ -282,8 +290,15 @@ class EngineConfig:
 
     @property
     def children_per_leaf(self) -> int:
-        """k, the number of children of an expanded leaf: a round cannot verify or expand more of them."""
+        """k, the number of children of an expanded leaf: a round of the configured size cannot verify or expand more of
+        them."""
         return max(self.verify_batch, self.leaves_per_expansion)
+
+    @property
+    def max_nodes(self) -> int:
+        """Largest bs of any round; caches are allocated for it. It exceeds `verify_batch` where adaptation knows the
+        times of larger verifications."""
+        return max(self.verify_batch, MAX_ADAPTED_NODES if self.time_rows and self.adapt_batch else 0)
 
     @property
     def leaves_per_expansion(self) -> int:

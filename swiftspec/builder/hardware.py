@@ -3,6 +3,7 @@ here."""
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import torch
@@ -17,6 +18,16 @@ from swiftspec.settings_schema import require
 
 MOST_THREADS = 1024  # limit of a given number of threads, as of --threads
 DEVICE_TYPES = ("cpu", "cuda")
+
+
+def cpu_name() -> str:
+    """Returns the model name of the CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def resolve_device(device: torch.device | str) -> torch.device:

@@ -49,6 +49,7 @@ from swiftspec.builder.memory_estimate import MemoryEstimate, fit_context, kv_by
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile, VerdictRecord
 from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
+from swiftspec.control.row_times import PairTimes, RowTimesFile, measure_pair_times
 from swiftspec.distributed.launch.config_check import RankConfig, settings_of
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.errors import UserError, truncated_repr
@@ -353,6 +354,28 @@ class ModelPair:
         split = {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp}
         return {"mode": plan.mode, **shape, **split, "model": self.target.name, "emulate": asdict(self.emulate)}
 
+    def row_times(self, plan: EngineConfig, verifier: LocalVerifier, drafter: LocalDrafter) -> PairTimes | None:
+        """Returns the row times of the pair if `plan` requires them: those of an earlier start, from the folder of
+        packed weights, or else measured ones. Returns None if the models are too slow for the measurement."""
+        if not plan.time_rows:
+            return None
+        file = None
+        if self.cache is not None:
+            assert self.draft is not None
+            facts = {
+                "version": __version__, "cpu": hardware.cpu_name(), **cpu.machine_facts(), "threads": self.threads,
+                "models": [_model_fingerprint(self.target), _model_fingerprint(self.draft)], "dtype": str(self.dtype),
+                "cache": str(self.cache_dtype), "ops": self.ops, "activations": self.activations, "head": self.head,
+                "emulate": asdict(self.emulate), "leaves": plan.leaves_per_expansion, "nodes": plan.max_nodes,
+            }  # fmt: skip
+            file = RowTimesFile.of(self.cache.folder, facts)
+        times = None if file is None else file.read()
+        if times is None:
+            times = measure_pair_times(verifier, drafter, plan.leaves_per_expansion, plan.max_nodes)
+            if times is not None and file is not None:
+                file.write(times)
+        return times
+
     def peer_all_reduce_width(self, *, target: bool, draft: bool) -> int:
         """Returns the largest hidden size of the models whose kernels all-reduce through peer memory, or 0 if they do
         not: other projections than those of cuda, ranks that share a GPU, or a verdict against peer memory. `target`,
@@ -437,7 +460,7 @@ class ModelPair:
             capture.release()
 
     def _context(self, plan: EngineConfig) -> int:
-        return self.max_model_len + plan.verify_batch  # the last round may overshoot
+        return self.max_model_len + plan.max_nodes  # the last round may overshoot
 
     def tree_slots(self, side: Side, plan: EngineConfig) -> int:
         """Returns the number of tree slots in the KV cache of target or draft."""
@@ -446,7 +469,7 @@ class ModelPair:
         if plan.mode == "smc":
             return particle_region_slots(plan.population, self.max_model_len)
         if side == "target":
-            return plan.verify_batch
+            return plan.max_nodes
         return draft_tree_slots(plan)
 
     def _quantization(self, side: Side, ops: Any) -> LoadTimeQuantization:

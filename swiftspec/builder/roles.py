@@ -13,7 +13,8 @@ from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
-from swiftspec.control.round_stats import RoundStats
+from swiftspec.control.policy import initial_stats
+from swiftspec.control.row_times import PairTimes
 from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.decode import Observer, no_observer
 from swiftspec.distributed.launch.world import World
@@ -153,7 +154,7 @@ def build_roles(
     head = trace_header(models.trace_metadata(config) | ({} if rpc_log is None else clock_reading()))
     if recorder.file is not None:
         recorder.file.write([head])
-    limits = EngineLimits(models.max_model_len, models.vocab_size, models.eos_token_ids, check, config.verify_batch)
+    limits = EngineLimits(models.max_model_len, models.vocab_size, models.eos_token_ids, check, config.max_nodes)
     return Roles(decoding, parts, config, limits, rank, recorder, head, leave, rpc_log, models)
 
 
@@ -204,16 +205,17 @@ def _tree(
         if config.overlap_on_one_gpu and local is not None:
             warm_up(local, alone)
     assert isinstance(alone, TargetVerifier)
+    times = None if rank is not None or local is None else models.row_times(config, alone, local)
     rpc_log = None if away is None else away.rpc_log
     captured = partial(num_captures, alone, local)
-    decoding = make_tree_decoding(parts, config, recorder, alone.probabilities, captured, local, away, rpc_log)
+    decoding = make_tree_decoding(parts, config, recorder, alone.probabilities, captured, local, away, rpc_log, times)
     return parts, decoding, config
 
 
 def make_tree_decoding(
     parts: TreeRoles, config: EngineConfig, recorder: Recorder, probabilities: Probabilities,
     captured_graphs: Callable[[], int], local: LocalDrafter | None, away: RemoteDraft | None,
-    rpc_log: RpcLog | None = None,
+    rpc_log: RpcLog | None = None, row_times: PairTimes | None = None,
 ) -> TreeDecoding:  # fmt: skip
     """Returns the decoding with a draft tree: wraps the drafter in a controller, if the config is adaptive, and for
     failover or fallback, and adds observers.
@@ -223,10 +225,13 @@ def make_tree_decoding(
     `probabilities`: returns the target's probabilities of a proposal's tokens, for traces (see `TreeTrace`).
     `captured_graphs`: returns the number of CUDA graphs that the models in this process have captured.
     `rpc_log`: log of the RPCs with workers; None without workers.
+    `row_times`: times of the models' forwards by number of rows; None: not measured.
     """
     controller = None
     if config.mode != "ar" and config.is_adaptive:
-        controller = Controller(parts.drafter, lambda: RoundStats(config))
+        controller = Controller(parts.drafter, lambda: initial_stats(config, row_times))
+        if local is not None and row_times is not None:
+            local.max_nodes = max(controller.round_stats.batch_sizes)
     on_event = _observers(recorder, parts, probabilities, local, controller, rpc_log)
     report = (lambda: None) if controller is None else controller.report
     if away is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from swiftspec.control import policy
+from swiftspec.control.cost_model import CostModel
 from swiftspec.control.round_stats import Decision, RoundSample, RoundStats
 from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
@@ -18,7 +19,8 @@ SKIPPED_ROUNDS = 2  # rounds after a change that are not measured: caches are co
 
 @dataclass(frozen=True, slots=True)
 class PolicyReport:
-    """Decisions made in one request, and the latest measurements. Times are in seconds; None: not measured."""
+    """Decisions made in one request, and the latest measurements. Times are in seconds; None: not measured. An
+    autoregressive round that was not measured is predicted from row times, if they are known."""
 
     steps: int  # d of speculative rounds at the end of the request
     nodes: int  # bs of speculative rounds at the end of the request
@@ -154,6 +156,8 @@ class Controller:
         if not m.config.is_adaptive:
             return None
         tree, plain = m.speculative_round_time, m.ar_round_time
+        if plain is None and m.row_times is not None:
+            plain = CostModel(m).ar_round_time
         break_even = tree / plain if tree is not None and plain else None
         speedup = (
             sum(seen.tokens for seen in m.speculative_rounds) / len(m.speculative_rounds) / break_even

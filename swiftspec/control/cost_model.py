@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from statistics import median
 
 import numpy as np
@@ -20,27 +21,42 @@ HYSTERESIS = 1.05  # tolerance of the verification time, as a factor, within whi
 
 
 class CostModel:
-    """Predictions for rounds of any shape (d, bs), based on at least one measured round of the current shape.
+    """Predictions for rounds of any shape (d, bs), based on at least one measured round of the current shape, or on row
+    times. Only the latter predict the times of more nodes than were measured.
 
     In all methods, `steps` is d and `nodes` is bs.
     """
 
     def __init__(self, stats: RoundStats) -> None:
-        trees = stats.speculative_rounds
+        trees, table = stats.speculative_rounds, stats.row_times
+        assert trees or table is not None
         self._stats, self._lookahead = stats, stats.config.mode == "async"
-        # The lower quartile excludes rounds in which a lookahead drafter ran out of nodes and made more than d
-        # expansions.
-        self._expansion = _lower_quartile([tree.draft for tree in trees]) / stats.steps
-        times = stats.verify_times | {stats.nodes: median(tree.target for tree in trees)}
-        fewest = min(times)
+        times, self._expansion, self._overhead = dict(stats.verify_times), 0.0, 0.0
+        if trees:
+            # The lower quartile excludes rounds in which a lookahead drafter ran out of nodes and made more than d
+            # expansions.
+            self._expansion = _lower_quartile([tree.draft for tree in trees]) / stats.steps
+            times[stats.nodes] = median(tree.target for tree in trees)
+        elif table is not None:
+            self._expansion = table.draft.at(stats.config.leaves_per_expansion)
         if stats.ar_round_time is not None:
             times[1] = stats.ar_round_time
-        elif fewest > 1:
+        elif table is None and (fewest := min(times)) > 1:
             times[1] = ONE_ROW_FACTOR * times[fewest]
-        self._rows = sorted(times)
-        self._times = [times[rows] for rows in self._rows]
-        forwards = self._forward_time(stats.steps, stats.nodes)
-        self._overhead = max(median(tree.seconds for tree in trees) - forwards, 0.0)
+        self._prior: Callable[[float], float] = (lambda rows: 1.0) if table is None else table.target.at
+        self._rows = sorted(times) or [1]
+        self._factors = [times[rows] / self._prior(rows) for rows in sorted(times)] or [1.0]
+        if trees:
+            forwards = self._forward_time(stats.steps, stats.nodes)
+            self._overhead = max(median(tree.seconds for tree in trees) - forwards, 0.0)
+
+    @property
+    def ar_round_time(self) -> float | None:
+        """Seconds of an autoregressive round: the measured median, or a prediction from row times; None without
+        either."""
+        if self._stats.ar_round_time is not None or self._stats.row_times is None:
+            return self._stats.ar_round_time
+        return self._verify_time(1)
 
     def tokens_per_second(self, steps: int, nodes: int) -> float:
         """Returns the predicted tokens per second; 0 if the predicted time of a round is 0."""
@@ -82,9 +98,10 @@ class CostModel:
         return max(target, draft) if self._lookahead else target + draft
 
     def _verify_time(self, nodes: int) -> float:
-        """Returns the seconds of a verification of `nodes` nodes: interpolated linearly between the measured values of
-        bs, constant above the largest."""
-        return float(np.interp(nodes, self._rows, self._times))
+        """Returns the seconds of a verification of `nodes` nodes: those in the row times, multiplied by the factor that
+        verifications have taken in comparison. The factor is interpolated linearly between the measured values of bs
+        and constant beyond them. Without row times the same holds for the seconds themselves."""
+        return self._prior(nodes) * float(np.interp(nodes, self._rows, self._factors))
 
     def _proposal_depth(self, steps: int) -> int:
         """Returns the number of levels below the root of a proposal after `steps` expansions. A lookahead drafter's

@@ -8,6 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from swiftspec.config import EngineConfig
+from swiftspec.control.row_times import PairTimes
 
 WINDOW_ROUNDS = 16  # speculative rounds that a decision is based on
 PROBE_ROUNDS = 4  # autoregressive rounds that a decision is based on
@@ -48,8 +49,10 @@ class RoundStats:
     """Current kind of rounds and recent measurements. They persist across requests."""
 
     config: EngineConfig  # determines which of d, bs and the use of the draft are adaptive
+    row_times: PairTimes | None = None  # of the models, if they were measured at start
     steps: int = field(init=False)  # current d of speculative rounds
     nodes: int = field(init=False)  # current bs of speculative rounds
+    batch_sizes: list[int] = field(init=False)  # candidates for bs, ascending
     speculating: bool = True  # whether rounds are speculative at present
     rounds: int = 0  # rounds measured since steps, nodes or speculating changed
     speculative_rounds: deque[RoundSample] = field(
@@ -69,7 +72,10 @@ class RoundStats:
     raise_cooldown: int = 0  # rounds until d and bs may be increased again; not positive: they may
 
     def __post_init__(self) -> None:
-        self.steps, self.nodes = self.config.initial_draft_steps, self.config.verify_batch
+        most = self.nodes = self.config.verify_batch
+        self.steps, self.batch_sizes = self.config.initial_draft_steps, [most]
+        if self.config.adapt_batch:  # bs, its half, its quarter and so on, down to 2 or 3
+            self.batch_sizes = sorted(most >> i for i in range(max(most.bit_length() - 1, 1)))
 
     @property
     def current(self) -> Decision:

@@ -15,7 +15,7 @@ from swiftspec import file_io
 from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import CONTEXT_TOKENS, VERIFICATIONS_PER_PREFILL
 from swiftspec.errors import UserError
-from swiftspec.lab import measurement, timeline, trials
+from swiftspec.lab import calibration, measurement, timeline, trials
 from swiftspec.lab.timeline import Trace
 from swiftspec.lab.trials import SweepRequest, Trial
 from swiftspec.lab.worker_pool import EngineBuild, RankPool
@@ -93,7 +93,7 @@ class Sweep:
             self._step_times()
             self._run_variations(self._variations)
             self._run_variations(lambda: self._of_winner(trials.leaf_trials))
-            self._run_variations(lambda: self._of_winner(trials.calibration_trials))
+            self._run_variations(lambda: self._of_winner(self._calibrated))
             self._run_variations(lambda: trials.ablation(self.profile["runs"], self._request.base_ops))
             self._run_variations(lambda: trials.populations(self.profile["runs"]))
         except measurement.OutOfTime:
@@ -149,6 +149,16 @@ class Sweep:
         """Returns the trials that `make` derives from the plan of the fastest run so far."""
         winner = store.best_run(self.profile)
         return [] if winner is None else make(winner["plan"])
+
+    def _calibrated(self, plan: Json) -> list[Trial]:
+        """Returns the trial of the fastest plan, `plan`, with the calibration that fits its rounds. Returns none if the
+        plan has no draft tree, or if the rounds are too few."""
+        if plan["mode"] not in trials.TREE_MODES:
+            return []
+        self._step(f"calibration of {store.plan_title(plan)}")
+        recorded = self._traced(trials.calibration_trial(plan, calibration.RECORDED_CALIBRATION), plan)
+        fitted = calibration.fit_calibration(recorded.rounds)
+        return [] if fitted is None else [trials.calibration_trial(plan, fitted)]
 
     def _decode(self, trial: Trial, steps: tuple[int | None, ...], variation: bool) -> None:
         """Builds the engine of a trial, decodes the prompts at each d and adds the speeds to the profile.
@@ -316,7 +326,7 @@ class Sweep:
     def _total(self) -> int:
         """Estimates the number of measurements, since the variations and dropped runs are not known in advance."""
         contest = trials.initial_trials(self._request, self._pool.ranks)
-        alone = 2 * self._pool.ranks + len(trials.BATCHES) * 4 + len(trials.BATCHES) + len(trials.CALIBRATIONS)
+        alone = 2 * self._pool.ranks + len(trials.BATCHES) * 4 + len(trials.BATCHES) + 2
         return len(contest) * self._request.repeats + alone + self._populations()
 
     def _populations(self) -> int:
@@ -370,7 +380,7 @@ def describe_trials(request: SweepRequest, ranks: int) -> Sequence[str]:
         lines.append(f"{store.plan_title(trial.row(None))} {d}".rstrip())
     rows = f"{trials.ROWS[0]}..{trials.ROWS[-1]}"
     lines.append(f"step times of both models on 1..{ranks} ranks, {rows} rows")
-    lines.append(f"the winner with other bs or w, and with calibration {', '.join(map(str, trials.CALIBRATIONS))}")
+    lines.append("the winner with other bs or w, and with the calibration that fits its rounds")
     lines.append(f"the best serial and async runs with {request.base_ops} operators")
     lines.append(f"{len(request.prompts)} prompts, each {' and '.join(map(describe_sampling, request.samplings))}")
     several = [f"{name} in {', '.join(map(str, values))}" for name, values in trials.PARTICLES.items()]

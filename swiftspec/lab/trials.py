@@ -24,7 +24,6 @@ ROWS = (1, 2, 4, 8, 16, 32)  # rows per forward of the measured step times
 # d in serial mode and on one GPU, where the best d depends on acceptance, not on a ratio of times
 SERIAL_STEPS = (1, 2, 3, 4, 6)
 BATCHES = (2, 4, 8, 16, 32)  # values of bs and of w, each with the other one at its default (paper, Figure 2)
-CALIBRATIONS = (0.5, 0.7, 1.0)  # calibrations of the winner: the defaults fit the demo models, whose draft is small
 PARTICLES = {  # values of N, K and sequence groups, each with the others at their defaults
     "particles": (1, 2, 8, 16), "smc_draft_tokens": (1, 2, 8), "smc_groups": (2, 4, 8),
 }  # fmt: skip
@@ -194,13 +193,9 @@ def leaf_trials(plan: Mapping[str, Any]) -> list[Trial]:
     return [replace(start, draft_leaves=w) for w in BATCHES if w != start.draft_leaves]
 
 
-def calibration_trials(plan: Mapping[str, Any]) -> list[Trial]:
-    """Returns trials of the fastest plan, `plan`, with other calibrations. Returns none if the plan has no draft
-    tree."""
-    if plan["mode"] not in TREE_MODES:
-        return []
-    start = Trial.of(plan, steps=(plan["draft_steps"],))
-    return [replace(start, calibration=value) for value in CALIBRATIONS]
+def calibration_trial(plan: Mapping[str, Any], calibration: float) -> Trial:
+    """Returns the trial of the fastest plan, `plan`, with another calibration. The plan must have a draft tree."""
+    return replace(Trial.of(plan, steps=(plan["draft_steps"],)), calibration=calibration)
 
 
 def populations(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:

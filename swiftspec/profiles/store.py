@@ -50,6 +50,7 @@ from typing import Any
 import torch
 
 from swiftspec import file_io
+from swiftspec.builder.hardware import cpu_name
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
@@ -68,16 +69,7 @@ def hardware(device: str) -> Json:
     """Returns kind, name and number of the devices that step times depend on. `device`: "cuda" or "cpu"."""
     if device == "cuda":
         return {"kind": "cuda", "name": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
-    return {"kind": "cpu", "name": _cpu_name(), "count": os.cpu_count() or 1}
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return {"kind": "cpu", "name": cpu_name(), "count": os.cpu_count() or 1}
 
 
 class NotAProfile(UserError):

@@ -20,7 +20,7 @@ class TreeConfig(Protocol):
     """The shape of the draft tree, as `EngineConfig` defines it."""
 
     @property
-    def verify_batch(self) -> int: ...  # bs
+    def max_nodes(self) -> int: ...  # largest bs
     @property
     def leaves_per_expansion(self) -> int: ...  # w
     @property
@@ -54,6 +54,7 @@ class LocalDrafter:
         self.runner, self.tree, self.executors = runner, tree, executors
         self._children, self._config = children, config
         self.draft_steps = config.initial_draft_steps  # d, unless the request overrides it
+        self.max_nodes = config.max_nodes  # nodes of a proposal, unless the request overrides them
         self.pending: list[int] = []
         self._root = 0  # node of the current root; `settle` re-roots the tree, so that it becomes node 0
 
@@ -83,7 +84,7 @@ class LocalDrafter:
 
     def open(self, start: RequestStart) -> None:
         config, sampling = self._config, start.sampling
-        self._nodes, self._request_steps = sampling.verify_batch or config.verify_batch, sampling.draft_steps
+        self._nodes, self._request_steps = sampling.verify_batch or self.max_nodes, sampling.draft_steps
         self._request, self._round = start.request, 0
         self._root_at = len(start.tokens) - 1  # absolute position
         self.pending, self._root = [], 0

@@ -25,7 +25,7 @@ def test_the_compression_curves_have_all_their_points(w: int) -> None:
     others = [run("serial", 1, 1, 80.0, d=2, draft_leaves=w), run("ar", 1, 0, 50.0)]
     curve = [measured(trial) for trial in trials.variations(first["plan"])]
     winner = {**first["plan"], "verify_batch": 16}
-    tuned = [measured(trial) for make in (trials.leaf_trials, trials.calibration_trials) for trial in make(winner)]
+    tuned = [measured(trial) for trial in (*trials.leaf_trials(winner), trials.calibration_trial(winner, 0.5))]
     base = [measured(trial) for trial in trials.ablation([first], "unfused")]
     curves = html_report.compression_curves(profile(first, *others, *curve, *tuned, *base))
     assert list(curves) == [f"bs (w {w})", "w (bs 8)"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swiftspec.errors import UserError
-from swiftspec.lab import measurement, profile, trials
+from swiftspec.lab import calibration, measurement, profile, trials
 from swiftspec.lab import sweep as sweeps
 from swiftspec.lab.measurement import RequestProgress
 from swiftspec.lab.profile import main
@@ -38,7 +38,7 @@ def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trials, "PARTICLES", {"particles": (2,), "smc_groups": (2,)})
     monkeypatch.setattr(trials, "BATCHES", (4, 8))
-    monkeypatch.setattr(trials, "CALIBRATIONS", (0.5,))
+    monkeypatch.setattr(calibration, "MIN_CHOICES", 5)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "def add(a"}\n{"prompt": "class"}\n')
     prompts = ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "profiles")]
     return [*prompts, "--max-tokens", "8", "--repeats", "2", "--budget", "1m"]
@@ -66,6 +66,8 @@ def test_on_one_rank(pair: list[str], short: list[str], tmp_path: Path, capsys: 
     deep = {r["plan"]["draft_steps"]: r["rounds"] for r in found["rounds"] if r["plan"]["verify_batch"] == 8}
     assert set(deep) >= {1, 2, 3, 4, 6}
     assert all(critical == d for d, rounds in deep.items() for _, critical in rounds)
+    fitted = [run["plan"]["calibration"] for run in found["runs"] if "calibration" in run["plan"]]
+    assert len(fitted) <= 1 and all(calibration.LEAST <= c <= calibration.MOST for c in fitted), "none in mode ar"
     assert found["stopped"] is None
     assert {path.suffix for path in (tmp_path / "profiles").iterdir()} == {".json", ".csv", ".yaml", ".html"}
     assert "tok/round" in capsys.readouterr().out

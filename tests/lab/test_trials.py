@@ -63,20 +63,18 @@ def test_variations_change_one_thing_at_a_time() -> None:
     assert trials.variations(run("ar", 4, 0, 100)["plan"]) == []
 
 
-def test_the_winner_is_tried_with_other_leaves_and_calibrations() -> None:
+def test_the_winner_is_tried_with_other_leaves_and_another_calibration() -> None:
     """At its own bs, mode, split and d; a calibration is part of the plan, and of the settings of `serve`."""
     winner = run("async", 1, 0, 100, d=5, verify_batch=16)["plan"]
     made = trials.leaf_trials(winner)
     assert [(t.verify_batch, t.draft_leaves) for t in made] == [(16, 2), (16, 4), (16, 16), (16, 32)]
-    made = trials.calibration_trials(winner)
-    assert [t.calibration for t in made] == [0.5, 0.7, 1.0]
-    assert all((t.mode, t.draft_tp, t.draft_leaves, t.steps) == ("async", 0, 8, (5,)) for t in made)
-    row = made[0].row(5)
-    assert trials.Trial.of(row, steps=(5,)) == made[0] and made[0].plan(5).calibration == 0.5
+    made = trials.calibration_trial(winner, 0.5)
+    assert (made.mode, made.draft_tp, made.draft_leaves, made.steps) == ("async", 0, 8, (5,))
+    row = made.row(5)
+    assert trials.Trial.of(row, steps=(5,)) == made and made.plan(5).calibration == 0.5
     assert store.plan_settings(row)["calibration"] == 0.5 and "calibration" not in store.plan_settings(winner)
     assert store.plan_title(row) == "async 1+0 bs 16 w 8 d 5 c 0.5"
-    for make in (trials.leaf_trials, trials.calibration_trials):
-        assert make(run("ar", 4, 0, 100)["plan"]) == []
+    assert trials.leaf_trials(run("ar", 4, 0, 100)["plan"]) == []
 
 
 def test_prompts_are_taken_from_all_families_in_turn(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def decode(draft: bool) -> tuple[list[int], int]:
         small = make_runner(seed=0, noise=0.05)
         tree, children = DraftTree(400, 40), TopChildren(4, coupled=True)
         shape: Any = SimpleNamespace(
-            verify_batch=4, leaves_per_expansion=4, children_per_leaf=4, initial_draft_steps=3, proposal="coupled"
+            max_nodes=4, leaves_per_expansion=4, children_per_leaf=4, initial_draft_steps=3, proposal="coupled"
         )
         shape.calibration_for = lambda greedy: 1.0
         drafter = LocalDrafter(small, [EagerExecutor(small)], tree, children, shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -32,6 +33,7 @@ from swiftspec.backends.reference import (
 )
 from swiftspec.backends.reference.resampling import ResamplingState
 from swiftspec.errors import UserError
+from swiftspec.file_io import file_facts
 from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors, PackedMlp, ProjectionNorm
 from swiftspec.model.spec import Activation, ModelSpec, unknown_fields
 
@@ -58,6 +60,7 @@ __all__ = [
     "linear_residual",
     "log_probs",
     "log_top_k",
+    "machine_facts",
     "make_slot_mover",
     "mask_outputs",
     "mlp",
@@ -89,6 +92,13 @@ set_threads = _C.set_threads  # number of threads that share large products and 
 threads = _C.threads
 use_level = _C.use_level  # selects an ISA level for tests and benchmarks; returns False if it is not supported
 peak = _C.peak  # peak(rounds, float32) runs a loop of products only and returns its number of floating-point operations
+
+
+def machine_facts() -> dict[str, object]:
+    """Returns what decides the speed of these operators on a given CPU, serialisable as JSON: the ISA level, and
+    attributes of the native extension's file that change when it is built again."""
+    assert _C.__file__ is not None
+    return {"level": level(), "extension": file_facts(Path(_C.__file__))}
 
 
 def check_supported(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:

@@ -36,7 +36,6 @@ def test_the_splits_are_those_of_the_machine(device: str, ranks: int, pairs: lis
 def test_it_writes_a_valid_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "BATCHES", (8,))
     monkeypatch.setattr(trials, "SERIAL_STEPS", (1,))
-    monkeypatch.setattr(trials, "CALIBRATIONS", (0.5,))
     monkeypatch.setattr(trials, "ROWS", (1,))
     file = tmp_path / "sweep.json"
     found = sweep.run(arguments(json=file), sweep.PrintedProgress())

@@ -1,0 +1,179 @@
+"""Row times: seconds of a forward of each model by its number of rows, measured at the start of the engine.
+
+They predict the time of a round of any shape (d, bs) before a round has been measured. They are kept in a file, so that
+later starts with the same models on the same machine do not measure again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from swiftspec.control.step_times import GREEDY
+from swiftspec.messages import Proposal, RequestStart
+from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.verifier import LocalVerifier
+
+FORMAT = 1
+MAX_FILE_BYTES = 1 << 14
+# Numbers of rows of the measured verifications, in this order: a slow model may not reach the last ones.
+VERIFIED_ROWS = (1, 8, 32, 16, 4)
+TARGET_BUDGET_S, DRAFT_BUDGET_S = 1.3, 0.4  # of the measurement of each model, without its warm-up
+REPEATS = 3  # forwards with each number of rows, while the budget lasts
+# More of them for fast models, whose forwards take less time than another process may run before them.
+MAX_REPEATS, REPEAT_BUDGET_S = 12, 0.1
+ROOT = RequestStart(0, (0,), GREEDY, 1)  # a request without a prefill: the prompt is its root
+
+
+@dataclass(frozen=True, slots=True)
+class RowTimes:
+    """Seconds of a forward of one model at some numbers of rows, ascending."""
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @staticmethod
+    def of(measured: Mapping[int, float]) -> RowTimes:
+        """Returns the times of the shortest measured forwards. Other load can only prolong a forward, and fewer rows
+        never take longer, so a time is limited by the times of more rows."""
+        rows = tuple(sorted(measured))
+        descending = np.array([measured[count] for count in reversed(rows)])
+        return RowTimes(rows, tuple(np.minimum.accumulate(descending)[::-1].tolist()))
+
+    def at(self, rows: float) -> float:
+        """Returns the seconds of a forward of `rows` rows: interpolated linearly, and above the measured numbers
+        continued with the slope of the last two."""
+        most, last = self.rows[-1], self.seconds[-1]
+        if rows <= most or len(self.rows) == 1:
+            return float(np.interp(rows, self.rows, self.seconds))
+        slope = (last - self.seconds[-2]) / (most - self.rows[-2])
+        return last + slope * (rows - most)
+
+    def to_json(self) -> dict[str, float]:
+        return {str(rows): seconds for rows, seconds in zip(self.rows, self.seconds, strict=True)}
+
+    @staticmethod
+    def from_json(data: object) -> RowTimes:
+        """Raises ValueError if `data` was not made by `to_json`."""
+        if not isinstance(data, dict) or not data:
+            raise ValueError("not a table of row times")
+        measured = {int(rows): seconds for rows, seconds in data.items()}
+        for rows, seconds in measured.items():
+            if rows < 1 or type(seconds) is not float or not 0 < seconds < math.inf:
+                raise ValueError("not a row time")
+        return RowTimes.of(measured)
+
+
+@dataclass(frozen=True, slots=True)
+class PairTimes:
+    """Row times of a model pair: of the target's verifications by bs, and of the draft's expansions by w."""
+
+    target: RowTimes
+    draft: RowTimes
+
+    def to_json(self) -> dict[str, object]:
+        return {"target": self.target.to_json(), "draft": self.draft.to_json()}
+
+    @staticmethod
+    def from_json(data: object) -> PairTimes:
+        """Raises ValueError if `data` was not made by `to_json`."""
+        if not isinstance(data, dict):
+            raise ValueError("not the row times of a pair")
+        return PairTimes(RowTimes.from_json(data.get("target")), RowTimes.from_json(data.get("draft")))
+
+
+@dataclass(frozen=True, slots=True)
+class RowTimesFile:
+    """File of the row times of one pair on one machine."""
+
+    path: Path
+
+    @staticmethod
+    def of(folder: Path, facts: Mapping[str, object]) -> RowTimesFile:
+        """Returns the file for `facts`: everything that determines the times, serialisable as JSON."""
+        words = json.dumps({"format": FORMAT, **facts}, sort_keys=True).encode()
+        return RowTimesFile(folder / f"row-times-{hashlib.sha256(words).hexdigest()[:40]}.json")
+
+    def read(self) -> PairTimes | None:
+        """Returns the row times; None if there is no file, or if it is damaged."""
+        try:
+            with self.path.open("rb") as file:
+                return PairTimes.from_json(json.loads(file.read(MAX_FILE_BYTES)))
+        except (OSError, ValueError, RecursionError):
+            return None
+
+    def write(self, times: PairTimes) -> None:
+        """Replaces the file. Does nothing if the folder cannot be written to: the next start measures again."""
+        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(times.to_json()), encoding="utf-8")
+            temporary.replace(self.path)
+
+
+def measure_pair_times(
+    verifier: LocalVerifier,
+    drafter: LocalDrafter,
+    leaves: int,
+    max_rows: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> PairTimes | None:
+    """Measures the row times of a pair, or returns None if the budget does not suffice. No request is open afterwards.
+
+    `leaves`: w. `max_rows`: the largest bs. `clock`: returns the time in seconds.
+    """
+
+    def verify(rows: int) -> float:
+        verifier.open(ROOT)
+        chain = Proposal.from_draft_model(0, 0, 0, (0,) * rows, range(-1, rows - 1), (0.0,) * rows)
+        began = clock()
+        verifier.verify(chain)
+        return clock() - began
+
+    def expand(rows: int) -> float:
+        drafter.open(ROOT)
+        if rows > 1:  # the first expansion is that of the root
+            drafter.expand()
+        began = clock()
+        drafter.expand()
+        return clock() - began
+
+    counts = dict.fromkeys(min(rows, max_rows) for rows in VERIFIED_ROWS)
+    target = measure_row_times(verify, [*counts], TARGET_BUDGET_S, clock)
+    verifier.close()
+    draft = measure_row_times(expand, (1, max(leaves, 2)), DRAFT_BUDGET_S, clock)
+    drafter.close()
+    return None if target is None or draft is None else PairTimes(target, draft)
+
+
+def measure_row_times(
+    forward: Callable[[int], float], counts: Sequence[int], budget_s: float, clock: Callable[[], float]
+) -> RowTimes | None:
+    """Measures the shortest time of a forward of each of `counts` rows, after a warm-up, which reads mapped weights. A
+    forward that would probably exceed `budget_s` seconds in total, without the warm-up, ends the measurement, except
+    the one with the second number of rows. Returns None if the first one takes half of the budget.
+
+    `forward`: runs a forward of the given number of rows and returns its seconds.
+    """
+    forward(counts[0])
+    began, times = clock(), dict[int, float]()
+    for repeat in range(MAX_REPEATS):
+        if repeat >= REPEATS and clock() - began > REPEAT_BUDGET_S:
+            break
+        for rows in counts:
+            expected = RowTimes.of(times).at(rows) if times else 0.0
+            if len(times) == 1 and expected > budget_s / 2:
+                return None
+            if len(times) > 1 and clock() - began + expected > budget_s:
+                return RowTimes.of(times)
+            times[rows] = min(forward(rows), times.get(rows, math.inf))
+    return RowTimes.of(times)
