@@ -24,10 +24,12 @@ namespace {
 #include "host/ops/product_tiles.h"
 #include "host/ops/tiles.h"
 #include "host/ops/linear.h"
+#include "host/ops/attention.h"
 // clang-format on
 
 void linear_f32(const LinearArgs& args) { linear<float>(args); }
 void linear_bf16(const LinearArgs& args) { linear<uint16_t>(args); }
+void attention_bf16(const AttentionArgs& args) { attention<uint16_t>(args); }
 }  // namespace
 }  // namespace emulated
 }  // namespace swiftspec::host
@@ -92,6 +94,21 @@ void compare(Format format, Zeros zeros, int64_t rows, int64_t k, int64_t n, int
   std::exit(1);
 }
 
+float bf16_value(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float out;
+  std::memcpy(&out, &wide, sizeof out);
+  return out;
+}
+
+bool close(const std::vector<uint16_t>& want, const std::vector<uint16_t>& got) {
+  for (size_t i = 0; i < want.size(); ++i) {
+    const float difference = bf16_value(want[i]) - bf16_value(got[i]), size = bf16_value(want[i]);
+    if (!(difference * difference <= 1e-3f + 1e-3f * size * size)) return false;
+  }
+  return true;
+}
+
 void compare_bf16(int64_t rows, int64_t k, int64_t n, Gate gate) {
   const auto data = random_values<uint16_t>((n + 15) / 16 * 16 * k), x = random_values<uint16_t>(rows * k);
   const Weights weights{Format::bf16, data.data(), nullptr, ScaleType::f32, nullptr, nullptr, nullptr, nullptr, nullptr,
@@ -104,18 +121,8 @@ void compare_bf16(int64_t rows, int64_t k, int64_t n, Gate gate) {
     linear(args);
     return out;
   };
-  const auto value = [](uint16_t bits) {
-    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-    float out;
-    std::memcpy(&out, &wide, sizeof out);
-    return out;
-  };
   const auto want = run(avx2_kernels().linear_bf16, 0, rows), got = run(emulated::linear_bf16, 0, rows);
-  bool ok = true;
-  for (size_t i = 0; i < want.size(); ++i) {
-    const float difference = value(want[i]) - value(got[i]), size = value(want[i]);
-    ok = ok && difference * difference <= 1e-3f + 1e-3f * size * size;
-  }
+  bool ok = close(want, got);
   for (const int64_t row : {int64_t{0}, rows / 2, rows - 1}) {
     const auto alone = run(emulated::linear_bf16, row, 1);
     ok = ok && std::memcmp(alone.data(), got.data() + row * outputs, alone.size() * sizeof(uint16_t)) == 0;
@@ -123,6 +130,70 @@ void compare_bf16(int64_t rows, int64_t k, int64_t n, Gate gate) {
   if (ok) return;
   std::fprintf(stderr, "bf16 rows %d k %d n %d gate %d\n", static_cast<int>(rows), static_cast<int>(k),
                static_cast<int>(n), static_cast<int>(gate));
+  std::exit(1);
+}
+
+// Rows of a tree after `prefix` slots: row r sees the prefix and some rows before it. Alone, with its keys in other
+// slots, a row has the same bits.
+void compare_attention(int64_t rows, int64_t prefix, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window) {
+  const int64_t capacity = prefix + rows + 7, width = (heads + 2 * kv_heads) * dim, length = prefix + rows;
+  const auto qkv = random_values<uint16_t>(rows * width), cos = random_values<uint16_t>(rows * dim),
+             sin = random_values<uint16_t>(rows * dim);
+  const auto keys = random_values<uint16_t>(kv_heads * capacity * dim),
+             values = random_values<uint16_t>(kv_heads * capacity * dim);
+  std::vector<uint8_t> mask(static_cast<size_t>(rows * rows));
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i <= r; ++i) mask[static_cast<size_t>(r * rows + i)] = i == r || dice() % 3 != 0;
+  }
+  struct Run {
+    std::vector<uint16_t> keys, values, out;
+  };
+  const auto run = [&](void (*attention)(const AttentionArgs&), const std::vector<int64_t>& which,
+                       const std::vector<int64_t>& slots, const std::vector<uint8_t>& seen, int64_t end, Run cache) {
+    const auto rows_of = [&](const std::vector<uint16_t>& all, int64_t each) {
+      std::vector<uint16_t> some;
+      for (const int64_t r : which) some.insert(some.end(), all.begin() + r * each, all.begin() + (r + 1) * each);
+      return some;
+    };
+    const auto q = rows_of(qkv, width), c = rows_of(cos, dim), s = rows_of(sin, dim);
+    const int64_t count = static_cast<int64_t>(which.size());
+    cache.out.resize(static_cast<size_t>(count * heads * dim));
+    AttentionArgs args{q.data(), c.data(), s.data(), slots.data(), seen.data(), cache.keys.data(), cache.values.data(),
+                       cache.out.data(), count, heads, kv_heads, capacity, end, end - prefix, dim, {}, {}};
+    args.options.window = window;
+    attention(args);
+    return cache;
+  };
+  std::vector<int64_t> all, slots;
+  for (int64_t r = 0; r < rows; ++r) all.push_back(r), slots.push_back(prefix + r);
+  const Run start{keys, values, {}};
+  const Run want = run(avx2_kernels().attention_bf16, all, slots, mask, length, start);
+  const Run got = run(emulated::attention_bf16, all, slots, mask, length, start);
+  bool ok = close(want.out, got.out);
+  for (const int64_t r : {int64_t{0}, rows / 2, rows - 1}) {
+    // the keys that row r sees move to the slots from prefix + 1 on
+    Run moved = got;
+    std::vector<uint8_t> seen{0};
+    for (int64_t i = 0; i < r; ++i) {
+      if (mask[static_cast<size_t>(r * rows + i)] == 0) continue;
+      for (int64_t g = 0; g < kv_heads; ++g) {
+        const int64_t to = (g * capacity + prefix + static_cast<int64_t>(seen.size())) * dim;
+        const int64_t from = (g * capacity + prefix + i) * dim;
+        std::memcpy(moved.keys.data() + to, got.keys.data() + from, static_cast<size_t>(2 * dim));
+        std::memcpy(moved.values.data() + to, got.values.data() + from, static_cast<size_t>(2 * dim));
+      }
+      seen.push_back(1);
+    }
+    seen.push_back(1);
+    const int64_t slot = prefix + static_cast<int64_t>(seen.size()) - 1;
+    const Run alone = run(emulated::attention_bf16, {r}, {slot}, seen, slot + 1, moved);
+    const size_t row_bytes = static_cast<size_t>(heads * dim) * sizeof(uint16_t);
+    ok = ok && std::memcmp(alone.out.data(), got.out.data() + r * heads * dim, row_bytes) == 0;
+  }
+  if (ok) return;
+  std::fprintf(stderr, "attention rows %d prefix %d heads %d kv_heads %d dim %d window %d\n", static_cast<int>(rows),
+               static_cast<int>(prefix), static_cast<int>(heads), static_cast<int>(kv_heads), static_cast<int>(dim),
+               static_cast<int>(window));
   std::exit(1);
 }
 
@@ -146,6 +217,13 @@ int main() {
   for (const int64_t rows : {1, 2, 15, 16, 17, 40, 131}) {
     for (const int64_t k : {24, 32, 96}) compare_bf16(rows, k, 88, Gate::none);
     compare_bf16(rows, 64, 2 * 88, Gate::silu);
+  }
+  for (const int64_t prefix : {0, 5, 31, 32, 100}) {
+    for (const int64_t window : {0, 20, 47}) {
+      compare_attention(1, prefix, 4, 2, 64, window);
+      compare_attention(7, prefix, 4, 2, 32, window);
+      compare_attention(21, prefix, 18, 1, 128, window);
+    }
   }
   return 0;
 }

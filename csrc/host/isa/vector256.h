@@ -55,6 +55,12 @@ inline void store_int(void* p, I x) {
 }
 inline I add(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I sub_bytes(I x, I y) { return {_mm256_sub_epi8(x.a, y.a), _mm256_sub_epi8(x.b, y.b)}; }
+inline I unpack_low_words(I x, I y) {  // of each quarter
+  return {_mm256_unpacklo_epi16(x.a, y.a), _mm256_unpacklo_epi16(x.b, y.b)};
+}
+inline I unpack_high_words(I x, I y) {
+  return {_mm256_unpackhi_epi16(x.a, y.a), _mm256_unpackhi_epi16(x.b, y.b)};
+}
 inline I sub(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 inline I mul(I x, I y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
 inline I bit_and(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }

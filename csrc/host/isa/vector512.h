@@ -28,6 +28,8 @@ inline I load_int(const void* p) { return _mm512_loadu_si512(p); }
 inline void store_int(void* p, I x) { _mm512_storeu_si512(p, x); }
 inline I add(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I sub_bytes(I a, I b) { return _mm512_sub_epi8(a, b); }
+inline I unpack_low_words(I a, I b) { return _mm512_unpacklo_epi16(a, b); }  // of each quarter
+inline I unpack_high_words(I a, I b) { return _mm512_unpackhi_epi16(a, b); }
 inline I sub(I a, I b) { return _mm512_sub_epi32(a, b); }
 inline I mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
 inline I bit_and(I a, I b) { return _mm512_and_si512(a, b); }

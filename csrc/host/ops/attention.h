@@ -10,7 +10,11 @@ constexpr int64_t kTileRows = 8;   // rows of a tile
 constexpr int64_t kKeyBlocks = 8;  // blocks of 16 keys transposed at a time
 
 template <class T>
+#ifdef SWIFTSPEC_TILES
+using Query = T;
+#else
 using Query = std::conditional_t<std::is_same_v<T, float>, float, Packed16>;  // the type that `product` reads
+#endif
 
 // x cos + half_rotation(x) sin, rounded to T. `sin` contains the sign of the rotation.
 template <class T, class X>
@@ -51,7 +55,11 @@ void projection_sums(const T* qkv, int64_t rows, int64_t heads, int64_t kv_heads
   }
 }
 
-#ifdef SWIFTSPEC_DOT_BF16  // the dot instruction consumes two values, so probabilities are bfloat16 too
+// kProbStep: values that an instruction sums. A value's place in these sums is that of its position.
+#if defined(SWIFTSPEC_TILES)  // both operands of a tile are bfloat16
+using Prob = uint16_t;
+constexpr int64_t kProbStep = kBf16TileInputs;
+#elif defined(SWIFTSPEC_DOT_BF16)  // the same
 using Prob = uint16_t;
 constexpr int64_t kProbStep = 2;
 #else
@@ -77,10 +85,12 @@ void append(const AttentionArgs& a) {
   }
 }
 
+constexpr int64_t kBeginStep = std::max(kLanes, kProbStep);
+
 // The slots that the rows of one tile see: slots `begin` to `base`, and a list of further slots per row. Without
 // sliding windows all rows see the slots before `base`, so each of these slots is the position of its key.
 struct VisibleSlots {
-  int64_t begin = 0;  // a multiple of 16: the key at position p is in lane p % 16 of every sum, whatever the tile
+  int64_t begin = 0;  // a multiple of kBeginStep: a key is in the same lane of every sum, whatever the tile
   int64_t base = 0;
   std::vector<int32_t> slots;    // of all rows, one after the other
   int64_t first[kTileRows + 1];  // index of each row's first entry in `slots`
@@ -100,7 +110,7 @@ inline int64_t limit_to_window(const AttentionArgs& a, const uint8_t* mask, int6
     starts[r] = std::max<int64_t>(count - a.options.window, 0);
     least = std::min(least, starts[r]);
   }
-  visible.begin = least / kLanes * kLanes;
+  visible.begin = least / kBeginStep * kBeginStep;
   for (int64_t r = 0; r < rows; ++r) visible.before[r] = starts[r] - visible.begin;
   const int64_t skipped = std::max<int64_t>(visible.begin - visible.base, 0);
   return skipped;
@@ -132,37 +142,65 @@ inline void find_visible(const AttentionArgs& a, int64_t row, int64_t rows, Visi
   visible.first[rows] = static_cast<int64_t>(visible.slots.size());
 }
 
-// scores[q][i] = x[q] . key i for `count` keys. Key i is slot i, or slot list[i] if `list` is given. `scores` has space
-// for a multiple of 16 columns.
+#ifdef SWIFTSPEC_TILES
+
+using Multiplier = ExactTiles;
+
 template <class T>
-void score(const Query<T>* x, int64_t queries, const T* keys, const int32_t* list, int64_t count, int64_t dim,
-           float* scores, int64_t stride) {
+void score_blocks(Multiplier& tiles, const T* x, int64_t queries, const Operand& keys, int64_t blocks, float* scores,
+                  int64_t stride) {
+  tiles.product<false>({x, keys.k, kBf16TileInputs}, keys, queries, blocks, scores, stride);
+}
+
+#else
+
+struct Multiplier {};
+
+template <class T>
+void score_blocks(Multiplier&, const Query<T>* x, int64_t queries, const Operand& keys, int64_t blocks, float* scores,
+                  int64_t stride) {
   constexpr Format kFormat = std::is_same_v<T, float> ? Format::f32 : Format::bf16;
+  for (int64_t q = 0; q < queries; q += kRowTile) {
+    const Inputs<Query<T>> in{x + q * keys.k, nullptr};
+    product<kFormat>(in, keys, std::min<int64_t>(kRowTile, queries - q), blocks, scores + q * stride, stride);
+  }
+}
+
+#endif
+
+// Transposes keys start .. start + count into blocks of sixteen keys. Key i is slot i, or slot list[i] if `list` is
+// given; the last one, of index `last`, is repeated as padding.
+template <class T>
+void transpose_keys(const T* keys, const int32_t* list, int64_t start, int64_t count, int64_t last, int64_t dim,
+                    uint8_t* blocks) {
+  const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
+  for (int64_t b = 0; b < count; b += kLanes, blocks += bytes * kLanes) {
+    const uint8_t* rows[kLanes];
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const int64_t key = std::min(start + b + i, last);
+      rows[i] = reinterpret_cast<const uint8_t*>(keys + (list == nullptr ? key : list[key]) * dim);
+    }
+    for (int64_t at = 0; at < bytes; at += 4 * kTransposeWords)
+      transpose_block(rows, at, bytes - at, blocks + at * kLanes);
+  }
+}
+
+// scores[q][i] = x[q] . key i for `count` keys, as in `transpose_keys`. `scores` has space for a multiple of 16 columns.
+template <class T>
+void score(Multiplier& tiles, const Query<T>* x, int64_t queries, const T* keys, const int32_t* list, int64_t count,
+           int64_t dim, float* scores, int64_t stride) {
   const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
   thread_local std::vector<uint8_t> key_blocks(static_cast<size_t>(kKeyBlocks * kLanes * kMaxDim) * sizeof(T));
   for (int64_t start = 0; start < count; start += kKeyBlocks * kLanes) {
     const int64_t here = std::min(kKeyBlocks * kLanes, count - start), blocks = (here + kLanes - 1) / kLanes;
-    for (int64_t b = 0; b < blocks; ++b) {
-      const uint8_t* rows[kLanes];
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const int64_t key =
-            std::min(start + b * kLanes + i, count - 1);  // the last key is repeated as padding
-        rows[i] = reinterpret_cast<const uint8_t*>(keys + (list == nullptr ? key : list[key]) * dim);
-      }
-      uint8_t* block = key_blocks.data() + b * bytes * kLanes;
-      for (int64_t at = 0; at < bytes; at += 4 * kTransposeWords)
-        transpose_block(rows, at, bytes - at, block + at * kLanes);
-    }
+    transpose_keys(keys, list, start, here, count - 1, dim, key_blocks.data());
     const Operand operand{key_blocks.data(), bytes * kLanes, dim};
-    for (int64_t q = 0; q < queries; q += kRowTile) {
-      const Inputs<Query<T>> in{x + q * dim, nullptr};
-      product<kFormat>(in, operand, std::min<int64_t>(kRowTile, queries - q), blocks,
-                       scores + q * stride + start, stride);
-    }
+    score_blocks<T>(tiles, x, queries, operand, blocks, scores + start, stride);
   }
 }
 
-// Softmax numerators: probs[i] = e^(scale (score[i] - max)), padded with zeros to a multiple of 16. Returns their sum.
+// Softmax numerators: probs[i] = e^(scale (score[i] - max)), padded with zeros to a multiple of 16 and of kProbStep.
+// Returns their sum.
 // The first `before` scores are those of masked keys. `softcap`: c > 0: scores s become c tanh(scale s / c).
 inline float softmax(float* scores, int64_t before, int64_t count, float scale, float softcap, Prob* probs) {
   const int64_t end = (count + kLanes - 1) / kLanes * kLanes;
@@ -190,12 +228,54 @@ inline float softmax(float* scores, int64_t before, int64_t count, float scale, 
     store_as(probs + i, prob);
     total = add(total, prob);
   }
+  if (end % kProbStep != 0 && kProbStep > kLanes) store_as(probs + end, zeros());
   return reduce_add(total);
 }
 
 constexpr int64_t kColumnStep = 2 * kLanes;  // columns per iteration
 
-#ifdef SWIFTSPEC_DOT_BF16
+#ifdef SWIFTSPEC_TILES
+
+constexpr int64_t kValueKeys = 64;  // keys whose values are interleaved at a time
+
+// Writes values start .. start + count as a matrix of `count` inputs, a multiple of 32, in the layout of bfloat16 weights
+// (product.h). The columns of each 32 stay interleaved until `deinterleave`.
+inline void interleave_values(const uint16_t* values, const int32_t* list, int64_t start, int64_t count, int64_t last,
+                              int64_t dim, uint16_t* blocks) {
+  for (int64_t i = 0; i < count; i += 2, blocks += 2 * kLanes) {
+    const int64_t keys[2] = {std::min(start + i, last), std::min(start + i + 1, last)};
+    const uint16_t* first = values + (list == nullptr ? keys[0] : list[keys[0]]) * dim;
+    const uint16_t* second = values + (list == nullptr ? keys[1] : list[keys[1]]) * dim;
+    for (int64_t c = 0; c < dim; c += kColumnStep) {
+      const I x = load_int(first + c), y = load_int(second + c);
+      store_int(blocks + c * count, unpack_low_words(x, y));
+      store_int(blocks + (c + kLanes) * count, unpack_high_words(x, y));
+    }
+  }
+}
+
+// out[q] += sum over i of probs[q][i] value[i]: 32 at a time, in that order.
+inline void accumulate_values(Multiplier& tiles, const Prob* probs, int64_t queries, int64_t stride,
+                              const uint16_t* values, const int32_t* list, int64_t count, int64_t dim, float* out,
+                              int64_t out_stride) {
+  alignas(64) uint16_t blocks[kValueKeys * kMaxDim];
+  for (int64_t start = 0; start < count; start += kValueKeys) {
+    const int64_t here = std::min(kValueKeys, (count - start + kProbStep - 1) / kProbStep * kProbStep);
+    interleave_values(values, list, start, here, count - 1, dim, blocks);
+    const Operand operand{reinterpret_cast<const uint8_t*>(blocks), here * kLanes * 2, here};
+    tiles.product<true>({probs + start, stride, kBf16TileInputs}, operand, queries, dim / kLanes, out, out_stride);
+  }
+}
+
+inline void deinterleave(float* columns) {  // quarters 0 2 4 6, 1 3 5 7 -> 0 1 2 3, 4 5 6 7
+  float before[kColumnStep];
+  std::memcpy(before, columns, sizeof before);
+  for (int quarter = 0; quarter < 8; ++quarter) {
+    std::memcpy(columns + 4 * quarter, before + 4 * (quarter / 2 + 4 * (quarter % 2)), 4 * sizeof(float));
+  }
+}
+
+#elif defined(SWIFTSPEC_DOT_BF16)
 
 // out[q] += sum over i of probs[q][i] value[i] for M queries and min(columns, 32) columns. Values are consumed in pairs
 // in that order. The columns in `out` stay interleaved until `deinterleave`.
@@ -262,8 +342,10 @@ inline void deinterleave(float*) {}
 
 #endif
 
+#ifndef SWIFTSPEC_TILES
+
 template <int M = kRowTile, class T>
-void accumulate_values(const Prob* probs, int64_t queries, int64_t stride, const T* values, const int32_t* list,
+void accumulate_values(Multiplier& tiles, const Prob* probs, int64_t queries, int64_t stride, const T* values, const int32_t* list,
                        int64_t count, int64_t dim, float* out, int64_t out_stride) {
   for (; queries >= M; queries -= M, probs += M * stride, out += M * out_stride) {
     for (int64_t c = 0; c < dim; c += kColumnStep) {
@@ -271,16 +353,18 @@ void accumulate_values(const Prob* probs, int64_t queries, int64_t stride, const
     }
   }
   if constexpr (M > 1) {
-    if (queries > 0) accumulate_values<M / 2>(probs, queries, stride, values, list, count, dim, out, out_stride);
+    if (queries > 0) accumulate_values<M / 2>(tiles, probs, queries, stride, values, list, count, dim, out, out_stride);
   }
 }
+
+#endif
 
 // Attention of one key-value head for `rows` rows from `row` on.
 template <class T>
 void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const VisibleSlots& visible) {
   using X = Query<T>;
   const int64_t group = a.heads / a.kv_heads, queries = rows * group, dim = a.dim;
-  const int64_t stride = (a.length + 2 * kLanes) / kLanes * kLanes,
+  const int64_t stride = (a.length + 2 * kBeginStep) / kBeginStep * kBeginStep,
                 out_stride = (dim + kColumnStep - 1) / kColumnStep * kColumnStep;
   thread_local std::vector<X> x;  // thread-local buffers grow to the largest tile once
   thread_local std::vector<Prob> probs;
@@ -303,11 +387,12 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
   const AttentionOptions& options = a.options;
   const float plain_scale = options.scale > 0.0f ? options.scale : 1.0f / __builtin_sqrtf(static_cast<float>(dim));
   const int64_t shared = visible.shared(), skipped = visible.begin * dim;
-  score<T>(x.data(), queries, keys + skipped, nullptr, shared, dim, scores.data(), stride);
+  Multiplier tiles;
+  score<T>(tiles, x.data(), queries, keys + skipped, nullptr, shared, dim, scores.data(), stride);
   for (int64_t q = 0; q < queries; q += group) {
     const int64_t r = q / group;
     float* row_values = scores.data() + q * stride;
-    score<T>(x.data() + q * dim, group, keys, visible.slots_of(r), visible.count(r), dim, row_values + shared, stride);
+    score<T>(tiles, x.data() + q * dim, group, keys, visible.slots_of(r), visible.count(r), dim, row_values + shared, stride);
     const float scale = options.query_scale == nullptr ? plain_scale : plain_scale * options.query_scale[row + r];
     for (int64_t h = 0; h < group; ++h, row_values += stride) {
       totals[static_cast<size_t>(q + h)] =
@@ -315,13 +400,13 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
                   probs.data() + (q + h) * stride);
     }
   }
-  accumulate_values(probs.data(), queries, stride, values + skipped, nullptr, shared, dim, out.data(), out_stride);
+  accumulate_values(tiles, probs.data(), queries, stride, values + skipped, nullptr, shared, dim, out.data(), out_stride);
   for (int64_t q = 0; q < queries; ++q) {
     const int64_t r = q / group;
     float* row_values = out.data() + q * out_stride;
     if (q % group == 0) {
       const Prob* rest = probs.data() + q * stride + shared;
-      accumulate_values(rest, group, stride, values, visible.slots_of(r), visible.count(r), dim, row_values,
+      accumulate_values(tiles, rest, group, stride, values, visible.slots_of(r), visible.count(r), dim, row_values,
                         out_stride);
     }
     T* row_out = static_cast<T*>(a.out) + ((row + r) * a.heads + g * group + q % group) * dim;

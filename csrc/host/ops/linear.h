@@ -121,7 +121,7 @@ template <class X>
 TileRows rows_for_tiles(const LinearArgs& a, const X* x, QuantizedBuffers& to) {
   const int64_t row_words = a.weights->k / 4, groups = a.weights->k / a.weights->group;
   const int64_t inputs = tile_inputs(a.weights->group);
-  to.resize(a.rows, row_words, groups, (kTileRows - 1) * inputs / 4);
+  to.resize(a.rows, row_words, groups, (kMaxTileRows - 1) * inputs / 4);
   quantize_rows(a, x, [&, words = to.words.data(), scales = to.scales.data(), sums = to.sums.data()](int64_t row) {
     return RowPlace{words + row * inputs / 4, 1,      inputs / 4, a.rows * inputs / 4, scales + row, sums + row,
                     a.rows};
@@ -133,14 +133,14 @@ TileRows rows_for_tiles(const LinearArgs& a, const X* x, QuantizedBuffers& to) {
 template <class X>
 Bf16TileRows bf16_rows_for_tiles(const LinearArgs& a, const X* x, std::vector<uint16_t>& to) {
   const int64_t k = a.weights->k;
-  to.resize(static_cast<size_t>(a.rows * k + (kTileRows - 1) * kBf16TileInputs));
+  to.resize(static_cast<size_t>(a.rows * k + (kMaxTileRows - 1) * kBf16TileInputs));
   for (int64_t row = 0; row < a.rows; ++row) {
     for (int64_t i = 0; i < k; i += kLanes) {
       const int64_t tile = i / kBf16TileInputs * kBf16TileInputs;
       store_as(to.data() + tile * a.rows + row * kBf16TileInputs + i - tile, load_as(x + row * k + i));
     }
   }
-  return {to.data(), a.rows};
+  return {to.data(), kBf16TileInputs, a.rows * kBf16TileInputs};
 }
 
 #endif

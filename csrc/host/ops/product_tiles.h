@@ -3,7 +3,7 @@
 // rows are bitwise those of the other ISA levels. bfloat16 sums have an order of their own; for a row's bits not to
 // depend on other rows, all products with a bfloat16 matrix run on tiles.
 
-constexpr int64_t kTileRows = 16;        // largest number of rows of a tile
+constexpr int64_t kMaxTileRows = 16;        // largest number of rows of a tile
 constexpr int64_t kMaxTileGroup = 256;   // largest group that fits TileBuffers
 
 // Inputs of a tile: a divisor of the group.
@@ -17,7 +17,7 @@ inline bool suits_tiles(int64_t rows, int64_t group) {
 struct TileRows {
   static constexpr int64_t kMaxRows = 128;  // of a product
 
-  const int8_t* bytes;  // [K / tile_inputs][rows][tile_inputs], and kTileRows - 1 further rows that may be read
+  const int8_t* bytes;  // [K / tile_inputs][rows][tile_inputs], and kMaxTileRows - 1 further rows that may be read
   const float* scales;  // [K / group][rows]
   const float* sums;    // [K / group][rows], sums of each group's bytes
   int64_t rows;
@@ -31,7 +31,7 @@ struct TileRows {
 // waits for an earlier store to an address with the same lower 12 bits.
 template <int B>
 struct TileBuffers {
-  static constexpr int64_t kCodes = B * kMaxTileGroup * kLanes + 3072, kSums = 2 * kTileRows * B * kLanes + 512;
+  static constexpr int64_t kCodes = B * kMaxTileGroup * kLanes + 3072, kSums = 2 * kMaxTileRows * B * kLanes + 512;
 
   alignas(64) int8_t codes[2][kCodes];  // of two groups: [group / Inputs][B][Inputs / 4][16 outputs][4 inputs]
   alignas(64) int32_t sums[2][kSums];   // of two pairs of tiles: [2 tile_rows][B][16 outputs]
@@ -165,7 +165,7 @@ struct TileProduct {
 
 template <Format W, int Inputs>
 void product_with_tiles(const TileRows& in, Operand w, int64_t rows, int64_t blocks, float* out, int64_t stride) {
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows, tile_rows = (rows + tiles - 1) / tiles;
+  const int64_t tiles = (rows + kMaxTileRows - 1) / kMaxTileRows, tile_rows = (rows + tiles - 1) / tiles;
   TileBuffers<2> buffers;
   configure_tiles(static_cast<int>(tile_rows), Inputs);
   for (; blocks >= 2; blocks -= 2, w = advance(w, 2), out += 2 * kLanes) {
@@ -201,30 +201,39 @@ inline bool bf16_suits_tiles(int64_t k) { return k % kBf16TileInputs == 0; }
 struct Bf16TileRows {
   static constexpr int64_t kMaxRows = 128;  // of a product
 
-  const uint16_t* x;  // [K / 32][rows][32], and kTileRows - 1 further rows that may be read
-  int64_t rows;
+  const uint16_t* x;  // input k of row r is x[k / 32 * step_stride + r * row_stride + k % 32]
+  int64_t row_stride, step_stride;
 
-  Bf16TileRows from(int64_t row, const Operand&) const { return {x + row * kBf16TileInputs, rows}; }
+  Bf16TileRows from(int64_t row, const Operand&) const { return {x + row * row_stride, row_stride, step_stride}; }
 };
 
-// out[r, 16 b + i] = x[r] . W_b[i] for one or two tiles of rows, the first one at `row`, and B blocks.
-template <int B>
-void product_bf16_tiles(const Bf16TileRows& in, const Operand& w, int64_t row, int64_t tile_rows, bool two, float* out,
+// out[r, 16 b + i] = x[r] . W_b[i] for B blocks and one or two tiles of rows; with `Adds` out += x[r] . W_b[i].
+template <int B, bool Adds>
+void product_bf16_tiles(const Bf16TileRows& in, const Operand& w, int64_t tile_rows, bool two, float* out,
                         int64_t stride) {
-  const int64_t distance = prefetch_distance(w, B), stride_bytes = stride * static_cast<int64_t>(sizeof(float));
-  zero_tile<0>();
-  if (B == 2) zero_tile<1>();
-  if (two) zero_tile<2>();
-  if (B == 2 && two) zero_tile<3>();
-  for (int64_t k = 0; k < w.k; k += kBf16TileInputs) {
-    const uint16_t* left = in.x + k * in.rows + row * kBf16TileInputs;
+  const int64_t row_bytes = in.row_stride * static_cast<int64_t>(sizeof(uint16_t));
+  const int64_t out_bytes = stride * static_cast<int64_t>(sizeof(float)), distance = prefetch_distance(w, B);
+  float* second = out + tile_rows * stride;
+  if constexpr (Adds) {
+    load_tile<0>(out, out_bytes);
+    if (B == 2) load_tile<1>(out + kLanes, out_bytes);
+    if (two) load_tile<2>(second, out_bytes);
+    if (B == 2 && two) load_tile<3>(second + kLanes, out_bytes);
+  } else {
+    zero_tile<0>();
+    if (B == 2) zero_tile<1>();
+    if (two) zero_tile<2>();
+    if (B == 2 && two) zero_tile<3>();
+  }
+  const uint16_t* left = in.x;
+  for (int64_t k = 0; k < w.k; k += kBf16TileInputs, left += in.step_stride) {
     const uint8_t* right = w.data + k * 2 * kLanes;
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) {
       prefetch(right + distance + 64 * i);
       if (B == 2) prefetch(right + w.block_bytes + distance + 64 * i);
     }
-    load_tile<4>(left, 64);
+    load_tile<4>(left, row_bytes);
     load_tile<6>(right, 64);
     multiply_bf16_tiles<0, 4, 6>();
     if (B == 2) {
@@ -232,32 +241,64 @@ void product_bf16_tiles(const Bf16TileRows& in, const Operand& w, int64_t row, i
       multiply_bf16_tiles<1, 4, 7>();
     }
     if (!two) continue;
-    load_tile<5>(left + tile_rows * kBf16TileInputs, 64);
+    load_tile<5>(left + tile_rows * in.row_stride, row_bytes);
     multiply_bf16_tiles<2, 5, 6>();
     if (B == 2) multiply_bf16_tiles<3, 5, 7>();
   }
-  store_tile<0>(out, stride_bytes);
-  if (B == 2) store_tile<1>(out + kLanes, stride_bytes);
-  if (two) store_tile<2>(out + tile_rows * stride, stride_bytes);
-  if (B == 2 && two) store_tile<3>(out + tile_rows * stride + kLanes, stride_bytes);
+  store_tile<0>(out, out_bytes);
+  if (B == 2) store_tile<1>(out + kLanes, out_bytes);
+  if (two) store_tile<2>(second, out_bytes);
+  if (B == 2 && two) store_tile<3>(second + kLanes, out_bytes);
 }
 
-template <int B>
-void product_bf16_rows(const Bf16TileRows& in, const Operand& w, int64_t rows, int64_t tile_rows, float* out,
-                       int64_t stride) {
-  for (int64_t row = 0; row < rows; row += 2 * tile_rows) {
-    product_bf16_tiles<B>(in, w, row, tile_rows, row + tile_rows < rows, out + row * stride, stride);
+// All rows against `blocks` blocks. Reads and writes whole tiles.
+template <bool Adds>
+void product_bf16_blocks(const Bf16TileRows& in, Operand w, int64_t rows, int64_t tile_rows, int64_t blocks, float* out,
+                         int64_t stride) {
+  for (; blocks > 0; blocks -= 2, w = advance(w, 2), out += 2 * kLanes) {
+    for (int64_t row = 0; row < rows; row += 2 * tile_rows) {
+      const auto product = blocks == 1 ? product_bf16_tiles<1, Adds> : product_bf16_tiles<2, Adds>;
+      product(in.from(row, w), w, tile_rows, row + tile_rows < rows, out + row * stride, stride);
+    }
   }
 }
 
-// Writes whole tiles, so up to the next multiple of kTileRows rows of `out`.
-inline void dispatch_product(Format, const Bf16TileRows& in, Operand w, int64_t rows, int64_t blocks, float* out,
+inline void dispatch_product(Format, const Bf16TileRows& in, const Operand& w, int64_t rows, int64_t blocks, float* out,
                              int64_t stride) {
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows, tile_rows = (rows + tiles - 1) / tiles;
+  const int64_t tiles = (rows + kMaxTileRows - 1) / kMaxTileRows, tile_rows = (rows + tiles - 1) / tiles;
   configure_tiles(static_cast<int>(tile_rows), 64);
-  for (; blocks >= 2; blocks -= 2, w = advance(w, 2), out += 2 * kLanes) {
-    product_bf16_rows<2>(in, w, rows, tile_rows, out, stride);
-  }
-  if (blocks > 0) product_bf16_rows<1>(in, w, rows, tile_rows, out, stride);
+  product_bf16_blocks<false>(in, w, rows, tile_rows, blocks, out, stride);
   release_tiles();
 }
+
+// Products of any number of rows that read and write these rows only. Configures tiles as needed.
+class ExactTiles {
+ public:
+  ExactTiles() = default;
+  ExactTiles(const ExactTiles&) = delete;
+  ExactTiles& operator=(const ExactTiles&) = delete;
+  ~ExactTiles() {
+    if (rows_ != 0) release_tiles();
+  }
+
+  template <bool Adds>
+  void product(const Bf16TileRows& in, const Operand& w, int64_t rows, int64_t blocks, float* out, int64_t stride) {
+    const int64_t whole = rows / kMaxTileRows * kMaxTileRows;
+    if (whole > 0) {
+      configure(kMaxTileRows);
+      product_bf16_blocks<Adds>(in, w, whole, kMaxTileRows, blocks, out, stride);
+    }
+    if (whole == rows) return;
+    configure(rows - whole);
+    product_bf16_blocks<Adds>(in.from(whole, w), w, rows - whole, rows - whole, blocks, out + whole * stride, stride);
+  }
+
+ private:
+  void configure(int64_t rows) {
+    if (rows == rows_) return;
+    configure_tiles(static_cast<int>(rows), 64);
+    rows_ = rows;
+  }
+
+  int64_t rows_ = 0;  // of the tiles of the present configuration; 0: none
+};
