@@ -142,6 +142,7 @@ inline void find_visible(const AttentionArgs& a, int64_t row, int64_t rows, Visi
   visible.first[rows] = static_cast<int64_t>(visible.slots.size());
 }
 
+// Multiplier: what a task multiplies with; tiles are configured once for several products.
 #ifdef SWIFTSPEC_TILES
 
 using Multiplier = ExactTiles;
@@ -200,8 +201,8 @@ void score(Multiplier& tiles, const Query<T>* x, int64_t queries, const T* keys,
 }
 
 // Softmax numerators: probs[i] = e^(scale (score[i] - max)), padded with zeros to a multiple of 16 and of kProbStep.
-// Returns their sum.
-// The first `before` scores are those of masked keys. `softcap`: c > 0: scores s become c tanh(scale s / c).
+// Returns their sum. The first `before` scores are those of masked keys. `softcap`: c > 0: scores s become
+// c tanh(scale s / c).
 inline float softmax(float* scores, int64_t before, int64_t count, float scale, float softcap, Prob* probs) {
   const int64_t end = (count + kLanes - 1) / kLanes * kLanes;
   if (softcap > 0.0f) {

@@ -3,8 +3,8 @@
 // rows are bitwise those of the other ISA levels. bfloat16 sums have an order of their own; for a row's bits not to
 // depend on other rows, all products with a bfloat16 matrix run on tiles.
 
-constexpr int64_t kMaxTileRows = 16;        // largest number of rows of a tile
-constexpr int64_t kMaxTileGroup = 256;   // largest group that fits TileBuffers
+constexpr int64_t kMaxTileRows = 16;    // largest number of rows of a tile
+constexpr int64_t kMaxTileGroup = 256;  // largest group that fits TileBuffers
 
 // Inputs of a tile: a divisor of the group.
 inline int64_t tile_inputs(int64_t group) { return group % 64 == 0 ? 64 : group % 32 == 0 ? 32 : 16; }
@@ -14,6 +14,7 @@ inline bool suits_tiles(int64_t rows, int64_t group) {
   return group <= kMaxTileGroup && rows >= (group % 64 == 0 ? 6 : 12);
 }
 
+// Rows quantised to int8, in the order in which tiles load them.
 struct TileRows {
   static constexpr int64_t kMaxRows = 128;  // of a product
 
@@ -198,6 +199,7 @@ constexpr int64_t kBf16TileInputs = 32;
 // Whether products with bfloat16 weights of k inputs run on tiles.
 inline bool bf16_suits_tiles(int64_t k) { return k % kBf16TileInputs == 0; }
 
+// Rows of bfloat16 values, as tiles load them.
 struct Bf16TileRows {
   static constexpr int64_t kMaxRows = 128;  // of a product
 
