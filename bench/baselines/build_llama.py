@@ -64,10 +64,10 @@ def describe_build(version: str, amx: bool | None) -> str:
 
 
 def recorded_amx(bin_dir: Path) -> bool | None:
-    """Returns whether the build in a folder uses AMX, from its build.json, or None without this file."""
+    """Returns whether the build in a folder uses AMX, from its build.json, or None without a valid one."""
     try:
         flags = json.loads((bin_dir / RECORD).read_text(encoding="utf-8"))["flags"]
-    except OSError:
+    except (OSError, ValueError, KeyError):
         return None
     return any(flags.get(name) == "ON" for name in AMX)
 

@@ -164,7 +164,8 @@ def speculation_stats(plan: EngineConfig, stats: Stats) -> Json | None:
     """
     if plan.mode == "smc":
         return None
-    most = 0 if plan.mode == "ar" else plan.verify_batch - 1
+    # adaptation may exceed the configured bs
+    most = 0 if plan.mode == "ar" else max(plan.verify_batch, *(len(each.parents) for each in stats.verified), 1) - 1
     times = stats.policy
     return {
         **_acceptance_stats(stats.verified, most),

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from swiftspec import _C
@@ -78,8 +79,6 @@ def test_the_levels_of_an_emulated_cpu(cpu: str, levels: list[str]) -> None:
     shown, *drawn = run.stdout.splitlines()
     assert shown == str(levels)
     if drawn:
-        import numpy as np
-
         out = np.empty((2, 40), np.float32)
         _C.gumbel_rows(1, 2, np.array([3, 4], np.int32), 0, out)
         assert drawn == [str(out.argmax())]

@@ -43,6 +43,16 @@ def test_expected_acceptance_is_reported_with_measured_acceptance() -> None:
     assert (spec["num_accepted_tokens_per_child"][0], spec["num_chances_per_child"][0]) == (1, 2)
 
 
+def test_the_limit_of_accepted_tokens_covers_proposals_above_the_configured_size() -> None:
+    """Adaptation may verify more nodes than `verify_batch`."""
+    parents, path = (-1, *range(11)), tuple(range(10))
+    stats = Stats(verified=[VerifiedRound((-1, 0), (0,)), VerifiedRound(parents, path)])
+    spec = metrics(EngineConfig(verify_batch=8), stats, 11)["speculative_decoding"]
+    assert spec["num_spec_tokens"] == 11
+    assert spec["acceptance_histogram"] == [1, *[0] * 8, 1, 0, 0]
+    assert len(spec["num_accepted_tokens_per_pos"]) == len(spec["num_chances_per_child"]) == 11
+
+
 def test_the_mean_inter_token_latency_begins_at_the_first_token() -> None:
     stats = Stats(prompt_time=2.0, first_token_time=2.5, decode_time=1.5)
     assert metrics(EngineConfig(), stats, 5)["mean_itl_ms"] == 250.0

@@ -28,14 +28,13 @@ struct TileRows {
   }
 };
 
-// Buffers of a product with B blocks. The two halves of a buffer are not a multiple of 4096 bytes apart, since a load
-// waits for an earlier store to an address with the same lower 12 bits.
+// Buffers of products with B blocks, apart from TileProduct, whose initialisation would set them to zero.
 template <int B>
 struct TileBuffers {
-  static constexpr int64_t kCodes = B * kMaxTileGroup * kLanes + 3072, kSums = 2 * kMaxTileRows * B * kLanes + 512;
-
-  alignas(64) int8_t codes[2][kCodes];  // of two groups: [group / Inputs][B][Inputs / 4][16 outputs][4 inputs]
-  alignas(64) int32_t sums[2][kSums];   // of two pairs of tiles: [2 tile_rows][B][16 outputs]
+  // of two groups: [group / Inputs][B][Inputs / 4][16 outputs][4 inputs]
+  alignas(64) int8_t codes[2][B * kMaxTileGroup * kLanes];
+  // of two pairs of tiles: [2 tile_rows][B][16 outputs]
+  alignas(64) int32_t sums[2][2 * kMaxTileRows * B * kLanes];
 };
 
 // A product of rows with B blocks; a tile has `Inputs` inputs. A step of the loop expands one tile of codes of the next
