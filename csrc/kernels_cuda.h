@@ -107,14 +107,18 @@ struct AttentionSetup {
   int64_t clusters;  // clusters that run concurrently on the device: attention_clusters()
   float scale;       // of the scores, times log2(e)
   int32_t heads_per_kv_head, group_rows;  // group_rows: rows of a full group, attention_group_rows()
+  int32_t most_parts;                     // of a sequence, attention_most_parts()
   bool float8;       // keys and values of the cache are e4m3, else bfloat16
 };
 int64_t attention_group_rows(int64_t heads, int64_t kv_heads);
 int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one_sequence);
-int64_t attention_lines(int64_t rows, int64_t heads, int64_t capacity);  // depends on the current device
+int64_t attention_lines(int64_t rows, int64_t heads, int64_t kv_heads, int64_t capacity);
+int attention_most_parts(int64_t kv_heads);  // this and attention_lines depend on the current device
 int64_t attention_clusters(int64_t dim, bool float8);  // also sets the attributes of the kernel
 void prepare_attention(const AttentionSetup& setup, Stream stream);
 void attention(const AttentionSetup& setup, const void* qkv, void* keys, void* values, void* out, Stream stream);
+// The first of the two launches of `attention`, from `cos` to `slots`, `queries` and the sizes of `setup`.
+void rope_append(const AttentionSetup& setup, const void* qkv, void* keys, void* values, Stream stream);
 
 // RMSNorm of the first `heads` heads of each row of qkv [rows, width], which it overwrites; weights [heads, dim], where
 // dim is 64 or 128.

@@ -13,7 +13,7 @@ the loaded models. With --split the target runs on the first x ranks and the dra
 shard, which it cuts from layers that it builds in memory.
 `host ms` is the time of a round minus that of both models; in mode `async` it is negative if the models overlap.
 `step ms` is the time of one forward after `--context` tokens as the engine runs it, host time included: bs rows for the
-target, w rows for the draft.
+target, w rows for the draft. `prefill tok/s` is the speed of prompts of several lengths up to `--context`.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ from tools.width_expand.shapes import read_shape
 
 MODES = ("serial", "ar", "async")
 REPEATS = 20
+PROMPT_LENGTHS = (64, 128, 256, 512, 1000, 4000)  # tokens of the timed prompts, at most --context
+PREFILLS = 3  # timed runs per prompt length
 WARM = 0.7  # temperature of particles; at temperature 0 all particles would be equal
 TEXT = ROOT / "bench" / "data" / "demo_text.json"
 Role = LocalDrafter | LocalVerifier
@@ -129,6 +131,24 @@ def step_time(role: Role, rows: int, context: int) -> float:
         runner.cache.commit(())
     runner.cache.reset()
     return median(times[2:])  # the first forwards may include graph capture
+
+
+def prefill_speed(role: Role, context: int) -> dict[str, float]:
+    """Returns the tokens per second of prompts of each of PROMPT_LENGTHS up to `context`, median of PREFILLS runs
+    after one that is not counted. Leaves the cache empty."""
+    runner = role.runner
+    speeds = {}
+    for length in (length for length in PROMPT_LENGTHS if length <= context):
+        tokens = np.random.default_rng(0).integers(0, 4096, length).tolist()
+        times = []
+        for _ in range(PREFILLS + 1):
+            runner.cache.reset()
+            before = runner.busy
+            runner.prefill(tokens)
+            times.append(runner.busy - before)
+        speeds[str(length)] = length / median(times[1:])
+    runner.cache.reset()
+    return speeds
 
 
 def asking_ahead(role: Role, on: bool) -> Role:
@@ -264,12 +284,13 @@ def operators_of(llm: LLM) -> list[str]:
 
 
 def step_times(llm: LLM, names: list[str], context: int) -> Iterator[dict[str, Any]]:
-    """Yields the step times of the models of an engine in mode serial, with the CUDA operators also those without
-    weight prefetch. `names`: of target and draft."""
+    """Yields the step times and prefill speeds of the models of an engine in mode serial, with the CUDA operators also
+    the step times without weight prefetch. `names`: of target and draft."""
     drafter, verifier = local_roles(llm)
     roles: tuple[Role, Role] = (verifier, drafter)
     rows = (llm.config.verify_batch, llm.config.leaves_per_expansion)
     yield {"step ms": {name: step_time(role, count, context) for name, role, count in zip(names, roles, rows)}}
+    yield {"prefill tok/s": {name: prefill_speed(role, context) for name, role in zip(names, roles)}}
     if all(role.runner.ops is cuda for role in roles):
         for role in roles:
             asking_ahead(role, False)

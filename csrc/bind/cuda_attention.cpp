@@ -39,7 +39,7 @@ Attention make_attention(const Array& cos, const Array& sin, const Array& positi
   const Device here = gpu();
   const bool float8 = cache.type == kUint8;
   const int64_t most = cuda::attention_groups(rows, heads, kv_heads, cache.sequences == 1);
-  const int64_t lines = cuda::attention_lines(rows, heads, cache.capacity);
+  const int64_t lines = cuda::attention_lines(rows, heads, kv_heads, cache.capacity);
   check(int32_sized(lines), "too many rows for the capacity of the cache");
   const cuda::AttentionSetup setup{
       bfloat16_arg("cos", cos, here, {kAny, dim}),
@@ -67,6 +67,7 @@ Attention make_attention(const Array& cos, const Array& sin, const Array& positi
       1.44269504f / std::sqrt(static_cast<float>(dim)),
       static_cast<int32_t>(heads / kv_heads),
       static_cast<int32_t>(cuda::attention_group_rows(heads, kv_heads)),
+      cuda::attention_most_parts(kv_heads),
       float8};
   return {setup, cache};
 }
@@ -83,6 +84,30 @@ void attend(const Attention& attention, const Array& qkv, int64_t layer, const A
   const void* from = bfloat16_arg("qkv", qkv, here, {setup.rows, (setup.heads + 2 * setup.kv_heads) * setup.dim});
   void* to = bfloat16_arg("out", out, here, {setup.rows, setup.heads * setup.dim});
   cuda::attention(setup, from, cache.keys + skipped, cache.values + skipped, to, stream_arg(stream));
+}
+
+void rope_append(const Array& qkv, const Array& cos, const Array& sin, const Array& positions, const Array& slots,
+                 const MaybeArray& sequence, const CudaCache& cache, int64_t layer, const Array& queries,
+                 uintptr_t stream) {
+  const int64_t rows = queries.size(0), heads = queries.size(1), dim = cache.head_dim;
+  check_sizes(cache, rows, 1, heads, sequence.has_value());
+  const Device here = gpu();
+  cuda::AttentionSetup setup{};
+  setup.cos = bfloat16_arg("cos", cos, here, {kAny, dim});
+  setup.sin = bfloat16_arg("sin", sin, here, {cos.size(0), dim});
+  setup.positions = positions.at<int64_t>(here, "positions", {rows});
+  setup.slots = slots.at<int64_t>(here, "slots", {rows});
+  setup.sequence = at_or_null<int64_t>(sequence, here, "sequence", {rows});
+  setup.queries = static_cast<uint16_t*>(bfloat16_arg("queries", queries, here, {rows, heads, dim}));
+  setup.rows = rows;
+  setup.heads = heads;
+  setup.kv_heads = cache.kv_heads;
+  setup.capacity = cache.capacity;
+  setup.dim = dim;
+  setup.float8 = cache.type == kUint8;
+  const void* from = bfloat16_arg("qkv", qkv, here, {rows, (heads + 2 * cache.kv_heads) * dim});
+  const int64_t skipped = cache.offset(layer, 0);
+  cuda::rope_append(setup, from, cache.keys + skipped, cache.values + skipped, stream_arg(stream));
 }
 
 void norm_heads(const Array& qkv, const Array& weight, double eps, uintptr_t stream) {
@@ -112,13 +137,18 @@ void bind_cuda_attention(py::module_& m) {
       .def("prepare", &prepare, py::arg("stream"), "Runs once per forward, before the layers.")
       .def("attend", &attend, py::arg("qkv"), py::arg("layer"), py::arg("out"), py::arg("stream"),
            "Runs once per layer.");
+  m.def("rope_append_cuda", &rope_append, py::arg("qkv"), py::arg("cos"), py::arg("sin"), py::arg("positions"),
+        py::arg("slots"), py::arg("sequence"), py::arg("cache"), py::arg("layer"), py::arg("queries"),
+        py::arg("stream"),
+        "Applies RoPE and appends keys and values to the cache: qkv [rows, (heads + 2 * kv_heads) * head_dim], queries "
+        "[rows, heads, head_dim] (output).");
   m.def("norm_heads_cuda", &norm_heads, py::arg("qkv"), py::arg("weight"), py::arg("eps"), py::arg("stream"),
         "RMSNorm of the first heads of each row, which it overwrites: qkv [rows, width], weight [heads, head_dim].");
   m.attr("ROW_GROUP_WORDS") = cuda::kRowGroupWords;
   m.def("attention_groups_cuda", &cuda::attention_groups, py::arg("rows"), py::arg("heads"), py::arg("kv_heads"),
         py::arg("one_sequence"), "Number of entries of `groups`.");
-  m.def("attention_lines_cuda", &cuda::attention_lines, py::arg("rows"), py::arg("heads"), py::arg("capacity"),
-        "Number of rows of `part_values` and `part_sums`.");
+  m.def("attention_lines_cuda", &cuda::attention_lines, py::arg("rows"), py::arg("heads"), py::arg("kv_heads"),
+        py::arg("capacity"), "Number of rows of `part_values` and `part_sums`.");
 }
 
 }  // namespace swiftspec::binding

@@ -151,22 +151,28 @@ class MemoryEstimate:
         if self.ops is cuda:
             # weights in rows for a library product, and the packed rows of x (csrc/cuda/linear/large_m.h)
             return SCRATCH_BYTES + (numbers + MAX_KERNEL_ROWS * max(hidden, inner) + tables) * size + gathered + max(
-                scratch_bytes(rows, part.num_heads, part.head_dim, self.capacity, self.clusters)
+                scratch_bytes(rows, part.num_heads, part.kv_heads, part.head_dim, self.capacity, self.clusters)
                 for part in parts
-            )  # fmt: skip
-        return (numbers + tables) * size + gathered + self._masks(rows)
+            ) + self._widened_cache  # fmt: skip
+        return (numbers + tables) * size + gathered + self._masks(rows) + self._widened_cache
+
+    @property
+    def _widened_cache(self) -> int:
+        """Bytes of the keys and values of a layer in the model's dtype, if the cache has another: torch's operators
+        read them."""
+        if self.cache_dtype in (None, self.dtype):
+            return 0
+        size = self.dtype.itemsize
+        return 2 * self.capacity * max(part.kv_heads * part.head_dim for part in self.shard.layers) * size
 
     def _masks(self, rows: int) -> int:
         """Returns the bytes of the attention masks of a chunk of `rows` rows with torch's operators, over the whole
-        cache: a mask for each kind of layer, repeated for the query heads that share keys; and keys and values of a
-        layer in the model's dtype, if the cache has another."""
+        cache: a mask for each kind of layer, repeated for the query heads that share keys."""
         size, total = self.dtype.itemsize, 0
         kinds = {layer.mixer: part for layer, part in zip(self.config.spec.layers, self.shard.layers, strict=True)}
         for mixer, part in kinds.items():
             temporary = 3 if mixer.window is None else 3 + 3 * 8  # bytes: Booleans, and three counts of visible slots
             total += rows * self.capacity * (temporary + size * (1 + part.num_heads // part.kv_heads))
-        if self.cache_dtype not in (None, self.dtype):
-            total += 2 * self.capacity * max(part.kv_heads * part.head_dim for part in self.shard.layers) * size
         return total
 
     @property

@@ -13,6 +13,14 @@ from torch import Tensor
 Ints = NDArray[np.int64]
 
 
+class Chain(NamedTuple):
+    """Describes a batch whose rows are consecutive tokens of one sequence, in its last slots, such as a prefill chunk:
+    a row attends to all slots up to its own."""
+
+    sequence: int
+    kv_len: int  # slots in use of this sequence, including those of the batch
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The input of every forward: prefill chunk, autoregressive decoding, expansion, verification, particles.
@@ -30,6 +38,7 @@ class Batch:
     kv_len: Tensor  # [sequences] int64, slots in use, including those that this batch writes
     # on the host: no element of `kv_len` is larger, so that operators need not read it; None: unknown
     max_kv_len: int | None = None
+    chain: Chain | None = None  # on the host; None: not a chain, or unknown
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -56,6 +65,7 @@ class HostBatch:
     mask: NDArray[np.bool_]
     sequence: Ints
     kv_len: Ints
+    chain: Chain | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -68,4 +78,5 @@ class HostBatch:
     def to(self, device: torch.device) -> Batch:
         """Copies the batch to the device."""
         parts = (self.tokens, self.positions, self.slots, self.mask, self.sequence, self.kv_len)
-        return Batch(*(torch.from_numpy(part).to(device) for part in parts), max_kv_len=self.max_kv_len)
+        on_device = (torch.from_numpy(part).to(device) for part in parts)
+        return Batch(*on_device, max_kv_len=self.max_kv_len, chain=self.chain)

@@ -14,7 +14,7 @@ from torch import Tensor
 from swiftspec.backends import reference
 from swiftspec.cache.kv import KVCache, MoveSlots
 from swiftspec.cache.model_cache import ModelCache
-from swiftspec.model.batch import ForwardOutput, HostBatch, Ints
+from swiftspec.model.batch import Chain, ForwardOutput, HostBatch, Ints
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
 from swiftspec.sampling import sampler
@@ -194,7 +194,12 @@ class Runner:
         rows = [self._rows(sequence, start, tokens, depths, first) for sequence, start in starts.items()]
         token, position, slot, sequence = map(np.concatenate, zip(*rows, strict=True)) if several else rows[0]
         mask = np.tile(tree_mask.pad_left(mask), (len(rows), 1))
-        return HostBatch(token, position, slot, mask, sequence, np.array(self.cache.kv_len()))
+        kv_len = np.array(self.cache.kv_len())
+        chain = None
+        if depths is None and not several:
+            (only,) = starts
+            chain = Chain(only, int(kv_len[only]))
+        return HostBatch(token, position, slot, mask, sequence, kv_len, chain)
 
     def _rows(
         self, sequence: int, start: int, tokens: Ints, depths: Ints | None, first: int

@@ -118,18 +118,20 @@ def test_weights_that_operators_keep_dense() -> None:
 
 
 def test_scratch_of_attention() -> None:
-    """The CUDA operators keep 129 partial results, without clusters at most 64, for each of 256 rows and 32 heads;
-    torch's keep a mask for the 4 query heads that share keys."""
+    """For each of 256 rows and 32 heads the CUDA operators keep as many partial results as clusters or blocks run
+    concurrently for the 8 KV heads; torch's keep a mask for the 4 query heads that share keys."""
     short, long = need(capacity=1024), need(capacity=131073)
     partial, tables = 256 * 32 * 130 * 4, 2 * 128 * 2
-    assert long.scratch - short.scratch == partial * (129 - 1) + tables * (131073 - 1024)
+    assert long.scratch - short.scratch == partial * (5 - 2) + tables * (131073 - 1024)
     blocks = replace(long, clusters=False)
-    assert long.scratch - blocks.scratch == partial * (129 - 63)
+    assert blocks.scratch - long.scratch == partial * (20 - 5)
     masks = need(capacity=131072, ops=unfused).scratch - need(capacity=65536, ops=unfused).scratch
     assert masks == 65536 * (256 * (3 + 2 * 5) + tables)
     stored = need(capacity=131072, ops=unfused, cache_dtype=torch.float8_e4m3fn)
     assert stored.scratch - need(capacity=131072, ops=unfused).scratch == 131072 * 2 * 8 * 128 * 2
     assert stored.cache == need(capacity=131072).cache / 2
+    native = need(capacity=131072, cache_dtype=torch.float8_e4m3fn)
+    assert native.scratch - need(capacity=131072).scratch == 131072 * 2 * 8 * 128 * 2
 
 
 def test_reserve_and_prefix_cache() -> None:

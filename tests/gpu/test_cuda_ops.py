@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,10 +11,11 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends import cuda, reference
+from swiftspec.backends.cuda import attention
 from swiftspec.backends.cuda.torch_interop import current_stream
 from swiftspec.backends.cuda.tree import DeviceTree
 from swiftspec.backends.reference import Scores, noise
-from swiftspec.model.batch import Batch
+from swiftspec.model.batch import Batch, Chain
 from swiftspec.model.spec import RopeSpec
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
 
@@ -113,8 +116,7 @@ def test_attention_over_a_prompt_chunk_and_a_long_context(dim: int) -> None:
         check_attention(window_batch(5, 9000, 4096, 3), 4, 2, dim, 9001)
 
 
-def test_attention_over_more_parts_than_are_combined() -> None:
-    """Without clusters a block then processes several tiles of a part sequentially."""
+def test_attention_over_more_tiles_than_blocks() -> None:
     check_attention(window_batch(2, 4200, 40, 3), 2, 1, 64, 4200)
 
 
@@ -122,6 +124,18 @@ def test_attention_over_more_rows_than_one_launch() -> None:
     """A prefill chunk is split into launches; each reads from the cache what the earlier ones have written."""
     length, rows = (700, 530) if EMULATED else (3000, 1024)
     check_attention(window_batch(rows, length, rows + 6, 7, causal=True), 4, 2, 64, length + 9)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+def test_attention_of_a_prefill_chunk(heads: int, kv_heads: int, dim: int) -> None:
+    """Of the least rows that use flash attention, and of a chunk after a prefix of another sequence than the first."""
+    rows, length = attention.MIN_FLASH_ROWS, 400
+    alone = replace(window_batch(rows, rows, 40, 1, causal=True), chain=Chain(0, rows))
+    check_attention(alone, heads, kv_heads, dim, length)
+    batch, kv_len = window_batch(150, length, 192, 2, causal=True), torch.tensor([7, length], device=DEVICE)
+    batch = replace(batch, sequence=torch.ones_like(batch.slots), kv_len=kv_len, chain=Chain(1, length))
+    check_attention(batch, heads, kv_heads, dim, length + 9)
+    assert cuda.prepare(batch, Cache(2, kv_heads, length, dim), *tables(dim, length, BF16), heads).flash is not None
 
 
 @pytest.mark.parametrize("dim", [64, 128])

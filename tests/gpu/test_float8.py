@@ -9,7 +9,7 @@ from torch import Tensor
 from swiftspec.backends import cuda
 from swiftspec.model.batch import Batch
 from tests.gpu.device import DEVICE, EMULATED, emulated_gpu, most, needs_kernels
-from tests.gpu.test_cuda_ops import BF16, Cache, dice, random, tables, window_batch
+from tests.gpu.test_cuda_ops import BF16, Cache, close, dice, random, tables, window_batch
 
 pytestmark = [pytest.mark.gpu, needs_kernels]
 
@@ -68,14 +68,19 @@ def test_attention_over_float8(rows: int, length: int, dim: int) -> None:
 @pytest.mark.skipif(not EMULATED, reason="a GPU has the clusters that it has")
 @pytest.mark.parametrize("kind", [FP8, BF16])
 def test_tiles_of_a_long_row_are_prefetched(kind: torch.dtype) -> None:
-    """One cluster that computes all four parts of a row equals four clusters with one part each, bitwise."""
+    """On a GPU with a cluster per head, whose blocks compute all tiles: a row alone has the same bits, and with several
+    parts almost the same numbers."""
     rows, length, dim = 3, 3100, 128
     batch, turns = window_batch(rows, length, 16, 5, causal=True), tables(dim, length, BF16)
     k, v = (random(2, 1, KV_HEADS, length + 5, dim, seed=seed).to(kind) for seed in (2, 3))
     qkv = random(rows, (HEADS + 2 * KV_HEADS) * dim, seed=4)
+    at, seen = batch.slots[-1:], torch.ones(1, 8, dtype=torch.bool, device=DEVICE)
     with emulated_gpu(8):
-        one = run(batch, cache_of(k, v), qkv, *turns)
-    assert torch.equal(one, run(batch, cache_of(k, v), qkv, *turns))
+        cache = cache_of(k, v)
+        one = run(batch, cache, qkv, *turns)
+        alone = run(Batch(at, at, at, seen, torch.zeros_like(at), at + 1), cache, qkv[-1:], *turns)
+    assert torch.equal(one[-1], alone[0])
+    close(one, run(batch, cache_of(k, v), qkv, *turns))
 
 
 def test_numbers_are_rounded_as_torch_rounds_them() -> None:

@@ -40,6 +40,7 @@ struct Case {
   std::vector<int64_t> positions, slots, sequence, kv_len;
   std::vector<uint8_t> mask;
   std::vector<uint16_t> cos, sin, qkv, keys, values, out;
+  int32_t most = 3;  // parts
 
   void draw_numbers() {
     cos = numbers(capacity * dim), sin = numbers(capacity * dim);
@@ -59,9 +60,9 @@ struct Case {
                     kv_len.data(), mask.data(), queries.data(), tail.data(), count.data(), nullptr, nullptr, nullptr,
                     nullptr, rows, width, sequences, heads, kv_heads, capacity, dim, 1,
                     1.44269504f / std::sqrt(static_cast<float>(dim)), static_cast<int32_t>(heads / kv_heads),
-                    static_cast<int32_t>(kColumns / (heads / kv_heads)), false};
+                    static_cast<int32_t>(kColumns / (heads / kv_heads)), most, false};
     const int entries = group_table_size(p);
-    const int64_t lines = rows * heads * ceil_div(capacity, part_keys<F>(capacity));
+    const int64_t lines = rows * heads * part_count<F>(static_cast<int>(capacity), most);
     std::vector<RowGroup> groups(static_cast<size_t>(entries));
     std::vector<float> values_of(static_cast<size_t>(lines * dim), NAN), sums_of(static_cast<size_t>(lines * 2), NAN);
     p.groups = groups.data(), p.part_values = values_of.data(), p.part_sums = sums_of.data();
@@ -95,32 +96,23 @@ struct Case {
                  StageState* stage_state) {
     TileTask<F> j{p, keys.data(), values.data(), out.data(), head, p.groups[entry], entry, 0, 0};
     if (j.group.count == 0) return;
-    const int count = ceil_div32(j.group.keys, j.part_keys());
+    const int parts = j.parts();
     const auto each = [](auto work) {
       for (int rank = 0; rank < F::kCluster; ++rank) {
         for (int thread = 0; thread < F::kThreads; ++thread) work(rank, thread);
       }
     };
-    for (j.part = 0; j.part < count; ++j.part) {
-      const int first = j.part * j.part_keys(), here = min32(j.group.keys - first, j.part_keys());
-      const int turns = F::kSequential ? ceil_div32(here, F::kTile) : 1;
+    for (j.part = 0; j.part < parts; ++j.part) {
       each([&](int rank, int thread) { load_key_counts(j, shared[rank], thread); });
-      for (int turn = 0; turn < turns; ++turn) {
-        for (int rank = 0; rank < F::kCluster; ++rank) {
-          SharedMemory<F>& s = shared[rank];
-          j.tile = first / F::kTile + turn + rank;
-          const auto overlapped_work = [&](int thread) { if (turn == 0) load_queries(j, s, thread); };
-          const int next = j.part + 1 < count ? (j.part + 1) * F::kCluster + rank : -1;
-          attend(j, s, stage_state[rank], next, overlapped_work);
-        }
-        const bool done = count == 1 && turn + 1 == turns;
-        each([&](int rank, int thread) {
-          combine_tiles(j, shared[rank], rank, thread, turn, done, [&](int i) { return shared + i; });
-        });
-        each([&](int rank, int thread) { store_running_sums(j, shared[rank], thread, turn); });
+      for (int rank = 0; rank < F::kCluster; ++rank) {
+        SharedMemory<F>& s = shared[rank];
+        attend(j, s, stage_state[rank], rank, [&](int thread) { load_queries(j, s, thread); });
       }
+      each([&](int rank, int thread) {
+        combine_blocks(j, rank, thread, parts == 1, [&](int i) { return shared + i; });
+      });
     }
-    if (count > 1) each([&](int rank, int thread) { combine_parts(j, rank, thread, count); });
+    if (parts > 1) each([&](int rank, int thread) { combine_parts(j, rank, thread, parts); });
   }
 
   std::vector<float> turned(const uint16_t* x, int64_t row) const {
@@ -233,27 +225,27 @@ void check_cases() {
     Case chunk = random_case(70, 4, 1, dim, {300}, 128, true), long_one = random_case(3, 2, 1, dim, {2500}, 64, false);
     Case lone = random_case(70, 1, 1, dim, {200}, 150, false), two = random_case(9, 4, 2, dim, {60, 300}, 32, false);
     for (Case* c : {&chunk, &long_one, &lone, &two}) c->run(), c->check();
-    if (!ptx::kClusters) {  // a block processes several tiles of a part, and there are several parts
-      Case longer = random_case(5, 4, 2, dim, {9300}, 48, false);
-      longer.run(), longer.check();
-    }
   }
 }
 
-// Compares with exhaustive search: at most twice as many clusters as run, or one per row, and none without a part.
-void check_clusters_per_row() {
-  require(clusters_per_row(15, 8, 32) == 3 && clusters_per_row(16, 8, 32) == 2 && clusters_per_row(15, 8, 1) == 1 &&
-              clusters_per_row(15, 30, 32) == 1,
-          "how many clusters share a row");
+// Every turn of a sequence belongs to one part, and the parts differ by at most kFirstTurns - 1 turns or one.
+template <class F>
+void check_parts() {
   for (int i = 0; i < 2000; ++i) {
-    const int64_t clusters = pick(1, 150), rows = pick(1, 40), count = pick(1, 64);
-    const int64_t most_each = std::min(count, std::max<int64_t>(2 * clusters / rows, 1));
-    const auto longest = [&](int64_t each) { return ceil_div(rows * each, clusters) * ceil_div(count, each); };
-    const int64_t chosen = clusters_per_row(clusters, rows, count);
-    require(chosen >= 1 && chosen <= most_each, "too many clusters share a row");
-    for (int64_t each = 1; each <= most_each; ++each) {
-      require(longest(chosen) <= longest(each) && (each >= chosen || longest(each) > longest(chosen)), "not the best");
+    const int most = pick(1, kMaxParts), turns = pick(1, 200), keys = turns * F::kTile * F::kCluster - pick(0, 9);
+    const int parts = part_count<F>(keys, most);
+    require(parts >= 1 && parts <= most, "the number of parts");
+    std::vector<int> seen(static_cast<size_t>(turns));
+    int least = turns, longest = 0;
+    for (int part = 0; part < parts; ++part) {
+      int count = 0;
+      for (int turn = first_turn<F>(part); turn < turns; turn = next_turn<F>(turn, most)) {
+        ++seen[static_cast<size_t>(turn)], ++count;
+      }
+      least = std::min(least, count), longest = std::max(longest, count);
     }
+    require(std::all_of(seen.begin(), seen.end(), [](int times) { return times == 1; }), "a turn is computed once");
+    require(least >= 1 && longest - least <= F::kFirstTurns, "the parts have equal lengths");
   }
 }
 
@@ -318,7 +310,8 @@ void check_independence(int64_t dim) {
 }  // namespace
 
 int main() {
-  check_clusters_per_row();
+  check_parts<ClusterShape<64>>();
+  check_parts<BlockShape<64>>();
   check_cases();
   check_padding();
   for (int i = 0; i < 6; ++i) check_independence(i % 2 == 0 ? 64 : 128);

@@ -3,10 +3,10 @@
 // (tests/native/attention_driver.cpp).
 //
 // The keys of a row are numbered in the order of their slots. Key i lies in slot i as long as the row sees every slot
-// before it; from there on the key list of the row (`tail`) names its slot. Keys are processed in tiles of 128, one per
-// block; the eight tiles of a cluster form a part. On GPUs without clusters a tile has 64 keys and a part belongs to
-// one block. The position of a key in the sums follows from its number: tile i / 128, warp and fragment from i % 128.
-// So a row's result is bitwise independent of the other rows and of the slots in which its keys lie.
+// before it; from there on the key list of the row (`tail`) names its slot. Keys are processed in tiles of 128; on GPUs
+// without clusters, whose blocks work alone, of 64. Each cluster computes a part of the tiles of a sequence, and each of
+// its blocks one tile after the other, as an online softmax. The position of a key in the sums follows from its number:
+// part, turn and block from i / 128 (sizes.h), warp and fragment from i % 128. So a row's result is bitwise independent of the other rows and of the slots in which its keys lie.
 //
 // Rows of the same sequence form groups of up to 64 columns, the heads of a row next to each other: columns are the N
 // of the MMA, keys and then dimensions its M. A tile is loaded in units of 16 keys: units that all rows of the group

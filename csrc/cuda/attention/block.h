@@ -1,5 +1,5 @@
-// Pipeline of a block over its tile, from queries to the output of the tile. On a CPU its threads and warps run
-// sequentially.
+// Pipeline of a block over its tiles of a part, from queries to the output over all of them. On a CPU its threads and
+// warps run sequentially.
 #pragma once
 
 #include <cstdint>
@@ -88,7 +88,10 @@ SWIFTSPEC_HD void score_tile(const TileTask<F>& j, SharedMemory<F>& s, TilePlace
 
 template <class F>
 SWIFTSPEC_HD void accumulate_tile(const TileTask<F>& j, SharedMemory<F>& s, PerWarp<F, Output<F>>& out,
-                                  TilePlacement placement) {
+                                  TilePlacement placement, bool first_tile) {
+  if (!first_tile) {
+    SWIFTSPEC_EACH_WARP(index) { rescale_output(s, out(index), index); }
+  }
   for (int first = 0; first < s.units; first += F::kStage) {
     const int count = min32(s.units - first, F::kStage);
     if (!placement.fits) {
@@ -146,33 +149,50 @@ SWIFTSPEC_HD void start_loads(const TileTask<F>& j, SharedMemory<F>& s, const St
   }
 }
 
-// Computes the output of the tile from `key_counts` on. `next` is the block's next tile, or -1. `overlapped_work` runs
-// while the keys are loaded; it must load the queries. A tile beyond the last key has maxima of -inf.
+// Adds a tile to the output, from `key_counts` on. `next` is the block's next tile, or -1. `overlapped_work` runs while
+// the keys of the first tile are loaded; it must load the queries.
 template <class F, class Work>
-SWIFTSPEC_HD void attend(const TileTask<F>& j, SharedMemory<F>& s, StageState& stage_state, int next,
-                         Work overlapped_work) {
-  const bool any = j.first_key() < j.group.keys;
-  TilePlacement placement = {};
-  if (any) {
-    SWIFTSPEC_EACH_THREAD(thread) { plan_units(j, s, thread); }
-    block_sync();
-    placement = place_tile(j, s, stage_state);
-    plan_prefetch(j, stage_state, next, placement);
-    start_loads(j, s, stage_state, next, placement);
-  }
-  SWIFTSPEC_EACH_THREAD(thread) { overlapped_work(thread); }
-  if (!any) {
-    SWIFTSPEC_EACH_THREAD(thread) {
-      if (thread < kColumns) s.top[thread] = -INFINITY;
-    }
-    return;
+SWIFTSPEC_HD void attend_tile(const TileTask<F>& j, SharedMemory<F>& s, StageState& stage_state, int next,
+                              bool first_tile, PerWarp<F, Output<F>>& out, Work overlapped_work) {
+  SWIFTSPEC_EACH_THREAD(thread) { plan_units(j, s, thread); }
+  block_sync();
+  TilePlacement placement = place_tile(j, s, stage_state);
+  plan_prefetch(j, stage_state, next, placement);
+  start_loads(j, s, stage_state, next, placement);
+  if (first_tile) {
+    SWIFTSPEC_EACH_THREAD(thread) { overlapped_work(thread); }
   }
   score_tile(j, s, placement);
   block_sync();
   SWIFTSPEC_EACH_WARP(index) { softmax_tile(j, s, index); }
   block_sync();
+  accumulate_tile(j, s, out, placement, first_tile);
+}
+
+// Computes the output of this block's tiles of the part, from `key_counts` on: one tile per turn. Without a tile the
+// maxima are -inf.
+template <class F, class Work>
+SWIFTSPEC_HD void attend(TileTask<F>& j, SharedMemory<F>& s, StageState& stage_state, int rank, Work overlapped_work) {
+  SWIFTSPEC_EACH_THREAD(thread) {
+    if (thread < kColumns) s.top[thread] = -INFINITY, s.total[thread] = 0;
+  }
+  const auto tile_of = [&](int turn) {
+    const int tile = turn * F::kCluster + rank;
+    return j.first_key(tile) < j.group.keys ? tile : -1;
+  };
   PerWarp<F, Output<F>> out = {};
-  accumulate_tile(j, s, out, placement);
+  bool first_tile = true;
+  int turn = first_turn<F>(j.part);
+  j.tile = tile_of(turn);
+  if (j.tile < 0) return;
+  while (j.tile >= 0) {
+    block_sync();  // `key_counts` are there, and no warp reads the tile before this one
+    turn = next_turn<F>(turn, j.setup.most_parts);
+    const int next = tile_of(turn);
+    attend_tile(j, s, stage_state, next, first_tile, out, overlapped_work);
+    first_tile = false;
+    j.tile = next;
+  }
   block_sync();
   SWIFTSPEC_EACH_WARP(index) { store_output(j, s, out(index), index); }
 }

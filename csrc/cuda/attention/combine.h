@@ -1,4 +1,4 @@
-// Combination of partial softmax results (flash-decoding style): the tiles of a cluster, then the parts of a row.
+// Combination of partial softmax results (flash-decoding style): the blocks of a cluster, then the parts of a row.
 // Always in the order of the keys.
 #pragma once
 
@@ -95,45 +95,25 @@ SWIFTSPEC_HD void for_each_owned(const TileTask<F>& j, int rank, int thread, Do 
   }
 }
 
-// Combines the tiles of a cluster; `block(i)` is the shared memory of block i. If a block processes the tiles of a part
-// sequentially, this is tile number `turn`, and the result so far is in part_values, running_top and running_total.
-// `done`: the row has no more keys, so the result is written to the output.
+// Combines the results of the blocks of a cluster; `block(i)` is the shared memory of block i. `done`: the row has no
+// other parts, so the result is written to the output.
 template <class F, class Blocks>
-SWIFTSPEC_HD void combine_tiles(const TileTask<F>& j, const SharedMemory<F>& s, int rank, int thread, int turn,
-                                bool done, Blocks block) {
-  constexpr int kBefore = F::kSequential ? 1 : 0;
+SWIFTSPEC_HD void combine_blocks(const TileTask<F>& j, int rank, int thread, bool done, Blocks block) {
   for_each_owned(j, rank, thread, [&](int column, int dimension) {
-    const int64_t line = j.scratch(j.part, column);
-    auto* values = reinterpret_cast<Values*>(j.setup.part_values + line * F::kDim + dimension);
-    const PartialOutput sum = combine<kBefore + F::kCluster>([&](int i) {
-      if (i < kBefore)
-        return turn > 0 ? PartialOutput{s.running_top[column], s.running_total[column], *values}
-                        : PartialOutput{-INFINITY, 0, {}};
-      const SharedMemory<F>* other = block(i - kBefore);
+    const PartialOutput sum = combine<F::kCluster>([&](int i) {
+      const SharedMemory<F>* other = block(i);
       const auto* value = reinterpret_cast<const Values*>(&other->scores[column][dimension]);
       return PartialOutput{other->top[column], other->total[column], *value};
     });
     if (done) return write_output(j, column, dimension, sum);
-    *values = sum.value;
+    const int64_t line = j.scratch(j.part, column);
+    *reinterpret_cast<Values*>(j.setup.part_values + line * F::kDim + dimension) = sum.value;
     if (dimension == 0) {
       float* sums = j.setup.part_sums + 2 * line;
       sums[0] = sum.top;
       sums[1] = sum.total;
     }
   });
-}
-
-// Stores the running maximum and sum of the part's tiles so far, after all threads have combined them.
-template <class F>
-SWIFTSPEC_HD void store_running_sums(const TileTask<F>& j, SharedMemory<F>& s, int thread, int turn) {
-  if (!F::kSequential || thread >= j.columns()) return;
-  const PartialOutput sum = combine<2>([&](int i) {
-    if (i > 0) return PartialOutput{s.top[thread], s.total[thread], {}};
-    return turn > 0 ? PartialOutput{s.running_top[thread], s.running_total[thread], {}}
-                    : PartialOutput{-INFINITY, 0, {}};
-  });
-  s.running_top[thread] = sum.top;
-  s.running_total[thread] = sum.total;
 }
 
 // Loads data that other blocks have written, bypassing L1.

@@ -73,8 +73,9 @@ SWIFTSPEC_HD void score_units(const TileTask<F>& j, SharedMemory<F>& s, int firs
   }
 }
 
-// Replaces scores by 2^(score - top) in bfloat16, in the memory of the scores; zero for keys beyond the end of a row. A
-// warp processes every F::kWarps-th column, several at a time, so that the latencies of their reductions overlap.
+// Online softmax: replaces scores by 2^(score - top) in bfloat16, in the memory of the scores; zero for keys beyond the
+// end of a row. `top` and `total` of each column are updated, and `rescale` is set. A warp processes every F::kWarps-th
+// column, several at a time, so that the latencies of their reductions overlap.
 template <class F>
 SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int warp_index) {
   constexpr int kKeysPerLane = F::kTile / 32, kUnrolled = 2;
@@ -84,12 +85,14 @@ SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int war
     warp::PerLane<warp::Regs<kKeysPerLane, float>> x[kUnrolled];
     warp::PerLane<float> top[kUnrolled], total[kUnrolled];
     int keys[kUnrolled];
+    float before[kUnrolled];  // maximum of the tiles before this one
     SWIFTSPEC_UNROLL
     for (int c = 0; c < kUnrolled; ++c) {
       const int column = first + c * F::kWarps;
       keys[c] = column < end ? s.key_counts[column] - j.first_key() : 0;
+      before[c] = column < end ? s.top[column] : none;
       SWIFTSPEC_EACH_LANE(lane) {
-        top[c](lane) = none;
+        top[c](lane) = before[c];
         for (int i = 0; i < kKeysPerLane; ++i) {
           const int key = lane + 32 * i;
           x[c](lane).r[i] = key < keys[c] ? ieee::mul(s.scores[column][key], j.setup.scale) : none;
@@ -120,9 +123,12 @@ SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int war
     SWIFTSPEC_UNROLL
     for (int c = 0; c < kUnrolled; ++c) {
       SWIFTSPEC_EACH_LANE(lane) {
-        if (lane == 0 && first + c * F::kWarps < end) {
-          s.top[first + c * F::kWarps] = top[c](lane);
-          s.total[first + c * F::kWarps] = total[c](lane);
+        const int column = first + c * F::kWarps;
+        if (lane == 0 && column < end) {
+          const float factor = exp2f(before[c] - (top[c](lane) == none ? 0 : top[c](lane)));
+          s.rescale[column] = factor;
+          s.top[column] = top[c](lane);
+          s.total[column] = fmaf(factor, s.total[column], total[c](lane));
         }
       }
     }
@@ -138,6 +144,22 @@ struct Output {
   SWIFTSPEC_HD static int dimension(int warp_index) { return warp_index % kBlocks * 16; }
   SWIFTSPEC_HD static int columns(int warp_index, int i) { return i * kSplit + warp_index / kBlocks; }
 };
+
+// Multiplies the sums of the tiles before this one by the factors of their columns.
+template <class F>
+SWIFTSPEC_HD void rescale_output(const SharedMemory<F>& s, Output<F>& out, int warp_index) {
+  SWIFTSPEC_EACH_LANE(lane) {
+    SWIFTSPEC_UNROLL
+    for (int b = 0; b < Output<F>::kMine; ++b) {
+      const float* factors = &s.rescale[8 * out.columns(warp_index, b)];
+      SWIFTSPEC_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        float& sum = out.sums[b](lane).r[i];
+        sum = ieee::mul(sum, factors[fragment::c_column(lane, i)]);
+      }
+    }
+  }
+}
 
 // Accumulates the values of a unit, which lie at `values`, for this warp's blocks of columns from `from` to `to` - 1.
 // Columns outside of the unit's own contribute nothing; with kShared there are none.

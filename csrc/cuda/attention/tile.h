@@ -14,11 +14,10 @@ struct SharedMemory {
   alignas(16) uint16_t stage[F::kStage][kUnit][F::kDim + kPad];
   alignas(16) uint16_t queries[kColumns][F::kDim + kPad];
   alignas(16) float scores[kColumns][F::kScoreStride];  // then, where they were, shares in bfloat16; then output [kDim]
-  float top[kColumns];                           // maximum of a column's scores in this tile, base 2; -inf without keys
-  float total[kColumns];                         // sum of its shares
+  float top[kColumns];      // maximum of a column's scores in the tiles so far, base 2; -inf without keys
+  float total[kColumns];    // sum of its shares
+  float rescale[kColumns];  // factor of the sums of the tiles before this one
   int32_t key_counts[kColumns];                        // keys of each column's row
-  float running_top[F::kSequential ? kColumns : 1],
-      running_total[F::kSequential ? kColumns : 1];  // top and total of the part's tiles so far
   uint16_t own[F::kOwnUnits];                    // the units for single rows: row * kUnits + index in the tile
   int32_t shared_units, units;
   int32_t last;  // this cluster was the last of its group
@@ -33,7 +32,7 @@ struct TileTask {
   int head;  // KV head
   RowGroup group;
   int entry;  // index of the group in setup.groups
-  int part;   // part that the cluster computes
+  int part;   // that the cluster computes
   int tile;
 
   SWIFTSPEC_HD int sequence() const { return static_cast<int>(sequence_of(setup, group.first)); }
@@ -45,8 +44,8 @@ struct TileTask {
   SWIFTSPEC_HD int first_key() const { return first_key(tile); }
   SWIFTSPEC_HD int tile_id(int which) const { return sequence() * ceil_div32(capacity(), F::kTile) + which; }
   SWIFTSPEC_HD int64_t region() const { return (sequence() * setup.kv_heads + head) * setup.capacity * F::kDim; }
-  SWIFTSPEC_HD int part_keys() const { return attention::part_keys<F>(setup.capacity); }
-  SWIFTSPEC_HD int max_parts() const { return ceil_div32(capacity(), part_keys()); }  // that a sequence may have
+  SWIFTSPEC_HD int parts() const { return part_count<F>(group.keys, setup.most_parts); }
+  SWIFTSPEC_HD int max_parts() const { return part_count<F>(capacity(), setup.most_parts); }  // that a sequence may have
   SWIFTSPEC_HD int scratch(int which, int column) const {
     return ((head * max_parts() + which) * static_cast<int>(setup.rows) + group.first) * heads() + column;
   }
