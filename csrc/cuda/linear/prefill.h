@@ -1,0 +1,89 @@
+// Projections of long prefill chunks with wgmma: partition and layouts. For host code and device code.
+//
+// A CTA computes 128 outputs (kTileStrips strips) of 128 rows at a time. One warpgroup computes fragment 0 of the
+// strips, another one fragment 1: the m16k16 fragments that the four warps pass to wgmma as rows of A are those of four
+// strips. B are 128 rows of x. The CTAs of a cluster split the inputs; partial sums are added CTA by CTA.
+//
+// Slabs. pack_slabs_kernel writes the inputs of a tile for 128 rows as wgmma reads them from shared memory, so that one
+// bulk copy fetches them: slabs of all tiles of the first 128 rows, then those of the next. A slab consists of one
+// matrix [128 rows][64 inputs] for each 64 inputs. A row is a line of 128 bytes, whose eight 16-byte pieces are swizzled:
+// piece c of row r is stored at place c ^ (r % 8). Positions within a row are columns of k16 steps (tiles::input_of).
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+#include "cuda/device/device.h"
+#include "cuda/linear/tiling.h"
+
+namespace swiftspec::cuda::tiles {
+
+constexpr int64_t kMinPrefillRows = 65;  // fewer rows leave most of the 128 rows of B empty
+constexpr int kTileStrips = 4, kTileStripsLog = 2;
+constexpr int kTileRows = 128, kTileRows8 = kTileRows / 8;
+constexpr int kLineBytes = 128;                           // of a row in a matrix of a slab
+constexpr int kMatrixBytes = kTileRows * kLineBytes;
+constexpr int kMaxPrefillStages = 8;
+constexpr int kMaxPrefillClusterLog = 3;
+
+SWIFTSPEC_HD int prefill_slab_bytes(const Tiling& t) { return t.tile_k * kTileRows * 2; }
+
+// Offset in bytes within a slab of the operands of a row for half a k16 step: `high` 0: columns 0 to 7, 1: 8 to 15.
+SWIFTSPEC_HD int slab_piece(int step, int high, int row) {
+  return step / 4 * kMatrixBytes + row * kLineBytes + ((step % 4 * 2 + high) ^ row % 8) * 16;
+}
+
+// Offset within a slab at which the descriptor of a k16 step starts: that of row 0.
+SWIFTSPEC_HD int slab_step(int step) { return step / 4 * kMatrixBytes + step % 4 * 32; }
+
+// The descriptor of B (PTX ISA, "Matrix descriptor"): 8 lines lie 1024 bytes apart from the next 8, and pieces are
+// swizzled within 128 bytes. `address`: in shared memory; that of line 0 is a multiple of 1024.
+SWIFTSPEC_HD uint64_t operand_descriptor(uint32_t address) {
+  constexpr uint64_t kUnused = 1, kEightLines = 8 * kLineBytes / 16, kSwizzle128 = 1;
+  return (address & 0x3ffffu) >> 4 | kUnused << 16 | kEightLines << 32 | kSwizzle128 << 62;
+}
+
+// Shared-memory layout of a CTA, offsets in bytes. Offset 0 holds the slabs, which are aligned to their swizzle.
+struct PrefillSmemLayout {
+  int32_t ring, stages, sums, barriers, total;
+};
+
+SWIFTSPEC_HD PrefillSmemLayout prefill_smem_layout(const Tiling& t, const Device& device) {
+  PrefillSmemLayout c{};
+  const int slab = prefill_slab_bytes(t), weights = kTileStrips * t.tile_bytes;
+  const int sums = kTileStrips * kTileRows8 * 1024, barriers = (2 * kMaxPrefillStages + 2) * 8;
+  const int stages = (device.shared - sums - barriers) / (slab + weights);
+  c.stages = stages < kMaxPrefillStages ? stages : kMaxPrefillStages;
+  c.ring = c.stages * slab;
+  c.sums = c.ring + c.stages * weights;
+  c.barriers = c.sums + sums;
+  c.total = c.barriers + barriers;
+  return c;
+}
+
+SWIFTSPEC_HD bool has_prefill_kernel(const Device& device) { return device.has_wgmma(); }
+
+SWIFTSPEC_HD bool uses_prefill(const Device& device, int64_t rows) {
+  return has_prefill_kernel(device) && rows >= kMinPrefillRows;
+}
+
+SWIFTSPEC_HD int32_t row_tiles(int64_t rows) { return static_cast<int32_t>(ceil_div(rows, kTileRows)); }
+
+// The tiling of a launch: turns() are tiles of 128 outputs, and the cluster size is the one with the lowest estimated
+// time. In units of the time that a CTA takes for a tile of 128 inputs, the sum over a cluster and the stores take
+// about 3, a guess.
+SWIFTSPEC_HD Tiling prefill_tiling(const Tiling& t, int64_t rows, const Device& device) {
+  Tiling best = with_split(t, kTileStripsLog, 0);
+  int64_t best_time = 0;
+  for (int log = 0; log <= kMaxPrefillClusterLog; ++log) {
+    const Tiling split = with_split(t, kTileStripsLog, log);
+    const int64_t clusters = device.max_clusters[log], tiles = static_cast<int64_t>(split.turns()) * row_tiles(rows);
+    if (clusters == 0 || t.tiles < split.cluster()) break;
+    const int64_t inputs = ceil_div(t.tiles, split.cluster()) * t.tile_k / 128 + (log == 0 ? 3 : 4);
+    const int64_t time = ceil_div(tiles, clusters) * inputs;
+    if (log == 0 || time < best_time) best = split, best_time = time;
+  }
+  return best;
+}
+
+}  // namespace swiftspec::cuda::tiles
