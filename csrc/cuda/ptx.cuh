@@ -79,6 +79,17 @@ __device__ inline void wgmma_wait_all(float (&d)[64]) {
 #undef SWIFTSPEC_8
 }
 
+// Changes the registers of each thread of the warpgroup to kCount, a multiple of 8. A warpgroup that claims more waits
+// until others have released theirs.
+template <int kCount>
+__device__ inline void release_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ inline void claim_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
 // ---- matrices in shared memory
 
 // Four 8 x 8 matrices of 16-bit elements; lane l passes the address of row l % 8 of matrix l / 8 in shared memory.

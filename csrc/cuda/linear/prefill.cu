@@ -14,7 +14,6 @@ namespace {
 
 using tiles::kTileRows;
 using tiles::kTileRows8;
-using tiles::kTileStrips;
 
 // ---- activations
 
@@ -87,9 +86,10 @@ __global__ void __launch_bounds__(kPackThreads) pack_slabs_kernel(const __grid_c
 
 // ---- products
 
-constexpr int kConsumerWarps = 8;  // two warpgroups
-constexpr int kProductThreads = 32 * kConsumerWarps + 32;  // and a warp that issues the copies
-constexpr int kCopies = kTileStrips + 1;  // per stage: tiles of weights, and a slab
+constexpr int kConsumerWarps = 8;  // two warpgroups; another warpgroup issues the copies
+constexpr int kProductThreads = 32 * (kConsumerWarps + 4);
+// Registers of a thread, of which a multiprocessor has 64 Ki: at the start they are distributed evenly.
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 struct PrefillTask {
   tiles::Tiling tiling;
@@ -134,7 +134,7 @@ __device__ PrefillCta prefill_cta(const PrefillTask& task, uint8_t* shared) {
 __device__ void init_barriers(const PrefillTask& task, const PrefillCta& at) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < task.smem.stages; ++stage) {
-      ptx::barrier_init(at.full + stage, kCopies);
+      ptx::barrier_init(at.full + stage, static_cast<uint32_t>(task.tiling.warps_n()) + 1);
       ptx::barrier_init(at.empty + stage, kConsumerWarps);
     }
     const auto warps = static_cast<uint32_t>(kConsumerWarps << task.tiling.cluster_log);
@@ -145,20 +145,21 @@ __device__ void init_barriers(const PrefillTask& task, const PrefillCta& at) {
   ptx::cluster_sync();
 }
 
-// Copies the tiles of this CTA into the ring. Lanes 0 to kTileStrips - 1 copy one strip each, the next one the slabs.
+// Copies the tiles of this CTA into the ring. The first lanes copy one strip each, the next one the slabs.
 __device__ void produce(const PrefillTask& task, const PrefillCta& at, int lane) {
   const tiles::Tiling& t = task.tiling;
-  if (lane >= kCopies) return;
+  const int strips = t.warps_n();
+  if (lane > strips) return;
   ptx::fence_bulk_loads();
-  const bool is_slab = lane == kTileStrips;
+  const bool is_slab = lane == strips;
   const uint64_t policy = is_slab ? ptx::evict_last() : ptx::evict_first();
   const int bytes = is_slab ? tiles::prefill_slab_bytes(t) : t.tile_bytes;
   uint8_t* slots = at.shared + (is_slab ? 0 : task.smem.ring + lane * bytes);
-  const int apart = is_slab ? bytes : kTileStrips * bytes;
+  const int apart = is_slab ? bytes : strips * bytes;
   const int last_strip = static_cast<int>(tiles::ceil_div(t.half, tiles::kStrip / 2)) - 1;
   Stage stage;
   for (int i = at.cluster; i < t.turns() * task.row_tiles; i += task.clusters) {
-    const int strip = min(i / task.row_tiles * kTileStrips + lane, last_strip);
+    const int strip = min(i / task.row_tiles * strips + lane, last_strip);
     const uint8_t* from = is_slab ? task.slabs + static_cast<int64_t>(i % task.row_tiles) * t.tiles * bytes
                                   : task.weights + t.tile_at(strip, 0);
     for (int tile = t.first_tile(at.rank); tile < t.first_tile(at.rank + 1); ++tile) {
@@ -169,6 +170,11 @@ __device__ void produce(const PrefillTask& task, const PrefillCta& at, int lane)
     }
   }
 }
+
+struct ConsumerWarp {
+  int index, lane;
+  int strip, fragment;  // of the CTA's strips; the first of its fragments
+};
 
 // The scale of a group for one row of A, in two parts whose sum it is, and -(128 + zero point): bfloat16 values, twice
 // each. Two parts hold every scale that was fp16 or bf16 exactly.
@@ -190,91 +196,116 @@ __device__ uint32_t dequantize_pair(uint32_t word, int i, const GroupPairs& grou
   return ptx::bf16_fma(code, group.high, ptx::bf16_fma(code, group.low, 0));
 }
 
-// A warp's fragments of a tile of int4 weights with groups of 1 << kGroupLog blocks.
-template <int kGroupLog>
-struct Int4Fragments {
-  static constexpr int kBlocks = 4;
-  uint32_t codes[2 * kBlocks];
-  uint2 groups[kBlocks >> kGroupLog];
-  GroupPairs pairs[2];
+// The fragments of a warp, kCount per strip, are passed to wgmma in groups of two: both steps of a block of a single
+// fragment, or one step of both fragments.
+template <int kCount>
+struct GroupOf {
+  static __device__ constexpr int step(int group, int i) { return kCount == 2 ? group : 2 * group + i; }
+  static __device__ constexpr int fragment(int i) { return kCount == 2 ? i : 0; }
+};
 
+// A warp's fragments of a tile of int4 weights with quantisation groups of 1 << kGroupLog blocks.
+template <int kGroupLog, int kFragments>
+struct Int4Fragments {
+  static constexpr int kCount = kFragments, kBlocks = 4;
+  uint32_t codes[2 * kBlocks][kCount];
+  uint32_t groups[kBlocks >> kGroupLog][kCount][2];
+  GroupPairs pairs[kCount][2];
+
+  // `f`: the first fragment of the warp.
   __device__ void load(const uint8_t* tile, int f, int lane) {
     const auto* words = reinterpret_cast<const uint32_t*>(tile);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      const uint4 both = *reinterpret_cast<const uint4*>(words + tiles::code_word(2 * block, lane, 0));
-      codes[2 * block] = f == 0 ? both.x : both.y;
-      codes[2 * block + 1] = f == 0 ? both.z : both.w;
+      const uint4 four = *reinterpret_cast<const uint4*>(words + tiles::code_word(2 * block, lane, 0));
+      if constexpr (kCount == 2) {
+        codes[2 * block][0] = four.x, codes[2 * block][1] = four.y;
+        codes[2 * block + 1][0] = four.z, codes[2 * block + 1][1] = four.w;
+      } else {
+        codes[2 * block][0] = f == 0 ? four.x : four.y, codes[2 * block + 1][0] = f == 0 ? four.z : four.w;
+      }
     }
 #pragma unroll
-    for (int group = 0; group < kBlocks >> kGroupLog; ++group) {
-      groups[group] = *reinterpret_cast<const uint2*>(words + tiles::group_words(group, lane) + 2 * f);
+    for (int i = 0; i < (kBlocks >> kGroupLog) * kCount; ++i) {
+      const uint2 two =
+          *reinterpret_cast<const uint2*>(words + tiles::group_words(i / kCount, lane) + 2 * (f + i % kCount));
+      groups[i / kCount][i % kCount][0] = two.x, groups[i / kCount][i % kCount][1] = two.y;
     }
   }
 
-  // The registers of both steps of a block; to be called block by block.
-  __device__ void set(uint32_t (&a)[2][4], int block) {
-    if (block % (1 << kGroupLog) == 0) {
-      pairs[0] = group_pairs(groups[block >> kGroupLog].x);
-      pairs[1] = group_pairs(groups[block >> kGroupLog].y);
-    }
+  // Sets the registers of a group; to be called group by group.
+  __device__ void set(uint32_t (&a)[2][4], int group) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = dequantize_pair(codes[2 * block + i / 4], i % 4, pairs[i % 2]);
+    for (int i = 0; i < 2; ++i) {
+      const int step = GroupOf<kCount>::step(group, i), f = GroupOf<kCount>::fragment(i);
+      if (step % (2 << kGroupLog) == 0) {
+        pairs[f][0] = group_pairs(groups[step >> kGroupLog >> 1][f][0]);
+        pairs[f][1] = group_pairs(groups[step >> kGroupLog >> 1][f][1]);
+      }
+#pragma unroll
+      for (int r = 0; r < 4; ++r) a[i][r] = dequantize_pair(codes[step][f], r, pairs[f][r % 2]);
+    }
   }
 };
 
+template <int kFragments>
 struct Bf16Fragments {
-  static constexpr int kBlocks = 2;
+  static constexpr int kCount = kFragments, kBlocks = 2;
   const uint32_t* words;
 
   __device__ void load(const uint8_t* tile, int f, int lane) {
     words = reinterpret_cast<const uint32_t*>(tile) + tiles::dense_word(0, lane, f, 0);
   }
-  __device__ void set(uint32_t (&a)[2][4], int block) const {
+  __device__ void set(uint32_t (&a)[2][4], int group) const {
 #pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      const uint4 step = *reinterpret_cast<const uint4*>(words + tiles::dense_word(2 * block + odd, 0, 0, 0));
-      a[odd][0] = step.x, a[odd][1] = step.y, a[odd][2] = step.z, a[odd][3] = step.w;
+    for (int i = 0; i < 2; ++i) {
+      const int step = GroupOf<kCount>::step(group, i), f = GroupOf<kCount>::fragment(i);
+      const uint4 four = *reinterpret_cast<const uint4*>(words + tiles::dense_word(step, 0, f, 0));
+      a[i][0] = four.x, a[i][1] = four.y, a[i][2] = four.z, a[i][3] = four.w;
     }
   }
 };
 
-// Computes the sums of this CTA's inputs for one fragment of a strip and 128 rows. The registers of A of a block are
-// set while the products of the block before are in flight.
+// Computes the sums of this CTA's inputs for a warp's fragments and 128 rows. The registers of A of a group are set while
+// the products of the group before are in flight.
 template <class Fragments>
-__device__ void multiply_tiles(const PrefillTask& task, const PrefillCta& at, int warp, int lane, Stage& stage,
-                               float (&sums)[4 * kTileRows8]) {
+__device__ void multiply_tiles(const PrefillTask& task, const PrefillCta& at, const ConsumerWarp& warp, Stage& stage,
+                               float (&sums)[Fragments::kCount][4 * kTileRows8]) {
+  constexpr int kCount = Fragments::kCount, kStrips = 4 * kCount, kGroups = Fragments::kBlocks * kCount;
   const tiles::Tiling& t = task.tiling;
-  const int strip = warp % kTileStrips, f = warp / kTileStrips, slab_bytes = tiles::prefill_slab_bytes(t);
+  const int slab_bytes = tiles::prefill_slab_bytes(t);
   const auto release = [&](int index) {
     __syncwarp();
-    ptx::barrier_arrive(at.empty + index, lane == 0 && index >= 0);
+    ptx::barrier_arrive(at.empty + index, warp.lane == 0 && index >= 0);
   };
-  uint32_t a[2][2][4];  // [odd block][odd step]
+  uint32_t a[2][2][4];  // [odd group][i of GroupOf]
   int before = -1;      // stage of the previous tile, if there is one
   for (int tile = t.first_tile(at.rank); tile < t.first_tile(at.rank + 1); ++tile) {
     ptx::barrier_wait(at.full + stage.index, stage.parity);
     const uint8_t* slab = at.shared + stage.index * slab_bytes;
     Fragments fragments;
-    fragments.load(at.shared + task.smem.ring + (stage.index * kTileStrips + strip) * t.tile_bytes, f, lane);
+    fragments.load(at.shared + task.smem.ring + (stage.index * kStrips + warp.strip) * t.tile_bytes, warp.fragment,
+                   warp.lane);
     const uint64_t b = tiles::operand_descriptor(ptx::shared_address(slab));
 #pragma unroll
-    for (int block = 0; block < Fragments::kBlocks; ++block) {
-      fragments.set(a[block % 2], block);
-      ptx::wgmma_fence(a[block % 2]);
+    for (int group = 0; group < kGroups; ++group) {
+      fragments.set(a[group % 2], group);
+      ptx::wgmma_fence(a[group % 2]);
 #pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        ptx::wgmma(sums, a[block % 2][odd], b + tiles::slab_step(2 * block + odd) / 16,
-                   before >= 0 || block + odd > 0);
+      for (int i = 0; i < 2; ++i) {
+        const int step = GroupOf<kCount>::step(group, i);
+        ptx::wgmma(sums[GroupOf<kCount>::fragment(i)], a[group % 2][i], b + tiles::slab_step(step) / 16,
+                   before >= 0 || step > 0);
       }
       ptx::wgmma_commit();
       ptx::wgmma_wait<1>();
-      if (block == 0) release(before);
+      if (group == 0) release(before);
     }
     before = stage.index;
     stage.next(task.smem.stages);
   }
-  ptx::wgmma_wait_all(sums);
+#pragma unroll
+  for (auto& of_fragment : sums) ptx::wgmma_wait_all(of_fragment);
   release(before);
 }
 
@@ -292,63 +323,103 @@ __device__ void add_residual(const tiles::Tiling& t, const Outputs& to, int lane
   }
 }
 
-// Adds the sums of the cluster, and stores this CTA's share of the outputs: eight rows of a strip per unit.
-__device__ void store_tile(const PrefillTask& task, const PrefillCta& at, int warp, int lane, int first_strip,
-                           int row_tile) {
-  constexpr int kUnits = kTileStrips * kTileRows8, kAbreast = 2;  // units whose loads are in flight together
-  const tiles::Tiling& t = task.tiling;
-  const auto* sums = reinterpret_cast<const float4*>(at.shared + task.smem.sums);
+constexpr int kAbreast = 2;  // units whose loads are in flight together
+
+// Adds bias and residual to kAbreast units and stores those that have rows.
+__device__ void finish_units(const PrefillTask& task, int lane, Unit (&units)[kAbreast]) {
   Outputs stores = task.to;
   stores.residual = nullptr;
-  const int each = kUnits >> t.cluster_log, step = kConsumerWarps * kAbreast;
-  for (int first = warp; first < each; first += step) {
-    Unit units[kAbreast];
 #pragma unroll
-    for (int i = 0; i < kAbreast; ++i) {
-      Unit& unit = units[i];
-      const int index = at.rank * each + first + i * kConsumerWarps, strip = index / kTileRows8;
-      unit.strip = first_strip + strip, unit.j = row_tile * kTileRows8 + index % kTileRows8;
-      if (first + i * kConsumerWarps >= each || 8 * unit.j >= task.to.rows) continue;
+  for (Unit& unit : units) {
+    if (8 * unit.j >= task.to.rows) continue;
+    add_bias(task.tiling, task.to, lane, unit);
+    add_residual(task.tiling, task.to, lane, unit);
+  }
 #pragma unroll
-      for (int f = 0; f < 2; ++f) {
-        const int at_sums = tiles::partial_at(strip, kTileRows8, index % kTileRows8, f, lane);
-        const float4 v = reduce_cluster(sums + at_sums, t.cluster());
-        const float four[4] = {v.x, v.y, v.z, v.w};
-        set_sums(unit, f, four);
-      }
-      add_bias(t, task.to, lane, unit);
-      add_residual(t, task.to, lane, unit);
-    }
-#pragma unroll
-    for (int i = 0; i < kAbreast; ++i) {
-      if (first + i * kConsumerWarps < each && 8 * units[i].j < task.to.rows) store_unit(t, stores, lane, units[i]);
-    }
+  for (const Unit& unit : units) {
+    if (8 * unit.j < task.to.rows) store_unit(task.tiling, stores, lane, unit);
   }
 }
 
-template <class Fragments>
-__device__ void consume(const PrefillTask& task, const PrefillCta& at, int warp, int lane) {
+// Stores the outputs of a warp that has both fragments of its strip.
+__device__ void store_strip(const PrefillTask& task, const ConsumerWarp& warp, int strip, int row_tile,
+                            const float (&sums)[2][4 * kTileRows8]) {
+#pragma unroll
+  for (int first = 0; first < kTileRows8; first += kAbreast) {
+    Unit units[kAbreast];
+#pragma unroll
+    for (int i = 0; i < kAbreast; ++i) {
+      units[i].strip = strip, units[i].j = row_tile * kTileRows8 + first + i;
+#pragma unroll
+      for (int f = 0; f < 2; ++f) {
+        const float* of = sums[f] + 4 * (first + i);
+        const float four[4] = {of[0], of[1], of[2], of[3]};
+        set_sums(units[i], f, four);
+      }
+    }
+    finish_units(task, warp.lane, units);
+  }
+}
+
+// Adds the sums of the cluster, and stores this CTA's share of the outputs: eight rows of a strip per unit.
+__device__ void store_share(const PrefillTask& task, const PrefillCta& at, const ConsumerWarp& warp, int first_strip,
+                            int row_tile) {
   const tiles::Tiling& t = task.tiling;
+  const auto* sums = reinterpret_cast<const float4*>(at.shared + task.smem.sums);
+  const int each = t.warps_n() * kTileRows8 >> t.cluster_log;  // a multiple of kAbreast
+  for (int first = warp.index * kAbreast; first < each; first += kConsumerWarps * kAbreast) {
+    Unit units[kAbreast];
+#pragma unroll
+    for (int i = 0; i < kAbreast; ++i) {
+      const int index = at.rank * each + first + i, strip = index / kTileRows8, j = index % kTileRows8;
+      units[i].strip = first_strip + strip, units[i].j = row_tile * kTileRows8 + j;
+#pragma unroll
+      for (int f = 0; f < 2; ++f) {
+        const float4 v =
+            reduce_cluster(sums + tiles::partial_at(strip, kTileRows8, j, f, warp.lane), t.cluster());
+        const float four[4] = {v.x, v.y, v.z, v.w};
+        set_sums(units[i], f, four);
+      }
+    }
+    finish_units(task, warp.lane, units);
+  }
+}
+
+// Exchanges the sums of a tile with the other CTAs of the cluster and the other warpgroup, which have the other inputs
+// and fragments, and stores the outputs.
+__device__ void exchange_tile(const PrefillTask& task, const PrefillCta& at, const ConsumerWarp& warp, int first_strip,
+                              int row_tile, uint32_t parity, const float (&sums)[4 * kTileRows8]) {
   auto* mine = reinterpret_cast<float4*>(at.shared + task.smem.sums);
   const auto arrive = [&](uint64_t* barrier) {
     __syncwarp();
-    if (lane < t.cluster()) ptx::remote_arrive(barrier, static_cast<uint32_t>(lane));
+    if (warp.lane < task.tiling.cluster()) ptx::remote_arrive(barrier, static_cast<uint32_t>(warp.lane));
   };
+  ptx::cluster_barrier_wait(at.read, parity ^ 1);
+#pragma unroll
+  for (int j = 0; j < kTileRows8; ++j) {
+    mine[tiles::partial_at(warp.strip, kTileRows8, j, warp.fragment, warp.lane)] = {sums[4 * j], sums[4 * j + 1],
+                                                                                  sums[4 * j + 2], sums[4 * j + 3]};
+  }
+  arrive(at.stored);
+  ptx::cluster_barrier_wait(at.stored, parity);
+  store_share(task, at, warp, first_strip, row_tile);
+  arrive(at.read);
+}
+
+template <class Fragments>
+__device__ void consume(const PrefillTask& task, const PrefillCta& at, const ConsumerWarp& warp) {
+  constexpr int kStrips = 4 * Fragments::kCount;
   Stage stage;
   uint32_t parity = 0;
-  for (int i = at.cluster; i < t.turns() * task.row_tiles; i += task.clusters, parity ^= 1) {
-    float sums[4 * kTileRows8];
-    multiply_tiles<Fragments>(task, at, warp, lane, stage, sums);
-    ptx::cluster_barrier_wait(at.read, parity ^ 1);
-#pragma unroll
-    for (int j = 0; j < kTileRows8; ++j) {
-      mine[tiles::partial_at(warp % kTileStrips, kTileRows8, j, warp / kTileStrips, lane)] = {
-          sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
+  for (int i = at.cluster; i < task.tiling.turns() * task.row_tiles; i += task.clusters, parity ^= 1) {
+    const int first_strip = i / task.row_tiles * kStrips, row_tile = i % task.row_tiles;
+    float sums[Fragments::kCount][4 * kTileRows8];
+    multiply_tiles<Fragments>(task, at, warp, stage, sums);
+    if constexpr (Fragments::kCount == 2) {
+      store_strip(task, warp, first_strip + warp.strip, row_tile, sums);
+    } else {
+      exchange_tile(task, at, warp, first_strip, row_tile, parity, sums[0]);
     }
-    arrive(at.stored);
-    ptx::cluster_barrier_wait(at.stored, parity);
-    store_tile(task, at, warp, lane, i / task.row_tiles * kTileStrips, i % task.row_tiles);
-    arrive(at.read);
   }
 }
 
@@ -360,10 +431,17 @@ __global__ void __launch_bounds__(kProductThreads, 1) prefill_kernel(const __gri
     init_barriers(task, at);
     ptx::launch_dependents();
     ptx::wait_for_dependencies();
-    if (warp == kConsumerWarps) {
-      produce(task, at, lane);
+    if (warp >= kConsumerWarps) {
+      ptx::release_registers<kProducerRegisters>();
+      if (warp == kConsumerWarps) produce(task, at, lane);
+      __syncwarp();
     } else {
-      consume<Fragments>(task, at, warp, lane);
+      ptx::claim_registers<kConsumerRegisters>();
+      if constexpr (Fragments::kCount == 2) {
+        consume<Fragments>(task, at, {warp, lane, warp, 0});
+      } else {
+        consume<Fragments>(task, at, {warp, lane, warp % 4, warp / 4});
+      }
     }
     ptx::cluster_meet();  // no CTA exits while another one reads its sums
   }
@@ -371,10 +449,15 @@ __global__ void __launch_bounds__(kProductThreads, 1) prefill_kernel(const __gri
 
 using Kernel = void (*)(PrefillTask);
 
+template <int kFragments>
 Kernel kernel_for(int group) {
-  if (group == 0) return prefill_kernel<Bf16Fragments>;
-  if (group == 128) return prefill_kernel<Int4Fragments<2>>;
-  return group == 64 ? prefill_kernel<Int4Fragments<1>> : prefill_kernel<Int4Fragments<0>>;
+  if (group == 0) return prefill_kernel<Bf16Fragments<kFragments>>;
+  if (group == 128) return prefill_kernel<Int4Fragments<2, kFragments>>;
+  return group == 64 ? prefill_kernel<Int4Fragments<1, kFragments>> : prefill_kernel<Int4Fragments<0, kFragments>>;
+}
+
+Kernel kernel_for(int group, int strips_log) {
+  return strips_log == tiles::kWideLog ? kernel_for<2>(group) : kernel_for<1>(group);
 }
 
 void pack_slabs(const LinearArgs& a, uint8_t* slabs, Stream stream) {
@@ -392,7 +475,11 @@ void pack_slabs(const LinearArgs& a, uint8_t* slabs, Stream stream) {
 
 void prepare_prefill(const Device& device) {
   if (!tiles::has_prefill_kernel(device)) return;
-  for (const int group : {0, 32, 64, 128}) allow_shared_memory("linear", kernel_for(group), device.shared);
+  for (const int group : {0, 32, 64, 128}) {
+    for (const int log : {tiles::kNarrowLog, tiles::kWideLog}) {
+      allow_shared_memory("linear", kernel_for(group, log), device.shared);
+    }
+  }
 }
 
 int64_t prefill_scratch_bytes(const Weights& weights, int64_t rows) {
@@ -416,7 +503,7 @@ void linear_prefill(const LinearArgs& args, void* scratch, Stream stream) {
                    .cluster = t.cluster(),
                    .shared = task.smem.total,
                    .early = true};
-  launch("linear", kernel_for(t.group), how, stream, task);
+  launch("linear", kernel_for(t.group, t.n_log), how, stream, task);
 }
 
 }  // namespace swiftspec::cuda

@@ -1,8 +1,10 @@
 // Projections of long prefill chunks with wgmma: partition and layouts. For host code and device code.
 //
-// A CTA computes 128 outputs (kTileStrips strips) of 128 rows at a time. One warpgroup computes fragment 0 of the
-// strips, another one fragment 1: the m16k16 fragments that the four warps pass to wgmma as rows of A are those of four
-// strips. B are 128 rows of x. The CTAs of a cluster split the inputs; partial sums are added CTA by CTA.
+// A CTA computes 128 or 256 outputs of 128 rows at a time. The m16k16 fragments that the four warps of a warpgroup pass to
+// wgmma as rows of A are those of four strips, and B are 128 rows of x. With four strips per CTA one warpgroup computes
+// fragment 0 of the strips and another one fragment 1, and the CTAs of a cluster split the inputs; partial sums are added
+// CTA by CTA. With eight strips each warpgroup computes both fragments of four strips, which halves the accesses to L2
+// per product, but large tiles leave multiprocessors idle if they are few.
 //
 // Slabs. pack_slabs_kernel writes the inputs of a tile for 128 rows as wgmma reads them from shared memory, so that one
 // bulk copy fetches them: slabs of all tiles of the first 128 rows, then those of the next. A slab consists of one
@@ -19,7 +21,7 @@
 namespace swiftspec::cuda::tiles {
 
 constexpr int64_t kMinPrefillRows = 65;  // fewer rows leave most of the 128 rows of B empty
-constexpr int kTileStrips = 4, kTileStripsLog = 2;
+constexpr int kNarrowLog = 2, kWideLog = 3;  // log2 of the strips of a CTA
 constexpr int kTileRows = 128, kTileRows8 = kTileRows / 8;
 constexpr int kLineBytes = 128;                           // of a row in a matrix of a slab
 constexpr int kMatrixBytes = kTileRows * kLineBytes;
@@ -50,8 +52,9 @@ struct PrefillSmemLayout {
 
 SWIFTSPEC_HD PrefillSmemLayout prefill_smem_layout(const Tiling& t, const Device& device) {
   PrefillSmemLayout c{};
-  const int slab = prefill_slab_bytes(t), weights = kTileStrips * t.tile_bytes;
-  const int sums = kTileStrips * kTileRows8 * 1024, barriers = (2 * kMaxPrefillStages + 2) * 8;
+  const int slab = prefill_slab_bytes(t), weights = t.warps_n() * t.tile_bytes;
+  const int sums = t.n_log == kWideLog ? 0 : t.warps_n() * kTileRows8 * 1024;
+  const int barriers = (2 * kMaxPrefillStages + 2) * 8;
   const int stages = (device.shared - sums - barriers) / (slab + weights);
   c.stages = stages < kMaxPrefillStages ? stages : kMaxPrefillStages;
   c.ring = c.stages * slab;
@@ -69,19 +72,23 @@ SWIFTSPEC_HD bool uses_prefill(const Device& device, int64_t rows) {
 
 SWIFTSPEC_HD int32_t row_tiles(int64_t rows) { return static_cast<int32_t>(ceil_div(rows, kTileRows)); }
 
-// The tiling of a launch: turns() are tiles of 128 outputs, and the cluster size is the one with the lowest estimated
-// time. In units of the time that a CTA takes for a tile of 128 inputs, the sum over a cluster and the stores take
-// about 3, a guess.
+// Estimated time of a launch in multiprocessor cycles at the peak rate of wgmma. The efficiency and the time of the sum
+// over a cluster and of the stores are guesses.
+SWIFTSPEC_HD int64_t prefill_cycles(const Tiling& t, int64_t rows, const Device& device) {
+  const bool wide = t.n_log == kWideLog;
+  const int64_t tiles = static_cast<int64_t>(t.turns()) * row_tiles(rows);
+  const int64_t inputs = ceil_div(t.tiles, t.cluster()) * t.tile_k;
+  const int64_t products = wide ? inputs * 19 : inputs * 11, end = t.cluster_log == 0 ? 3000 : 4000;
+  return ceil_div(tiles, device.max_clusters[t.cluster_log]) * (products + end);
+}
+
+// The tiling of a launch with the lowest estimated time; turns() are tiles of 128 or 256 outputs.
 SWIFTSPEC_HD Tiling prefill_tiling(const Tiling& t, int64_t rows, const Device& device) {
-  Tiling best = with_split(t, kTileStripsLog, 0);
-  int64_t best_time = 0;
+  Tiling best = with_split(t, kWideLog, 0);
   for (int log = 0; log <= kMaxPrefillClusterLog; ++log) {
-    const Tiling split = with_split(t, kTileStripsLog, log);
-    const int64_t clusters = device.max_clusters[log], tiles = static_cast<int64_t>(split.turns()) * row_tiles(rows);
-    if (clusters == 0 || t.tiles < split.cluster()) break;
-    const int64_t inputs = ceil_div(t.tiles, split.cluster()) * t.tile_k / 128 + (log == 0 ? 3 : 4);
-    const int64_t time = ceil_div(tiles, clusters) * inputs;
-    if (log == 0 || time < best_time) best = split, best_time = time;
+    const Tiling split = with_split(t, kNarrowLog, log);
+    if (device.max_clusters[log] == 0 || t.tiles < split.cluster()) break;
+    if (prefill_cycles(split, rows, device) < prefill_cycles(best, rows, device)) best = split;
   }
   return best;
 }

@@ -164,6 +164,10 @@ void wgmma_wait() {
                                   [](simt::Warp& warp) { simt::finish_products(warp, N); });
 }
 inline void wgmma_wait_all(float (&)[64]) { wgmma_wait<0>(); }
+template <int kCount>
+void release_registers() {}
+template <int kCount>
+void claim_registers() {}
 
 inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   simt::mma(d, {{a0, a1, a2, a3}, {b0, b1}, {d[0], d[1], d[2], d[3]}});
