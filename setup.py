@@ -24,7 +24,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 ARCHS = (80, 86, 89, 90, 100, 120)  # ten times the compute capability
-DEFAULT_ARCH = 90
+HOPPER = DEFAULT_ARCH = 90
 
 
 def find_nvcc() -> str | None:
@@ -168,7 +168,8 @@ class CMakeBuild(build_ext):
             "SWIFTSPEC_WERROR": "ON" if os.environ.get("SWIFTSPEC_WERROR") == "1" else "OFF",
         }
         if nvcc:
-            real = ";".join(f"{arch}-real" for arch in archs)
+            # 9.0 with its own features: wgmma
+            real = ";".join(f"{arch}{'a' if arch == HOPPER else ''}-real" for arch in archs)
             flags |= {"CMAKE_CUDA_COMPILER": nvcc, "CMAKE_CUDA_ARCHITECTURES": real}
             flags["SWIFTSPEC_CUDA_ARCHS"] = ",".join(map(str, archs))
         defines = [f"-D{name}={value}" for name, value in flags.items()]

@@ -65,6 +65,13 @@ void prepare_large_m(const Device& device);
 void pack_activations(const LinearArgs& args, int parts, int all, void* slabs, Stream stream);
 void prepare_pack_activations();
 
+// `linear` for all rows of a long prefill chunk, on GPUs with wgmma. The channel must be null. int4 weights are rounded
+// to bfloat16, and the order of the sums depends on the number of rows. `scratch`: prefill_scratch_bytes uninitialised
+// bytes, aligned to 128; 0 bytes: the GPU has no such kernel, or the rows are too few. See cuda/linear/prefill.h.
+int64_t prefill_scratch_bytes(const Weights& weights, int64_t rows);
+void linear_prefill(const LinearArgs& args, void* scratch, Stream stream);
+void prepare_prefill(const Device& device);
+
 // Runs `linear` for all ranks of a group in one cooperative launch, for tests. Every element of `ranks` has a channel.
 // `delays` seeds random pauses; 0 disables them.
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream);

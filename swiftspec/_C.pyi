@@ -509,6 +509,9 @@ class CudaWeights:
     """A projection's tiles on the current GPU, which it keeps alive; see cuda::Weights in cuda/linear/tiling.h."""
     def __init__(self, data: Array, bias: Array | None, k: int, n: int, group: int) -> None:
         """group 0 is bf16."""
+    @property
+    def has_prefill_kernel(self) -> bool:
+        """Whether products of many rows need no unpacked weights; see cuda::linear_prefill in kernels_cuda.h."""
     def precede(self, tiles: Array) -> None:
         """Sets the tiles that this projection prefetches to L2 before it ends."""
     def scratch_bytes(self, rows: int) -> int:
@@ -618,7 +621,7 @@ def linear_cuda(
     stream: int,
 ) -> None:
     """A projection; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` receives logits. With scratch_bytes of
-    `scratch` a launch takes up to 128 rows, else 32."""
+    `scratch` a launch takes many rows, else 32."""
 
 def linear_cuda_virtual(
     weights: Sequence[CudaWeights],

@@ -46,7 +46,7 @@ BULK = {
                     "mbarrier.try_wait", "griddepcontrol.launch_dependents"),
     **dict.fromkeys(("attention_kernel", "gather_kernel", "children_kernel", "draw_keyed_kernel", "list_keys_kernel",
                      "embed_kernel", "add_kernel", "rope_append_kernel", "leaves_kernel", "pack_activations_kernel",
-                     "resample_kernel"), (WAIT,)),
+                     "pack_slabs_kernel", "resample_kernel"), (WAIT,)),
 }  # fmt: skip
 # On GPUs without bulk copies and programmatic dependent launch.
 WITHOUT_BULK = dict.fromkeys(("linear_kernel", "large_m_kernel"),
@@ -55,6 +55,8 @@ WITHOUT_BULK = dict.fromkeys(("linear_kernel", "large_m_kernel"),
 CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "draw_keyed_kernel", "large_m_kernel",
                           "pack_activations_kernel", "verify_chains_kernel"),
                           ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
+WGMMA = {"prefill_kernel": ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "cp.async.bulk.shared", WAIT,
+                            "fence.proxy.async.global", "mbarrier.arrive.release.cluster")}  # fmt: skip
 # blocks of resample_kernel synchronise, but do not read each other's shared memory
 CLUSTERS |= {"resample_kernel": ("barrier.cluster.arrive", "barrier.cluster.wait")}
 
@@ -64,6 +66,7 @@ def required(arch: int) -> dict[str, tuple[str, ...]]:
     tables = [
         BULK if arch >= HOPPER else WITHOUT_BULK,
         *([CLUSTERS] if HOPPER <= arch < SMALL_BLACKWELL else []),
+        *([WGMMA] if arch == HOPPER else []),
         EVERYWHERE,
     ]
     names = {name for table in tables for name in table}
@@ -76,7 +79,7 @@ TOUCHES = re.compile(
     r"\b(?:ld|st|atom|red)\.(?!param|shared|const|local)[\w.:]+|\bcp\.async\.c[ag][\w.]*|\bfence\.proxy\.async\.global"
 )
 # Instructions that are counted, by prefix.
-COUNTED = ("HMMA", "UBLKCP", "UBLKPF", "LDL", "STL", "ACQBULK", "PREEXIT", "CALL")
+COUNTED = ("HMMA", "HGMMA", "UBLKCP", "UBLKPF", "LDL", "STL", "ACQBULK", "PREEXIT", "CALL")
 LOCAL = ("LDL", "STL")
 SLOW_TO_COMPILE = ("linear", "attention")
 
@@ -91,6 +94,7 @@ class Kernel:
     ptx: str = ""
     arch: int = HOPPER
     counts: dict[str, int] | None = None
+    serialised: bool = False  # ptxas waits after every wgmma
 
     def figures(self) -> dict[str, int]:
         return {"registers": self.registers} | (self.counts or {})
@@ -149,9 +153,10 @@ def read_ptxas(log: str) -> dict[str, Kernel]:
     """Returns the kernels in the output of ptxas -v, by mangled name."""
     kernels: dict[str, Kernel] = {}
     here = Kernel()
+    serialised = set(re.findall(r"wgmma.mma_async instructions are serialized .* in the function '(\w+)'", log))
     for line in log.splitlines():
         if found := re.search(r"Compiling entry function '(\w+)'", line):
-            here = kernels[found[1]] = Kernel()
+            here = kernels[found[1]] = Kernel(serialised=found[1] in serialised)
         if found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
             here.stack, here.spills = max(here.stack, int(found[1])), here.spills + int(found[2]) + int(found[3])
         if found := re.search(r"Used (\d+) registers", line):
@@ -178,7 +183,8 @@ def read_sass(text: str) -> dict[str, dict[str, int]]:
 def compile_one(nvcc: str, source: Path, arch: int) -> dict[str, Kernel]:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
-        command = [nvcc, "-std=c++20", "-O3", f"-arch=sm_{arch}", "-Xptxas", "-v", f"-I{ROOT / 'csrc'}", "--keep"]
+        name = f"sm_{arch}{'a' if arch == HOPPER else ''}"  # as setup.py
+        command = [nvcc, "-std=c++20", "-O3", f"-arch={name}", "-Xptxas", "-v", f"-I{ROOT / 'csrc'}", "--keep"]
         command += ["--keep-dir", folder, "-cubin", str(source), "-o", str(cubin)]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode != 0:
@@ -217,6 +223,8 @@ def broken_rules(report: Report) -> list[str]:
         plain = name.partition(": ")[2]
         if kernel.stack or kernel.spills:
             complaints.append(f"{name}: {kernel.stack} bytes of stack, {kernel.spills} spilled")
+        if kernel.serialised:
+            complaints.append(f"{name}: ptxas serialises wgmma")
         complaints += [f"{name}: local memory ({op})" for op in LOCAL if (kernel.counts or {}).get(op)]
         wanted = [w for start, names in required(kernel.arch).items() if plain.startswith(start) for w in names]
         complaints += [f"{name}: no {text}" for text in wanted if text not in kernel.ptx]

@@ -9,6 +9,7 @@
 
 #include "bind/cuda_arguments.h"
 #include "bind/module.h"
+#include "cuda/linear/prefill.h"
 #include "cuda/linear/repack.h"
 #include "cuda/linear/tiles.h"
 #include "cuda/linear/tiling.h"
@@ -108,14 +109,23 @@ LinearArgs linear_args(const Weights& weights, const Array& x, const MaybeArray&
           rows};
 }
 
-// Runs large-M launches for as many rows as possible, and the remaining rows 32 at a time.
+int64_t scratch_bytes(const Weights& weights, int64_t rows) {
+  const int64_t bytes = cuda::prefill_scratch_bytes(weights, rows);
+  return bytes > 0 ? bytes : cuda::large_m_scratch_bytes(weights, rows);
+}
+
+// Runs one prefill launch for all rows; or large-M launches for as many rows as possible, and the remaining rows 32 at a
+// time.
 void linear(const Weights& weights, const Array& x, const MaybeArray& norm, float eps, const MaybeArray& residual,
             const Array& out, bool swiglu, std::optional<const Channel*> channel, const MaybeArray& scratch,
             uintptr_t stream) {
   const LinearArgs args = linear_args(weights, x, norm, eps, residual, out, swiglu, channel.value_or(nullptr));
-  const int64_t bytes = cuda::large_m_scratch_bytes(weights, args.rows);
+  const int64_t bytes = scratch_bytes(weights, args.rows);
   void* slabs = scratch ? aligned("scratch", scratch->at<uint8_t>(gpu(), "scratch", {bytes}), kTileAlignment) : nullptr;
   const bool together = args.channel == nullptr && slabs != nullptr;
+  if (together && cuda::prefill_scratch_bytes(weights, args.rows) > 0) {
+    return cuda::linear_prefill(args, slabs, stream_arg(stream));
+  }
   int64_t first = together ? cuda::linear_large_m(args, slabs, stream_arg(stream)) : 0;
   for (; first < args.rows; first += cuda::tiles::kMaxRows) {
     const int64_t rows = std::min<int64_t>(args.rows - first, cuda::tiles::kMaxRows);
@@ -159,7 +169,10 @@ void bind_cuda_linear(py::module_& m) {
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), "group 0 is bf16.")
       .def("precede", &precede, py::arg("tiles"), py::keep_alive<1, 2>(),
            "Sets the tiles that this projection prefetches to L2 before it ends.")
-      .def("scratch_bytes", &cuda::large_m_scratch_bytes, py::arg("rows"),
+      .def_property_readonly(
+          "has_prefill_kernel", [](const Weights& self) { return cuda::tiles::has_prefill_kernel(self.device); },
+          "Whether products of many rows need no unpacked weights; see cuda::linear_prefill in kernels_cuda.h.")
+      .def("scratch_bytes", &scratch_bytes, py::arg("rows"),
            "Scratch bytes of a product of `rows` rows that reads the weights once for many of them; 0 if it cannot.");
   m.def(
       "cuda_tile_bytes", [](int64_t k, int64_t n, int64_t group) { return tiling_of(k, n, group).bytes(); },
@@ -181,7 +194,7 @@ void bind_cuda_linear(py::module_& m) {
   m.def("linear_cuda", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),
         py::arg("out"), py::arg("swiglu"), py::arg("channel"), py::arg("scratch"), py::arg("stream"),
         "A projection; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` receives logits. With scratch_bytes of "
-        "`scratch` a launch takes up to 128 rows, else 32.");
+        "`scratch` a launch takes many rows, else 32.");
   m.def("linear_cuda_virtual", &linear_virtual, py::arg("weights"), py::arg("x"), py::arg("residual"), py::arg("out"),
         py::arg("channels"), py::arg("delays"), py::arg("stream"),
         "All ranks of a group in one launch, for tests; see linear_virtual in kernels_cuda.h.");

@@ -17,4 +17,16 @@ constexpr int kLoaders = kBulk ? 1 : 32;  // lanes of a warp that share one copy
 // Thread-block clusters with distributed shared memory; the host checks Device::has_clusters().
 constexpr bool kClusters = SWIFTSPEC_ARCH >= 900 && SWIFTSPEC_ARCH < 1200;
 
+// Asynchronous products of warpgroups (wgmma), which only compute capability 9.0 has; the host checks
+// Device::has_wgmma().
+#if defined(__CUDACC__) && defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kWgmma = true;
+#else
+constexpr bool kWgmma = false;
+#endif
+#else
+constexpr bool kWgmma = SWIFTSPEC_ARCH == 900;
+#endif
+
 }  // namespace swiftspec::ptx

@@ -29,6 +29,69 @@ __device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// ---- products of a warpgroup: four consecutive warps, of which the first is a multiple of four. Asynchronous.
+
+// d += a b for 64 x 16 times 16 x 128 bfloat16; without `accumulate` d = a b. Warp w of the warpgroup passes rows 16 w
+// to 16 w + 15 of `a`, register for register like `mma`, and d[4 j + i] is register i of the columns from 8 j on. `b` is
+// the descriptor of its columns in shared memory, each with contiguous inputs. Until wgmma_wait neither d nor a may be
+// accessed, nor shared memory overwritten.
+__device__ inline void wgmma(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+#define SWIFTSPEC_8(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"
+      : SWIFTSPEC_8(0), SWIFTSPEC_8(8), SWIFTSPEC_8(16), SWIFTSPEC_8(24), SWIFTSPEC_8(32), SWIFTSPEC_8(40),
+        SWIFTSPEC_8(48), SWIFTSPEC_8(56)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// Required between ordinary writes to d or a and the next products, those of `a`. The compiler does not move the writes
+// behind it.
+__device__ inline void wgmma_fence(uint32_t (&a)[2][4]) {
+  asm volatile("wgmma.fence.sync.aligned;"
+               : "+r"(a[0][0]), "+r"(a[0][1]), "+r"(a[0][2]), "+r"(a[0][3]), "+r"(a[1][0]), "+r"(a[1][1]),
+                 "+r"(a[1][2]), "+r"(a[1][3])
+               :
+               : "memory");
+}
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most N groups are in flight.
+template <int N>
+__device__ inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// Waits until none is in flight, after which d may be read.
+__device__ inline void wgmma_wait_all(float (&d)[64]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;"
+               : SWIFTSPEC_8(0), SWIFTSPEC_8(8), SWIFTSPEC_8(16), SWIFTSPEC_8(24), SWIFTSPEC_8(32), SWIFTSPEC_8(40),
+                 SWIFTSPEC_8(48), SWIFTSPEC_8(56)
+               :
+               : "memory");
+#undef SWIFTSPEC_8
+}
+
+// Changes the registers of each thread of the warpgroup to kCount, a multiple of 8. A warpgroup that claims more waits
+// until others have released theirs.
+template <int kCount>
+__device__ inline void release_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ inline void claim_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// ---- matrices in shared memory
+
 // Four 8 x 8 matrices of 16-bit elements; lane l passes the address of row l % 8 of matrix l / 8 in shared memory.
 template <bool kTransposed>
 __device__ inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
@@ -85,10 +148,21 @@ __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
 }
 
-// ---- streams of weights. The phase of a barrier ends when the copies that kLoaders lanes have issued on it complete.
+// ---- streams of weights. The phase of a barrier ends when `arrivals` threads have arrived, and the copies that they
+// have issued on it complete.
 
-__device__ inline void barrier_init(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "n"(kLoaders) : "memory");
+__device__ inline void barrier_init(uint64_t* barrier, uint32_t arrivals = kLoaders) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+// A thread that is not `active` does not arrive. Not a branch, between which ptxas would serialise wgmma.
+__device__ inline void barrier_arrive(uint64_t* barrier, bool active) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.b32 p, %1, 0;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(shared_address(barrier)),
+      "r"(static_cast<int>(active))
+      : "memory");
 }
 
 // To be called after the last barrier_init and before the first copy that arrives at a barrier.
@@ -229,6 +303,26 @@ __device__ inline uint32_t remote_address(const void* p, uint32_t rank) {
   uint32_t at;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(p)), "r"(rank));
   return at;
+}
+
+// Arrives at the barrier of block `rank` of the cluster. A thread that then waits for the barrier with
+// cluster_barrier_wait sees the earlier writes to shared memory.
+__device__ inline void remote_arrive(uint64_t* barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier, rank))
+               : "memory");
+}
+
+__device__ inline void cluster_barrier_wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  }
 }
 
 __device__ inline float4 remote_load4(const float4* p, uint32_t rank) {

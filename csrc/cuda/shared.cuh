@@ -15,6 +15,12 @@ __device__ inline uint8_t* dynamic_shared() {
   return memory;
 }
 
+// The same memory for a kernel without static shared variables, aligned as swizzled operands of wgmma have to be.
+__device__ inline uint8_t* swizzle_aligned_shared() {
+  extern __shared__ __align__(1024) uint8_t aligned_memory[];
+  return aligned_memory;
+}
+
 // A static shared variable, one per type and block.
 template <class T>
 __device__ T& shared_variable() {

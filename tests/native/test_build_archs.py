@@ -114,7 +114,7 @@ def test_a_machine_without_a_gpu_builds_no_kernels(build: dict[str, Any]) -> Non
 
 def listed(file: Path | str) -> set[int]:
     listing = subprocess.run([str(CUOBJDUMP), "--list-elf", str(file)], capture_output=True, text=True, check=True)
-    return {int(arch) for arch in re.findall(r"\bsm_(\d+)\b", listing.stdout)}
+    return {int(arch) for arch in re.findall(r"\bsm_(\d+)a?\b", listing.stdout)}
 
 
 @pytest.mark.slow

@@ -24,6 +24,8 @@ struct Device {
   SWIFTSPEC_HD bool has_early_launch() const { return arch >= 90 && driver >= 12040; }
   // Whether the kernels use clusters; those for compute capability 12 do not.
   SWIFTSPEC_HD bool has_clusters() const { return arch >= 90 && arch < 120; }
+  // wgmma, which later architectures do not have.
+  SWIFTSPEC_HD bool has_wgmma() const { return arch == 90; }
 };
 
 // Properties of the current device; queried once per device.

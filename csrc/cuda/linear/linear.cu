@@ -196,6 +196,7 @@ Launch launch_of(const LinearTask& task, int clusters) {
 
 void prepare_linear(const Device& device) {
   prepare_large_m(device);
+  prepare_prefill(device);
   for (const bool int4 : {false, true}) {
     for (const int rows8 : {1, 2, 4}) {
       allow_shared_memory("linear", kernel_for<SingleRank>(int4, rows8), device.shared);

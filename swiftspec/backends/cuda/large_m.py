@@ -77,7 +77,8 @@ class LinearWeights(Protocol):
 def uses_library(x: Tensor, packed: LinearWeights) -> bool:
     """Returns whether the functions of this module, instead of the kernels, compute the projection of x [rows,
     inputs]."""
-    return x.shape[0] > MAX_KERNEL_ROWS and packed.outputs % 2 == 0
+    many = x.shape[0] > MAX_KERNEL_ROWS and packed.outputs % 2 == 0
+    return many and not packed.native.has_prefill_kernel
 
 
 def normalise(x: Tensor, norm: NormWeights) -> Tensor:

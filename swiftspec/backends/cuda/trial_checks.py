@@ -34,7 +34,7 @@ Capture = Callable[[Callable[[], Sequence[Tensor]]], tuple[Sequence[Tensor], Cal
 T = TypeVar("T")
 
 BF16, F32 = torch.bfloat16, torch.float32
-ROWS = (1, 8, 16, 32, 64, 300)  # one for each kind of kernel: 300 are a prefill chunk
+ROWS = (1, 8, 16, 32, 64, 100, 300)  # one or two for each kind of kernel: 300 are a prefill chunk
 MAX_HEAD_ROWS = 64  # a prefill chunk has no logits
 SLICE_OUTPUTS = 16  # outputs of a compared slice
 KEYS = (1, 127, 1025, 5000)  # within a tile, and one and several parts of attention

@@ -10,7 +10,7 @@
 namespace simt {
 namespace {
 
-constexpr size_t kAlignment = 128;
+constexpr size_t kAlignment = 1024;
 constexpr size_t kUnderWay = 3;  // launches; two of them are early
 constexpr uint64_t kSteps = 4096;  // from one pause to the next, a few milliseconds
 

@@ -46,6 +46,14 @@ struct Gate {
   std::vector<Thread*> waiting;
 };
 
+// The rows of a warp in a product of its warpgroup that is in flight, with the registers of the lanes.
+struct Product {
+  float* d[32];
+  const uint32_t* a[32];
+  uint64_t b;
+  bool accumulate;
+};
+
 // Lanes that have reached an instruction of the whole warp. The last one computes it for all.
 struct Warp {
   Gate gate;
@@ -53,6 +61,7 @@ struct Warp {
   const char* what = nullptr;
   const void* in[32] = {};
   void* out[32] = {};
+  std::deque<std::vector<Product>> products{1};  // groups of wgmma; the last one is open
 };
 
 struct Copy {

@@ -70,9 +70,104 @@ void load_matrices(Warp& warp) {
   }
 }
 
+// ---- wgmma.m64n128k16, of which a warp computes 16 rows.
+
+// What a lane passes.
+struct WarpgroupOperands {
+  float* d;
+  const uint32_t* a;
+  uint64_t b;
+  bool accumulate;
+};
+
+// Element `k` of column `n` of an operand in shared memory. PTX ISA, "Matrix descriptor" and "Strides": the start
+// address, the stride between groups of eight columns, and the swizzle, which exchanges address bits.
+inline float shared_operand(uint64_t descriptor, int n, int k) {
+  constexpr uintptr_t kWindow = 1 << 18;
+  const auto field = [&](int first) { return (descriptor >> first & 0x3fff) << 4; };
+  if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) Machine::get().fault("wgmma: not swizzled by 128 bytes");
+  uint64_t address = field(0) + n / 8 * field(32) + n % 8 * 128 + 2 * k;
+  address ^= (address >> 7 & 7) << 4;
+  const uint8_t* base = Machine::get().self().block->dynamic.get();
+  const uint8_t* at = base + ((address - reinterpret_cast<uintptr_t>(base)) & (kWindow - 1));
+  Machine::get().check_shared(at, 2, 2, "wgmma");
+  uint16_t bits;
+  std::memcpy(&bits, at, sizeof bits);
+  return std::bit_cast<float>(uint32_t{bits} << 16);
+}
+
+inline void multiply(const Product& product) {
+  float a[16][16], b[16][128], d[16][128] = {};
+  for (int k = 0; k < 16; ++k) {
+    for (int n = 0; n < 128; ++n) b[k][n] = shared_operand(product.b, n, k);
+  }
+  const auto each_sum = [&](auto one) {
+    for (int i = 0; i < 64 * 32; ++i) {
+      const int lane = i / 64, r = i % 64;
+      one(product.d[lane][r], d[lane / 4 + r / 2 % 2 * 8][r / 4 * 8 + lane % 4 * 2 + r % 2]);
+    }
+  };
+  for (int i = 0; i < 4 * 32; ++i) {
+    const int lane = i / 4, r = i % 4, row = lane / 4 + r % 2 * 8, column = lane % 4 * 2 + r / 2 * 8;
+    a[row][column] = low_half(product.a[lane][r]), a[row][column + 1] = high_half(product.a[lane][r]);
+  }
+  if (product.accumulate) each_sum([](float of_lane, float& sum) { sum = of_lane; });
+  for (int i = 0; i < 16; ++i) {
+    for (int k = 0; k < 16; ++k) {
+      for (int j = 0; j < 128; ++j) d[i][j] += a[i][k] * b[k][j];
+    }
+  }
+  each_sum([](float& of_lane, float sum) { of_lane = sum; });
+}
+
+inline void start_product(Warp& warp) {
+  Product product{};
+  for (int lane = 0; lane < 32; ++lane) {
+    const auto& mine = *static_cast<const WarpgroupOperands*>(warp.in[lane]);
+    const auto& first = *static_cast<const WarpgroupOperands*>(warp.in[0]);
+    if (mine.b != first.b || mine.accumulate != first.accumulate) Machine::get().fault("wgmma: lanes differ");
+    product.d[lane] = mine.d, product.a[lane] = mine.a;
+    product.b = mine.b, product.accumulate = mine.accumulate;
+  }
+  warp.products.back().push_back(product);
+}
+
+// Finishes all but the last `most` committed groups.
+inline void finish_products(Warp& warp, size_t most) {
+  while (warp.products.size() > most + 1) {
+    for (const Product& product : warp.products.front()) multiply(product);
+    warp.products.pop_front();
+  }
+}
+
+// The products of a group are computed immediately, or when they are waited for.
+inline void commit_products(Warp& warp) {
+  warp.products.emplace_back();
+  if (Machine::get().chance(2)) finish_products(warp, 0);
+}
+
 }  // namespace simt
 
 namespace swiftspec::ptx {
+
+inline void wgmma(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  const simt::WarpgroupOperands mine{d, a, b, accumulate};
+  simt::Machine::get().collective(0xffffffffu, "wgmma", &mine, nullptr, &simt::start_product);
+}
+inline void wgmma_fence(uint32_t (&)[2][4]) {}
+inline void wgmma_commit() {
+  simt::Machine::get().collective(0xffffffffu, "wgmma.commit_group", nullptr, nullptr, &simt::commit_products);
+}
+template <int N>
+void wgmma_wait() {
+  simt::Machine::get().collective(0xffffffffu, "wgmma.wait_group", nullptr, nullptr,
+                                  [](simt::Warp& warp) { simt::finish_products(warp, N); });
+}
+inline void wgmma_wait_all(float (&)[64]) { wgmma_wait<0>(); }
+template <int kCount>
+void release_registers() {}
+template <int kCount>
+void claim_registers() {}
 
 inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   simt::mma(d, {{a0, a1, a2, a3}, {b0, b1}, {d[0], d[1], d[2], d[3]}});
@@ -118,10 +213,24 @@ void cp_async_wait() {
 
 // ---- mbarriers and bulk copies.
 
-inline void barrier_init(uint64_t* barrier) {
+// An address within the window of 256 KiB that descriptors of matrices span.
+inline uint32_t shared_address(const void* p) { return reinterpret_cast<uintptr_t>(p) & 0x3ffff; }
+
+inline void barrier_init(uint64_t* barrier, uint32_t arrivals = kLoaders) {
   simt::Machine::get().check_shared(barrier, 8, 8, "mbarrier");
-  const simt::Barrier state{0, kLoaders, kLoaders, 0};
+  const simt::Barrier state{0, arrivals & 0x7fff, arrivals & 0xffff, 0};
   std::memcpy(barrier, &state, sizeof state);
+}
+inline void arrive(uint64_t* barrier) {
+  simt::Barrier state;
+  std::memcpy(&state, barrier, sizeof state);
+  if (state.pending == 0) simt::Machine::get().fault("mbarrier: more arrivals than its phase expects");
+  state.pending -= 1;
+  if (state.bytes == 0 && state.pending == 0) state.phase ^= 1, state.pending = state.expected;
+  std::memcpy(barrier, &state, sizeof state);
+}
+inline void barrier_arrive(uint64_t* barrier, bool active) {
+  if (active) arrive(barrier);
 }
 inline void fence_barrier_init() {}
 inline void fence_bulk_loads() {}
@@ -197,6 +306,8 @@ T* in_block(T* p, uint32_t rank) {
   simt::Block& mine = *simt::Machine::get().self().block;
   return static_cast<T*>(mine.in(*mine.cluster->blocks.at(rank), p, sizeof(T)));
 }
+inline void remote_arrive(uint64_t* barrier, uint32_t rank) { arrive(in_block(barrier, rank)); }
+inline void cluster_barrier_wait(uint64_t* barrier, uint32_t parity) { barrier_wait(barrier, parity); }
 inline float4 remote_load4(const float4* p, uint32_t rank) { return remote<float4>(p, rank); }
 inline float remote_load(const float* p, uint32_t rank) { return remote<float>(p, rank); }
 
