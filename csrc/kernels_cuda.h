@@ -120,8 +120,8 @@ struct AttentionSetup {
 int64_t attention_group_rows(int64_t heads, int64_t kv_heads);
 int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one_sequence);
 int64_t attention_lines(int64_t rows, int64_t heads, int64_t kv_heads, int64_t capacity);
-int attention_most_parts(int64_t kv_heads);  // this and attention_lines depend on the current device
-int64_t attention_clusters(int64_t dim, bool float8);  // also sets the attributes of the kernel
+int attention_most_parts(int64_t kv_heads, int64_t capacity);  // this and attention_lines depend on the current device
+int64_t attention_clusters(int64_t dim, bool float8, int64_t capacity);  // also sets the attributes of the kernel
 void prepare_attention(const AttentionSetup& setup, Stream stream);
 void attention(const AttentionSetup& setup, const void* qkv, void* keys, void* values, void* out, Stream stream);
 // The first of the two launches of `attention`, from `cos` to `slots`, `queries` and the sizes of `setup`.

@@ -63,11 +63,11 @@ Attention make_attention(const Array& cos, const Array& sin, const Array& positi
       kv_heads,
       cache.capacity,
       dim,
-      cuda::attention_clusters(dim, float8),
+      cuda::attention_clusters(dim, float8, cache.capacity),
       1.44269504f / std::sqrt(static_cast<float>(dim)),
       static_cast<int32_t>(heads / kv_heads),
       static_cast<int32_t>(cuda::attention_group_rows(heads, kv_heads)),
-      cuda::attention_most_parts(kv_heads),
+      cuda::attention_most_parts(kv_heads, cache.capacity),
       float8};
   return {setup, cache};
 }

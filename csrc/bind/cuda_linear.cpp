@@ -109,21 +109,21 @@ LinearArgs linear_args(const Weights& weights, const Array& x, const MaybeArray&
           rows};
 }
 
-int64_t scratch_bytes(const Weights& weights, int64_t rows) {
-  const int64_t bytes = cuda::prefill_scratch_bytes(weights, rows);
+int64_t scratch_bytes(const Weights& weights, int64_t rows, bool prefill) {
+  const int64_t bytes = prefill ? cuda::prefill_scratch_bytes(weights, rows) : 0;
   return bytes > 0 ? bytes : cuda::large_m_scratch_bytes(weights, rows);
 }
 
-// Runs one prefill launch for all rows; or large-M launches for as many rows as possible, and the remaining rows 32 at a
-// time.
+// With `prefill` runs one launch of the prefill kernel for all rows, if there is one; else large-M launches for as many
+// rows as possible, and the remaining rows 32 at a time.
 void linear(const Weights& weights, const Array& x, const MaybeArray& norm, float eps, const MaybeArray& residual,
             const Array& out, bool swiglu, std::optional<const Channel*> channel, const MaybeArray& scratch,
-            uintptr_t stream) {
+            bool prefill, uintptr_t stream) {
   const LinearArgs args = linear_args(weights, x, norm, eps, residual, out, swiglu, channel.value_or(nullptr));
-  const int64_t bytes = scratch_bytes(weights, args.rows);
+  const int64_t bytes = scratch_bytes(weights, args.rows, prefill);
   void* slabs = scratch ? aligned("scratch", scratch->at<uint8_t>(gpu(), "scratch", {bytes}), kTileAlignment) : nullptr;
   const bool together = args.channel == nullptr && slabs != nullptr;
-  if (together && cuda::prefill_scratch_bytes(weights, args.rows) > 0) {
+  if (together && prefill && cuda::prefill_scratch_bytes(weights, args.rows) > 0) {
     return cuda::linear_prefill(args, slabs, stream_arg(stream));
   }
   int64_t first = together ? cuda::linear_large_m(args, slabs, stream_arg(stream)) : 0;
@@ -172,7 +172,7 @@ void bind_cuda_linear(py::module_& m) {
       .def_property_readonly(
           "has_prefill_kernel", [](const Weights& self) { return cuda::tiles::has_prefill_kernel(self.device); },
           "Whether products of many rows need no unpacked weights; see cuda::linear_prefill in kernels_cuda.h.")
-      .def("scratch_bytes", &scratch_bytes, py::arg("rows"),
+      .def("scratch_bytes", &scratch_bytes, py::arg("rows"), py::arg("prefill"),
            "Scratch bytes of a product of `rows` rows that reads the weights once for many of them; 0 if it cannot.");
   m.def(
       "cuda_tile_bytes", [](int64_t k, int64_t n, int64_t group) { return tiling_of(k, n, group).bytes(); },
@@ -192,9 +192,9 @@ void bind_cuda_linear(py::module_& m) {
   m.def("expand_cuda", &unpack_rows, py::arg("weights"), py::arg("first"), py::arg("out"), py::arg("stream"),
         "Unpacks tiles to rows [2 half, k] of bfloat16; see cuda::unpack_rows in kernels_cuda.h.");
   m.def("linear_cuda", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),
-        py::arg("out"), py::arg("swiglu"), py::arg("channel"), py::arg("scratch"), py::arg("stream"),
+        py::arg("out"), py::arg("swiglu"), py::arg("channel"), py::arg("scratch"), py::arg("prefill"), py::arg("stream"),
         "A projection; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` receives logits. With scratch_bytes of "
-        "`scratch` a launch takes many rows, else 32.");
+        "`scratch` a launch takes many rows, else 32. `prefill`: the bits of a row may depend on the number of rows.");
   m.def("linear_cuda_virtual", &linear_virtual, py::arg("weights"), py::arg("x"), py::arg("residual"), py::arg("out"),
         py::arg("channels"), py::arg("delays"), py::arg("stream"),
         "All ranks of a group in one launch, for tests; see linear_virtual in kernels_cuda.h.");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -111,6 +112,8 @@ class Transformer:
             embedding, layers, self._pack_norm(weights.norm), head, attention, group, hidden_layers,
             float(torch.tensor(spec.embedding_multiplier, dtype=dtype)), spec.logit_multiplier, spec.logit_softcap,
         )  # fmt: skip
+        # context of the layers of a prefill chunk
+        self._prefill_chunk: Callable[[], AbstractContextManager[None]] = getattr(ops, "prefill_chunk", nullcontext)
         self.fused: Any = ops.fuse(self.stack)  # a `FusedModel` or None; native executors call further methods of it
         # by KV cache: number of layers, KV heads of this rank, head dimension
         self.cache_shapes = tuple(
@@ -198,7 +201,8 @@ class Transformer:
         if self.fused is not None:
             return self.fused.forward(batch, cache.kv, head)
         stack = self.stack
-        hidden, kept = self._run_layers(batch, cache)
+        with nullcontext() if batch.chain is None else self._prefill_chunk():
+            hidden, kept = self._run_layers(batch, cache)
         logits = None
         if head:
             logits = self._ops.norm_head(hidden, stack.norm, stack.head, stack.logit_multiplier, stack.logit_softcap)

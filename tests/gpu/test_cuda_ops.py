@@ -120,6 +120,13 @@ def test_attention_over_more_tiles_than_blocks() -> None:
     check_attention(window_batch(2, 4200, 40, 3), 2, 1, 64, 4200)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("length", [300, 1300, 2600])
+def test_attention_of_a_cache_for_long_contexts(length: int, dim: int) -> None:
+    """Its kernel has other clusters."""
+    check_attention(window_batch(5, length, 64, 3), 4, 2, dim, 8300)
+
+
 def test_attention_over_more_rows_than_one_launch() -> None:
     """A prefill chunk is split into launches; each reads from the cache what the earlier ones have written."""
     length, rows = (700, 530) if EMULATED else (3000, 1024)
@@ -161,7 +168,7 @@ def test_a_row_of_attention_depends_only_on_its_own_keys(seed: int) -> None:
         return int(torch.randint(low, high + 1, (1,), generator=noise))
 
     heads, kv_heads, dim, count = 6, 2, (64, 128)[seed % 2], pick(1, 70 if seed < 8 else 1500)
-    capacity = count + 90
+    capacity = count + (90 if seed % 4 < 2 else 8300)  # of two kernels
     path_k, path_v = (random(kv_heads, count, dim, seed=seed + s) for s in (50, 60))
     qkv, (cos, sin) = random(12, (heads + 2 * kv_heads) * dim, seed=seed), tables(dim, capacity, BF16)
 

@@ -41,6 +41,7 @@ struct Case {
   std::vector<uint8_t> mask;
   std::vector<uint16_t> cos, sin, qkv, keys, values, out;
   int32_t most = 3;  // parts
+  bool long_shape = false;
 
   void draw_numbers() {
     cos = numbers(capacity * dim), sin = numbers(capacity * dim);
@@ -48,7 +49,10 @@ struct Case {
     keys = numbers(sequences * kv_heads * capacity * dim), values = numbers(sequences * kv_heads * capacity * dim);
   }
 
-  void run() { dim == 64 ? run_as<DeviceShape<64>>() : run_as<DeviceShape<128>>(); }
+  void run() {
+    if (long_shape) return dim == 64 ? run_as<DeviceShape<64, true>>() : run_as<DeviceShape<128, true>>();
+    dim == 64 ? run_as<DeviceShape<64, false>>() : run_as<DeviceShape<128, false>>();
+  }
 
   template <class F>
   void run_as() {
@@ -225,6 +229,8 @@ void check_cases() {
     Case chunk = random_case(70, 4, 1, dim, {300}, 128, true), long_one = random_case(3, 2, 1, dim, {2500}, 64, false);
     Case lone = random_case(70, 1, 1, dim, {200}, 150, false), two = random_case(9, 4, 2, dim, {60, 300}, 32, false);
     for (Case* c : {&chunk, &long_one, &lone, &two}) c->run(), c->check();
+    chunk.long_shape = long_one.long_shape = true;
+    for (Case* c : {&chunk, &long_one}) c->run(), c->check();
   }
 }
 
@@ -250,7 +256,7 @@ void check_parts() {
 }
 
 // Results are bitwise identical whether a path's keys are consecutive or scattered over a tree, after any prefix.
-void check_independence(int64_t dim) {
+void check_independence(int64_t dim, bool long_shape) {
   const int64_t heads = 6, kv_heads = 2, capacity = 1500, line = (heads + 2 * kv_heads) * dim;
   const int count = dim == 64 ? pick(1, 1300) : pick(1, 300);
   const auto path_keys = numbers(kv_heads * count * dim), path_values = numbers(kv_heads * count * dim);
@@ -293,6 +299,7 @@ void check_independence(int64_t dim) {
       }
     }
     std::copy(mine.begin(), mine.end(), c.qkv.begin() + me * line);
+    c.long_shape = long_shape;
     c.run();
     const auto begin = c.out.begin() + me * heads * dim;
     return std::vector<uint16_t>(begin, begin + heads * dim);
@@ -311,9 +318,10 @@ void check_independence(int64_t dim) {
 
 int main() {
   check_parts<ClusterShape<64>>();
+  check_parts<LongShape<64>>();
   check_parts<BlockShape<64>>();
   check_cases();
   check_padding();
-  for (int i = 0; i < 6; ++i) check_independence(i % 2 == 0 ? 64 : 128);
+  for (int i = 0; i < 6; ++i) check_independence(i % 2 == 0 ? 64 : 128, i % 4 < 2);
   return 0;
 }

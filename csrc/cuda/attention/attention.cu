@@ -69,11 +69,11 @@ __device__ bool is_last(const TileTask<F>& j, SharedMemory<F>& s, int rank, int 
 // It starts early, but does not let dependents start before its end: with few heads it leaves many SMs idle, on which
 // the blocks of the next projection would be placed in pairs, and stay so for their whole stream of weights. Instead,
 // the projection before it has prefetched the first of these weights (Weights::next).
-template <int kDim, class Stored>
-__global__ void __launch_bounds__(DeviceShape<kDim, Stored>::kThreads, 1)
+template <int kDim, bool kLong, class Stored>
+__global__ void __launch_bounds__(DeviceShape<kDim, kLong, Stored>::kThreads, 1)
     attention_kernel(const __grid_constant__ AttentionSetup a, const Stored* keys, const Stored* values,
                      uint16_t* out) {
-  using F = DeviceShape<kDim, Stored>;
+  using F = DeviceShape<kDim, kLong, Stored>;
   ptx::wait_for_dependencies();
   auto& s = *reinterpret_cast<SharedMemory<F>*>(dynamic_shared());
   const int rank = static_cast<int>(ptx::cluster_rank()), thread = static_cast<int>(threadIdx.x);
@@ -123,27 +123,32 @@ void launch_attention(const AttentionSetup& a, const void* qkv, void* keys, void
                    .early = true};
   using Stored = typename F::Stored;
   launch_rope_append<F>(a, qkv, keys, values, stream);
-  launch("attention", attention_kernel<F::kDim, Stored>, how, stream, a, static_cast<const Stored*>(keys),
+  launch("attention", attention_kernel<F::kDim, F::kLong, Stored>, how, stream, a, static_cast<const Stored*>(keys),
          static_cast<const Stored*>(values), static_cast<uint16_t*>(out));
 }
 
-// Calls `work` with the kernel shape of the current device, the DeviceShape of its architecture.
+// Calls `work` with the kernel shape of the current device, the DeviceShape of its architecture, for a cache of
+// `capacity` slots per sequence.
+template <int kDim, class Stored, class Do>
+auto with_shape(int64_t capacity, Do work) {
+  if (!device_info().has_clusters()) return work(BlockShape<kDim, Stored>{});
+  return capacity > kShortCapacity ? work(LongShape<kDim, Stored>{}) : work(ClusterShape<kDim, Stored>{});
+}
 template <class Stored, class Do>
-auto with_shape(int64_t dim, Do work) {
-  if (device_info().has_clusters())
-    return dim == 64 ? work(ClusterShape<64, Stored>{}) : work(ClusterShape<128, Stored>{});
-  return dim == 64 ? work(BlockShape<64, Stored>{}) : work(BlockShape<128, Stored>{});
+auto with_shape(int64_t dim, int64_t capacity, Do work) {
+  return dim == 64 ? with_shape<64, Stored>(capacity, work) : with_shape<128, Stored>(capacity, work);
 }
 template <class Do>
-auto with_shape(int64_t dim, bool float8, Do work) {
-  return float8 ? with_shape<uint8_t>(dim, work) : with_shape<uint16_t>(dim, work);
+auto with_shape(int64_t dim, bool float8, int64_t capacity, Do work) {
+  return float8 ? with_shape<uint8_t>(dim, capacity, work) : with_shape<uint16_t>(dim, capacity, work);
 }
 
-// Number of clusters of the kernel that run concurrently.
-int64_t concurrent_clusters() {
-  static_assert(ClusterShape<64>::kCluster == 1 << 2);
-  const Device& device = device_info();
-  return device.max_clusters[device.has_clusters() ? 2 : 0];
+// Number of clusters of a shape that run concurrently.
+template <class F>
+int64_t concurrent_clusters(F) {
+  constexpr int kLog = F::kCluster == 8 ? 3 : F::kCluster == 4 ? 2 : 0;
+  static_assert(F::kCluster == 1 << kLog);
+  return device_info().max_clusters[kLog];
 }
 
 }  // namespace
@@ -155,20 +160,23 @@ int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one
 }
 
 int64_t attention_lines(int64_t rows, int64_t heads, int64_t kv_heads, int64_t capacity) {
-  const int most = attention_most_parts(kv_heads);
-  return with_shape(64, false, [&](auto shape) {
+  const int most = attention_most_parts(kv_heads, capacity);
+  return with_shape<64, uint16_t>(capacity, [&](auto shape) {
     return rows * heads * part_count<decltype(shape)>(static_cast<int>(capacity), most);
   });
 }
 
-int attention_most_parts(int64_t kv_heads) { return most_parts(concurrent_clusters(), kv_heads); }
+int attention_most_parts(int64_t kv_heads, int64_t capacity) {
+  return with_shape<64, uint16_t>(
+      capacity, [&](auto shape) { return most_parts(concurrent_clusters(shape), kv_heads); });
+}
 
-int64_t attention_clusters(int64_t dim, bool float8) {
-  with_shape(dim, float8, [](auto shape) {
+int64_t attention_clusters(int64_t dim, bool float8, int64_t capacity) {
+  return with_shape(dim, float8, capacity, [](auto shape) {
     using F = decltype(shape);
-    allow_shared_memory("attention", attention_kernel<F::kDim, typename F::Stored>, sizeof(SharedMemory<F>));
+    allow_shared_memory("attention", attention_kernel<F::kDim, F::kLong, typename F::Stored>, sizeof(SharedMemory<F>));
+    return concurrent_clusters(shape);
   });
-  return concurrent_clusters();
 }
 
 void prepare_attention(const AttentionSetup& a, Stream stream) {
@@ -179,13 +187,14 @@ void prepare_attention(const AttentionSetup& a, Stream stream) {
 
 void attention(const AttentionSetup& a, const void* qkv, void* keys, void* values, void* out, Stream stream) {
   if (a.rows == 0) return;
-  with_shape(a.dim, a.float8,
+  with_shape(a.dim, a.float8, a.capacity,
              [&](auto shape) { launch_attention<decltype(shape)>(a, qkv, keys, values, out, stream); });
 }
 
 void rope_append(const AttentionSetup& a, const void* qkv, void* keys, void* values, Stream stream) {
   if (a.rows == 0) return;
-  with_shape(a.dim, a.float8, [&](auto shape) { launch_rope_append<decltype(shape)>(a, qkv, keys, values, stream); });
+  with_shape(a.dim, a.float8, a.capacity,
+             [&](auto shape) { launch_rope_append<decltype(shape)>(a, qkv, keys, values, stream); });
 }
 
 }  // namespace swiftspec::cuda

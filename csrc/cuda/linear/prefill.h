@@ -20,7 +20,8 @@
 
 namespace swiftspec::cuda::tiles {
 
-constexpr int64_t kMinPrefillRows = 65;  // fewer rows leave most of the 128 rows of B empty
+// 64 rows take as long as 128 rows here, and longer in the kernels for fewer rows.
+constexpr int64_t kMinPrefillRows = kMaxRows + 1;
 constexpr int kNarrowLog = 2, kWideLog = 3;  // log2 of the strips of a CTA
 constexpr int kTileRows = 128, kTileRows8 = kTileRows / 8;
 constexpr int kLineBytes = 128;                           // of a row in a matrix of a slab

@@ -24,6 +24,7 @@ from swiftspec.backends.cuda.attention import (
 )
 from swiftspec.backends.cuda.chains import match_chains, reject_chains
 from swiftspec.backends.cuda.devices import require_usable
+from swiftspec.backends.cuda.large_m import prefill_chunk
 from swiftspec.backends.cuda.linear import (
     linear_residual,
     mask_outputs,
@@ -71,6 +72,7 @@ __all__ = [
     "norm_swiglu",
     "pack",
     "pack_norm",
+    "prefill_chunk",
     "prepare",
     "reject_chains",
     "resample",

@@ -1,14 +1,16 @@
-"""Projections of long prefill chunks: the weights are unpacked to bfloat16 rows for a library GEMM over all rows.
+"""Projections of prefill chunks.
 
-Batches of up to MAX_KERNEL_ROWS rows use the kernels of linear.py instead, which read the weights once for every 64
-rows (bf16: 128). Trees are smaller and populations are split, so only prefill chunks are computed here; the last
-bits of their results may depend on the number of rows.
+On Hopper they use a kernel of their own (csrc/cuda/linear/prefill.h) from 33 rows on, in the context `prefill_chunk`.
+On other GPUs the weights of a chunk of more than MAX_KERNEL_ROWS rows are unpacked to bfloat16 rows for a library GEMM
+over all rows; the kernels of linear.py read the weights once for every 64 rows (bf16: 128). The last bits of these
+results may depend on the number of rows. Trees have fewer rows.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +54,30 @@ class Float32Sums:
 float32_sums = Float32Sums()
 
 
+class _ThreadState(threading.local):
+    prefill_chunk = False
+
+
+_state = _ThreadState()
+
+
+@contextmanager
+def prefill_chunk() -> Iterator[None]:
+    """Context of the layers of a prefill chunk: on Hopper its projections use a kernel of their own from 33 rows on
+    (csrc/cuda/linear/prefill.h). Other batches of as many rows, such as those of populations, keep the kernels with
+    which a row's bits do not depend on the number of rows."""
+    _state.prefill_chunk = True
+    try:
+        yield
+    finally:
+        _state.prefill_chunk = False
+
+
+def in_prefill_chunk() -> bool:
+    """Returns whether this thread is in the context of `prefill_chunk`."""
+    return _state.prefill_chunk
+
+
 class NormWeights(Protocol):
     """The weight and epsilon of an RMSNorm."""
 
@@ -78,7 +104,7 @@ def uses_library(x: Tensor, packed: LinearWeights) -> bool:
     """Returns whether the functions of this module, instead of the kernels, compute the projection of x [rows,
     inputs]."""
     many = x.shape[0] > MAX_KERNEL_ROWS and packed.outputs % 2 == 0
-    return many and not packed.native.has_prefill_kernel
+    return many and not (in_prefill_chunk() and packed.native.has_prefill_kernel)
 
 
 def normalise(x: Tensor, norm: NormWeights) -> Tensor:

@@ -201,9 +201,10 @@ def _linear(
     bfloat16."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     native, scratch = None if channel is None else channel.native, None
-    if channel is None and (bytes_ := packed.native.scratch_bytes(x.shape[0])) > 0:
+    prefill = large_m.in_prefill_chunk()
+    if channel is None and (bytes_ := packed.native.scratch_bytes(x.shape[0], prefill)) > 0:
         scratch = torch.empty(bytes_, dtype=torch.uint8, device=x.device)
-    _C.linear_cuda(packed.native, x, weight, eps, residual, out, swiglu, native, scratch, current_stream())
+    _C.linear_cuda(packed.native, x, weight, eps, residual, out, swiglu, native, scratch, prefill, current_stream())
     return out
 
 

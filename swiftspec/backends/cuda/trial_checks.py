@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -22,7 +23,7 @@ from swiftspec.backends import reference
 from swiftspec.backends.families import Family
 from swiftspec.backends.reference import Scores, noise, resampling
 from swiftspec.backends.reference.resampling import PATH_HEADER_WORDS, ResamplingState
-from swiftspec.model.batch import Batch
+from swiftspec.model.batch import Batch, Chain
 from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.packed_model import PackedLayer, PackedMlp, PackedModel
 from swiftspec.model.spec import RopeSpec
@@ -34,7 +35,8 @@ Capture = Callable[[Callable[[], Sequence[Tensor]]], tuple[Sequence[Tensor], Cal
 T = TypeVar("T")
 
 BF16, F32 = torch.bfloat16, torch.float32
-ROWS = (1, 8, 16, 32, 64, 100, 300)  # one or two for each kind of kernel: 300 are a prefill chunk
+ROWS = (1, 8, 16, 32, 64)  # one for each kind of kernel
+CHUNK_ROWS = (100, 300)  # of prefill chunks
 MAX_HEAD_ROWS = 64  # a prefill chunk has no logits
 SLICE_OUTPUTS = 16  # outputs of a compared slice
 KEYS = (1, 127, 1025, 5000)  # within a tile, and one and several parts of attention
@@ -271,8 +273,9 @@ def check_projection(shape: ProjectionShape, ops: Any, at: TrialDevice) -> str |
     """A projection with its norm, residual or activation, for each number of rows."""
     weight, gains = random_weight(shape, at), norm_weight(shape.inputs, at)
     packed, norm = ops.pack(weight, BF16, at.device), ops.pack_norm(gains, NORM_EPS, BF16, at.device)
-    x = at.random(max(ROWS), shape.inputs, seed=3).to(BF16)
-    residual = at.random(max(ROWS), shape.outputs, seed=4).to(BF16)
+    x = at.random(max(CHUNK_ROWS), shape.inputs, seed=3).to(BF16)
+    residual = at.random(max(CHUNK_ROWS), shape.outputs, seed=4).to(BF16)
+    prefill_chunk = getattr(ops, "prefill_chunk", nullcontext)
     half = shape.outputs // 2
     slices = sampled_outputs(half if shape.op == "gate_up" else shape.outputs)
 
@@ -286,13 +289,17 @@ def check_projection(shape: ProjectionShape, ops: Any, at: TrialDevice) -> str |
 
     def run(rows: int) -> Tensor:
         few = x[:rows]
+        with prefill_chunk() if rows in CHUNK_ROWS else nullcontext():
+            return product(few, residual[:rows])
+
+    def product(few: Tensor, added: Tensor) -> Tensor:
         if shape.op in ("o", "down"):
-            return ops.linear_residual(few, packed, residual[:rows])
+            return ops.linear_residual(few, packed, added)
         function = {"qkv": ops.norm_linear, "gate_up": ops.norm_swiglu, "head": ops.norm_head}[shape.op]
         return function(few, norm, packed)
 
     def compare() -> Iterator[str | None]:
-        for rows in ROWS:
+        for rows in (*ROWS, *CHUNK_ROWS):
             if shape.op == "head" and rows > MAX_HEAD_ROWS:
                 continue
             got = run(rows)
@@ -341,12 +348,23 @@ def tree_batch(lengths: Sequence[int], at: TrialDevice) -> Batch:
     return Batch(*(part.to(at.device) for part in parts), max_kv_len=None)
 
 
+def chunk_batch(lengths: Sequence[int], at: TrialDevice) -> Batch:
+    """Returns a prefill chunk at the end of the only sequence."""
+    (length,) = lengths
+    rows = min(CHUNK_ROWS[0], length)
+    slots = torch.arange(length - rows, length, device=at.device)
+    mask = torch.ones(rows, rows, dtype=torch.bool, device=at.device).tril()
+    kv_len = torch.tensor([length], device=at.device)
+    return Batch(slots, slots, slots, mask, torch.zeros_like(slots), kv_len, chain=Chain(0, length))
+
+
 def rope_of(shape: AttentionShape, length: int, at: TrialDevice) -> tuple[Tensor, Tensor]:
     return reference.rope_tables(RopeSpec(theta=1e4), shape.head_dim, length, BF16, at.device)
 
 
 def check_attention(shape: AttentionShape, ops: Any, at: TrialDevice) -> str | None:
-    """Attention of tree rows over contexts of several lengths, also over two sequences, and the new keys and values."""
+    """Attention of tree rows over contexts of several lengths, also over two sequences, and of a prefill chunk, and the
+    new keys and values."""
     bound = BF16_BOUND if shape.cache == "bfloat16" else FLOAT8_BOUND
     gains = at.random(shape.heads + shape.kv_heads, shape.head_dim, seed=7).to(BF16)
     own_norm = exact_norm = None
@@ -356,8 +374,9 @@ def check_attention(shape: AttentionShape, ops: Any, at: TrialDevice) -> str | N
 
     def compare() -> Iterator[str | None]:
         lengths = [keys for keys in KEYS if keys <= shape.capacity]
-        for used in [[keys] for keys in lengths] + [[lengths[-1], lengths[len(lengths) // 2]]]:
-            batch, most = tree_batch(used, at), max(used)
+        trees = [[keys] for keys in lengths] + [[lengths[-1], lengths[len(lengths) // 2]]]
+        for used, make in [(used, tree_batch) for used in trees] + [([lengths[-1]], chunk_batch)]:
+            batch, most = make(used, at), max(used)
             cache = TrialCache.of(shape, len(used), most, shape.capacity, at)
             want_cache = cache.first(most)
             qkv = at.random(len(batch), (shape.heads + 2 * shape.kv_heads) * shape.head_dim, seed=8).to(BF16)
@@ -366,6 +385,7 @@ def check_attention(shape: AttentionShape, ops: Any, at: TrialDevice) -> str | N
             want = reference.tree_attention(qkv.float(), plan, 0, exact_norm)
             got = ops.tree_attention(qkv.clone(), ops.prepare(batch, cache, cos, sin, shape.heads), 0, own_norm)
             where = f"over {used[0]} keys" if len(used) == 1 else f"over two sequences of up to {most} keys"
+            where = where if batch.chain is None else f"for a prefill chunk {where}"
             yield difference(got, want, bound, f"its result {where}")
             for mine, theirs in ((cache.k, want_cache.k), (cache.v, want_cache.v)):
                 yield difference(mine[..., :most, :], theirs.float(), bound, f"the cache {where}")
