@@ -509,13 +509,13 @@ class CudaWeights:
     """A projection's tiles on the current GPU, which it keeps alive; see cuda::Weights in cuda/linear/tiling.h."""
     def __init__(self, data: Array, bias: Array | None, k: int, n: int, group: int) -> None:
         """group 0 is bf16."""
+    def precede(self, tiles: Array) -> None:
+        """Sets the tiles that this projection prefetches to L2 before it ends."""
+    def scratch_bytes(self, rows: int, prefill: bool) -> int:
+        """Scratch bytes of a product of `rows` rows that reads the weights once for many of them; 0 if it cannot."""
     @property
     def has_prefill_kernel(self) -> bool:
         """Whether products of many rows need no unpacked weights; see cuda::linear_prefill in kernels_cuda.h."""
-    def precede(self, tiles: Array) -> None:
-        """Sets the tiles that this projection prefetches to L2 before it ends."""
-    def scratch_bytes(self, rows: int) -> int:
-        """Scratch bytes of a product of `rows` rows that reads the weights once for many of them; 0 if it cannot."""
 
 class CudaWord:
     """8 bytes of shared memory that the ranks' hosts and GPUs see, zero at first."""
@@ -526,7 +526,7 @@ class CudaWord:
 def attention_groups_cuda(rows: int, heads: int, kv_heads: int, one_sequence: bool) -> int:
     """Number of entries of `groups`."""
 
-def attention_lines_cuda(rows: int, heads: int, capacity: int) -> int:
+def attention_lines_cuda(rows: int, heads: int, kv_heads: int, capacity: int) -> int:
     """Number of rows of `part_values` and `part_sums`."""
 
 def children_cuda(
@@ -618,10 +618,11 @@ def linear_cuda(
     swiglu: bool,
     channel: CudaChannel | None,
     scratch: Array | None,
+    prefill: bool,
     stream: int,
 ) -> None:
     """A projection; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` receives logits. With scratch_bytes of
-    `scratch` a launch takes many rows, else 32."""
+    `scratch` a launch takes many rows, else 32. `prefill`: the bits of a row may depend on the number of rows."""
 
 def linear_cuda_virtual(
     weights: Sequence[CudaWeights],
@@ -660,6 +661,21 @@ def resample_cuda(
 ) -> None:
     """Normalises the weights of groups of particles and resamples uneven groups, in one launch; see ResampleArgs in
     kernels_cuda.h."""
+
+def rope_append_cuda(
+    qkv: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array,
+    slots: Array,
+    sequence: Array | None,
+    cache: CudaCache,
+    layer: int,
+    queries: Array,
+    stream: int,
+) -> None:
+    """Applies RoPE and appends keys and values to the cache: qkv [rows, (heads + 2 * kv_heads) * head_dim], queries
+    [rows, heads, head_dim] (output)."""
 
 def use_cuda_device(ordinal: int) -> None:
     """Selects the GPU of this thread's next calls."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from swiftspec.backends.cuda.devices import is_device_error
 from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions, Side
 from swiftspec.builder.loaded_model import LoadedModel
@@ -153,7 +155,13 @@ class WorkerModel:
         return FollowerDispatcher(None, self.drafter(shape, masked, cancel_check), None, self.bounds(shape))
 
 
-def make_worker(model: WorkerModel, name: str, vocabulary: VocabularyIdentity, files: tuple[Path, ...]) -> Worker:
+def make_worker(
+    model: WorkerModel,
+    name: str,
+    vocabulary: VocabularyIdentity,
+    files: tuple[Path, ...],
+    on_device_error: Callable[[Exception], object] = lambda error: None,
+) -> Worker:
     """Returns the worker that rank 0 runs.
 
     `name`: name of the model.
@@ -189,5 +197,10 @@ def make_worker(model: WorkerModel, name: str, vocabulary: VocabularyIdentity, f
         group.end_session(followers.pop(role))
 
     sessions = WorkerSessions(open_session, limits.sessions, limits.idle_timeout_s, on_end=close_session)
-    on_error = partial(models.record_device_error, plan=limits.shape)
+
+    def on_error(error: Exception) -> None:
+        models.record_device_error(error, limits.shape)
+        if any(each is not None and is_device_error(each) for each in (error, error.__cause__)):
+            on_device_error(error)
+
     return Worker(model.side, info, sessions, files, models.device, on_error)

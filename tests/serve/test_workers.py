@@ -10,18 +10,22 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
 from swiftspec.builder.load_options import WorkerAddress as Named
+from swiftspec.distributed.remote.worker import Worker
 from swiftspec.distributed.transport.grpc.endpoint import RpcSecurity
+from swiftspec.distributed.transport.grpc.server import RpcServer
 from swiftspec.errors import UserError
 from swiftspec.model.vocabulary import Vocabulary
 from swiftspec.params import SamplingParams
@@ -200,6 +204,22 @@ def test_a_worker_that_cannot_listen_shuts_down_its_other_ranks(monkeypatch: pyt
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen"):
         run_worker("draft", Settings(listen=f"127.0.0.1:{taken.getsockname()[1]}"), lambda: None)
     assert left == ["home"]
+
+
+def test_a_worker_ends_when_its_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every later request would fail, and the GPU is free for a new process only when this one is gone."""
+
+    def serve(server: RpcServer, stop_queue: SimpleQueue[int], sweep: Callable[[], None]) -> None:
+        bound: Any = sweep
+        worker: Worker = bound.__self__
+        worker.on_error(RuntimeError("no error of a GPU"))
+        assert stop_queue.empty()
+        worker.on_error(RuntimeError("CUDA error: unspecified launch failure"))
+        stop_queue.get_nowait()
+
+    monkeypatch.setattr(RpcServer, "run", serve)
+    with pytest.raises(UserError, match=r"the GPU failed, restart this worker: .*unspecified launch failure"):
+        run_worker("draft", Settings(model="demo", listen="127.0.0.1:0"), lambda: None)
 
 
 NONSENSE = [

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from swiftspec.config import EngineConfig
 from swiftspec.errors import RankLost, UserError
 from swiftspec.extras import require_extra
+from swiftspec.file_io import one_line
 from swiftspec.model.gguf.file import is_gguf
 from swiftspec.serve.built_in_models import built_in_models
 from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
@@ -99,8 +100,8 @@ def _serve(
     settings: Settings,
     phases: StartupProgress,
 ) -> None:
-    """Serves clients until a signal. Raises UserError if the address is not available, and RankLost if another rank is
-    lost.
+    """Serves clients until a signal. Raises UserError if the address is not available or the GPU fails, and RankLost
+    if another rank is lost.
 
     `vocabulary`: that of the tokenizer.
     """
@@ -108,15 +109,21 @@ def _serve(
     from swiftspec.distributed.transport.grpc.endpoint import SERVICES, Endpoint
     from swiftspec.distributed.transport.grpc.server import RpcServer
 
+    failures: list[Exception] = []  # of the GPU, which this process cannot use any more
+    stop_queue = SimpleQueue[int]()  # its `put` is reentrant, so that a signal handler may call it
+
+    def fail(error: Exception) -> None:
+        failures.append(error)
+        stop_queue.put(0)
+
     with _tokenizer_files(model.path) as files:
-        worker = make_worker(model, model.path.name, vocabulary, files)
+        worker = make_worker(model, model.path.name, vocabulary, files, fail)
         info = worker.model_info.to_json()
         server = RpcServer(SERVICES[model.side], worker.serve, info, endpoint, security, settings.max_sessions)
         phases.ready()
         address = Endpoint(endpoint.host, server.port)
         print(f"swiftspec: {model.side} worker listening on {address}", file=sys.stderr, flush=True)
         group = None if model.rank is None else model.rank.worker_group
-        stop_queue = SimpleQueue[int]()  # its `put` is reentrant, so that a signal handler may call it
         with GracefulStop(stop_queue.put):
             if group is None:
                 server.run(stop_queue, worker.sweep)
@@ -124,7 +131,10 @@ def _serve(
                 group.on_lost(lambda why: stop_queue.put(0))
                 server.run(stop_queue, partial(worker.sweep, partial(group.check_followers, 0.0)))
                 worker.run_if_idle(group.check_followers)  # SIGTERM may come from a launcher that has lost a rank
-            server.stop(settings.drain_timeout if group is None or group.broken is None else 0.0)
+            broken = bool(failures) or (group is not None and group.broken is not None)
+            server.stop(0.0 if broken else settings.drain_timeout)
+        if failures:
+            raise UserError(f"the GPU failed, restart this worker: {one_line(failures[0])}")
         if group is not None and group.broken is not None:
             raise RankLost(group.broken)
 
