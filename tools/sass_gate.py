@@ -56,7 +56,7 @@ CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "draw_keyed_ker
                           "pack_activations_kernel", "verify_chains_kernel"),
                           ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
 WGMMA = {"prefill_kernel": ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "cp.async.bulk.shared", WAIT,
-                            "fence.proxy.async.global", "mbarrier.arrive.release.cluster")}  # fmt: skip
+                            "fence.proxy.async.global")}  # fmt: skip
 # blocks of resample_kernel synchronise, but do not read each other's shared memory
 CLUSTERS |= {"resample_kernel": ("barrier.cluster.arrive", "barrier.cluster.wait")}
 
