@@ -97,7 +97,13 @@ def parameters(config: ModelConfig) -> int:
     tied."""
     spec = config.spec
     layers = sum(
-        spec.hidden_size * (2 * layer.mixer.q_size + 2 * layer.mixer.kv_size + 3 * layer.mlp.intermediate_size)
+        spec.hidden_size
+        * (
+            2 * layer.mixer.q_size
+            + 2 * layer.mixer.kv_size
+            + 3 * layer.mlp.num_experts * layer.mlp.intermediate_size
+            + (0 if layer.mlp.experts is None else layer.mlp.num_experts)
+        )
         for layer in spec.layers
     )
     return layers + (1 if spec.tie_word_embeddings else 2) * spec.vocab_size * spec.hidden_size
