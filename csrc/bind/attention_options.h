@@ -21,7 +21,7 @@ inline bool has_shape(const host::Weights* weights, int64_t n, int64_t k, bool i
   return weights != nullptr && weights->n == n && weights->k == k && (is_f32 || weights->format != host::Format::f32);
 }
 
-// `router`: null without experts, and so 0 and false are the arguments after it.
+// `router`: null for a dense MLP, whose next two arguments are 0 and false.
 inline host::Mlp mlp_of(const host::Weights* gate_up, const host::Weights* down, const std::string& gate,
                         const host::Weights* router, int64_t experts_per_token, bool norm_topk_prob, int64_t hidden,
                         bool is_f32) {

@@ -183,8 +183,8 @@ void bind_decoder(py::module_& m) {
            "the projections that a norm covers or zeros, key heads that count. Each of `layers`: "
            "input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP, "
            "residual multiplier, scale of the output. Each MLP: gate_up, down, gate, and of a mixture of experts its "
-           "router, number of experts per token and norm_topk_prob, otherwise None, 0, False. `hidden_layers`: the layers whose hidden states "
-           "each forward keeps. Keeps all arguments alive.")
+           "router, number of experts per token and norm_topk_prob, otherwise None, 0, False. `hidden_layers`: the "
+           "layers whose hidden states each forward keeps. Keeps all arguments alive.")
       .def("forward", &forward, py::arg("tokens"), py::arg("positions"), py::arg("slots"), py::arg("sequence"),
            py::arg("kv_len"), py::arg("mask"), py::arg("cache"), py::arg("logits"),
            "Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head without `logits`.")

@@ -1,8 +1,8 @@
 """Command `swiftspec quantize`: rounds the weights of a model to int4, in the layout of AutoAWQ ("gemm" version).
 
 Round-to-nearest: no calibration data, no scaling of channels, one scale and one zero point per group of inputs. The
-matrices of the layers are quantised; embedding, norms, biases and LM head stay dense. Tensors are read, quantised and
-written one after the other, so that memory does not depend on the size of the model.
+matrices of the layers are quantised; embedding, norms, biases, routers and LM head stay dense. Tensors are read,
+quantised and written one after the other, so that memory does not depend on the size of the model.
 """
 
 from __future__ import annotations

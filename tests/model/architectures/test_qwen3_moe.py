@@ -16,10 +16,13 @@ from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
+from swiftspec.lab.latency_model import GPUS, constants, forward
+from swiftspec.lab.pair import parameters
 from swiftspec.lab.quantize import quantize
 from swiftspec.llm import LLM
 from swiftspec.model.architectures import architecture_of
 from swiftspec.model.checkpoint_files import read_config
+from swiftspec.model.config_json import parse_config
 from swiftspec.model.loader import load_model
 from swiftspec.model.shard import Shard
 from swiftspec.model.spec import ExpertsSpec, MlpSpec, ModelSpec
@@ -208,3 +211,16 @@ def test_quantising_leaves_the_router_dense(tmp_path: Path) -> None:
     change_config(tmp_path / "int4", num_local_experts=5)
     with pytest.raises(UserError, match=r"mlp\.gate\.weight has shape \[6, 64\], config\.json implies \[5, 64\]"):
         logits(tmp_path / "int4", reference)
+
+
+def test_predictions_count_the_experts_that_rows_use() -> None:
+    """Of a model like Qwen3-30B-A3B: most of a forward's time is that of its experts."""
+    sizes = {
+        "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
+        "num_experts": 128, "moe_intermediate_size": 768,
+    }  # fmt: skip
+    config = parse_config(SIZES | sizes)
+    assert parameters(config) == pytest.approx(30.5e9, rel=0.005)
+    lines = constants(GPUS["h100"])[0]
+    one, eight, all_used = (forward(config, 1, rows, lines, True) for rows in (1, 8, 64))
+    assert 2 * one < eight < 8 * one and eight < all_used < 16 * one
