@@ -159,9 +159,8 @@ def forward(
         chosen, count = mlp.experts.experts_per_token, mlp.num_experts
         used = count * (1 - (1 - chosen / count) ** rows)  # experts, if rows choose independently
         each = rows * chosen / used  # rows of an expert
-        return product(hidden, count) + product(hidden, 2 * inner * used, rows=each) + product(
-            inner, hidden * used, rows=each
-        )  # fmt: skip
+        experts = product(hidden, 2 * inner * used, rows=each) + product(inner, hidden * used, rows=each)
+        return product(hidden, count) + experts
 
     def time_of(layer: LayerSpec) -> float:
         mixer, hidden, width = layer.mixer, spec.hidden_size, layer.mixer.head_dim
