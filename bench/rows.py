@@ -47,7 +47,7 @@ from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.model.batch import Batch
-from swiftspec.model.packed_model import PackedModel
+from swiftspec.model.packed_model import PackedMixture, PackedModel
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.runner import Runner
 
@@ -103,6 +103,8 @@ class MeasuredModel:
 
     def __init__(self, name: str, runner: Runner, children: int) -> None:
         self.name, self.stack, self._runner, self._children = name, runner.model.stack, runner, children
+        if any(isinstance(layer.mlp, PackedMixture) for layer in self.stack.layers):
+            raise UserError(f"{name}: the rows of mixtures of experts are measured by bench.mixture")
         self._kv, self._vocab, self._fused = runner.cache.kv, runner.vocab, runner.model.fused
         self._preparations = [(row_preparations(layer), layer) for layer in self.stack.layers]
 

@@ -87,6 +87,34 @@ void norm_add(const void* x, int64_t rows, int64_t n, const float* norm, float e
 // x[i] *= factor in T.
 void multiply(void* x, int64_t count, float factor, bool is_f32);
 
+// ---- mixtures of experts
+
+// A gated MLP, down(activation(gate) * up). With a router it is a mixture of experts: the router chooses
+// `experts_per_token` experts for each row, and `gate_up` and `down` are those of all experts, one below the other, with
+// a multiple of 16 outputs each.
+struct Mlp {
+  const Weights* gate_up = nullptr;  // hidden -> 2 inner; of a mixture hidden -> experts * 2 inner
+  const Weights* down = nullptr;     // inner -> hidden; of a mixture inner -> experts * hidden
+  Gate gate = Gate::none;
+  const Weights* router = nullptr;  // hidden -> experts; null: not a mixture
+  int64_t experts_per_token = 0;
+  bool norm_topk_prob = false;  // the weights of a row's experts are divided by their sum
+};
+
+// out = sum over the chosen experts e of weight_e down_e(activation(gate_e) * up_e) of norm(x), where the weights are the
+// largest of softmax(router(norm(x))). Router, weights and sums are float32. Reads the weights of an expert once for all
+// rows that are routed to it. The sums are in the order of the experts, so a row's result does not depend on other rows
+// (bitwise).
+struct MixtureArgs {
+  Mlp mlp;
+  const void* x = nullptr;      // [rows, hidden] T
+  const float* norm = nullptr;  // [hidden], weight of an RMSNorm applied to x, or null
+  float eps = 0.0f;             // of that norm
+  void* out = nullptr;          // [rows, hidden] T
+  int64_t rows = 0;
+};
+void mixture(const MixtureArgs& args, bool is_f32);
+
 // ---- attention
 
 // Variations of attention. With the defaults a layer has none of them.

@@ -17,6 +17,28 @@ inline host::Gate gate_of(const std::string& name) {
   return name == "none" ? host::Gate::none : name == "silu" ? host::Gate::silu : host::Gate::gelu_tanh;
 }
 
+inline bool has_shape(const host::Weights* weights, int64_t n, int64_t k, bool is_f32) {
+  return weights != nullptr && weights->n == n && weights->k == k && (is_f32 || weights->format != host::Format::f32);
+}
+
+// `router`: null for a dense MLP, whose next two arguments are 0 and false.
+inline host::Mlp mlp_of(const host::Weights* gate_up, const host::Weights* down, const std::string& gate,
+                        const host::Weights* router, int64_t experts_per_token, bool norm_topk_prob, int64_t hidden,
+                        bool is_f32) {
+  constexpr int64_t kBlock = 16;  // outputs
+  const int64_t experts = router == nullptr ? 1 : router->n;
+  check(gate_of(gate) != host::Gate::none, "an MLP has no gate");
+  check(gate_up != nullptr && gate_up->n % (2 * experts) == 0 && has_shape(gate_up, gate_up->n, hidden, is_f32) &&
+            has_shape(down, experts * hidden, gate_up->n / (2 * experts), is_f32),
+        "the projections of an MLP do not fit each other");
+  if (router != nullptr) {
+    check(has_shape(router, experts, hidden, is_f32) && hidden % kBlock == 0 && down->k % kBlock == 0,
+          "the sizes of experts must be multiples of 16");
+    check(experts_per_token >= 1 && experts_per_token <= experts, "a row needs at least one expert, and at most all");
+  }
+  return {gate_up, down, gate_of(gate), router, experts_per_token, norm_topk_prob};
+}
+
 // `query_scale`: [count] float32.
 inline host::AttentionOptions attention_options(std::optional<int64_t> window, std::optional<float> scale,
                                                 std::optional<float> softcap, const MaybeArray& query_scale,

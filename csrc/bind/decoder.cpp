@@ -22,29 +22,26 @@ namespace swiftspec::binding {
 namespace {
 
 using host::Weights;
-// input norm, qkv, o, norm before the MLP, gate_up, down, gate, kind of attention, norm of heads, norms of the outputs of
-// mixer and MLP, residual multiplier, scale of the output
-using LayerArgs = std::tuple<MaybeArray, const Weights*, const Weights*, MaybeArray, const Weights*, const Weights*,
-                             std::string, int64_t, MaybeArray, MaybeArray, MaybeArray, float, float>;
+// gate_up, down, gate; of a mixture of experts its router, number of experts per token and norm_topk_prob
+using MlpArgs = std::tuple<const Weights*, const Weights*, std::string, std::optional<const Weights*>, int64_t, bool>;
+// input norm, qkv, o, norm before the MLP, MLP, kind of attention, norm of heads, norms of the outputs of mixer and MLP,
+// residual multiplier, scale of the output
+using LayerArgs = std::tuple<MaybeArray, const Weights*, const Weights*, MaybeArray, MlpArgs, int64_t, MaybeArray,
+                             MaybeArray, MaybeArray, float, float>;
 // cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the projections that a norm covers or zeros,
 // key heads that count
 using KindArgs = std::tuple<Array, Array, std::optional<int64_t>, std::optional<float>, std::optional<float>, MaybeArray,
                             int64_t, int64_t, MaybeArray>;
 using Copies = std::list<std::vector<uint8_t>>;
 
-bool has_shape(const Weights* weights, int64_t n, int64_t k, bool is_f32) {
-  return weights != nullptr && weights->n == n && weights->k == k && (is_f32 || weights->format != host::Format::f32);
-}
-
 host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
-  const auto& [input_norm, qkv, o, mlp_norm, gate_up, down, gate, kind, qk_norm, mixer_output_norm, mlp_output_norm,
+  const auto& [input_norm, qkv, o, mlp_norm, mlp, kind, qk_norm, mixer_output_norm, mlp_output_norm,
                residual_multiplier, output_scale] = args;
+  const auto& [gate_up, down, gate, router, experts_per_token, norm_topk_prob] = mlp;
   check(has_shape(qkv, (s.heads + 2 * s.kv_heads) * s.dim, s.hidden, s.is_f32) &&
-            has_shape(o, s.hidden, s.heads * s.dim, s.is_f32) && gate_up != nullptr && gate_up->n % 2 == 0 &&
-            has_shape(gate_up, gate_up->n, s.hidden, s.is_f32) && has_shape(down, s.hidden, gate_up->n / 2, s.is_f32),
+            has_shape(o, s.hidden, s.heads * s.dim, s.is_f32),
         "a layer's projections do not fit each other");
   check(kind >= 0 && kind < static_cast<int64_t>(s.kinds.size()), "a layer's kind of attention is unknown");
-  check(gate_of(gate) != host::Gate::none, "a layer's MLP has no gate");
   const auto norm = [&](const MaybeArray& weight, const char* name) {
     return at_or_null<float>(weight, kCpu, name, {s.hidden});
   };
@@ -52,9 +49,7 @@ host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
           qkv,
           o,
           norm(mlp_norm, "mlp_norm"),
-          gate_up,
-          down,
-          gate_of(gate),
+          mlp_of(gate_up, down, gate, router.value_or(nullptr), experts_per_token, norm_topk_prob, s.hidden, s.is_f32),
           kind,
           head_norm(qk_norm, s.eps, s.heads, s.kv_heads, s.dim),
           norm(mixer_output_norm, "mixer_output_norm"),
@@ -186,9 +181,10 @@ void bind_decoder(py::module_& m) {
            py::keep_alive<1, 7>(), py::keep_alive<1, 10>(), py::keep_alive<1, 13>(),
            "`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of "
            "the projections that a norm covers or zeros, key heads that count. Each of `layers`: "
-           "input norm, qkv, o, norm before the MLP, gate_up, down, gate, kind, norm of heads, norms of the outputs of "
-           "attention and MLP, residual multiplier, scale of the output. `hidden_layers`: the layers whose hidden states "
-           "each forward keeps. Keeps all arguments alive.")
+           "input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP, "
+           "residual multiplier, scale of the output. Each MLP: gate_up, down, gate, and of a mixture of experts its "
+           "router, number of experts per token and norm_topk_prob, otherwise None, 0, False. `hidden_layers`: the "
+           "layers whose hidden states each forward keeps. Keeps all arguments alive.")
       .def("forward", &forward, py::arg("tokens"), py::arg("positions"), py::arg("slots"), py::arg("sequence"),
            py::arg("kv_len"), py::arg("mask"), py::arg("cache"), py::arg("logits"),
            "Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head without `logits`.")

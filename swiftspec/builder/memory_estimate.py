@@ -25,7 +25,7 @@ from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import group_of
 from swiftspec.model.shard import Shard
-from swiftspec.model.spec import ModelSpec
+from swiftspec.model.spec import ExpertsSpec, ModelSpec
 from swiftspec.runtime.executors.graph import CAPTURED_ROWS
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
 from swiftspec.sampling.noise import PositionNoise
@@ -79,7 +79,13 @@ class MemoryEstimate:
         spec = self.config.spec
         head = self.matrix_bytes(self.shard.head_rows, spec.hidden_size, self._head_group)
         norms = (4 * len(spec.layers) + 1) * spec.hidden_size * FLOAT_BYTES  # at most four in a layer
-        return sum(self.matrix_bytes(*each) for each in self._matrices()) + self._embedding + head + norms
+        routers = sum(experts.num_experts for experts in self._mixtures) * spec.hidden_size * FLOAT_BYTES
+        return sum(self.matrix_bytes(*each) for each in self._matrices()) + self._embedding + head + norms + routers
+
+    @property
+    def _mixtures(self) -> list[ExpertsSpec]:
+        """The mixtures of experts of the layers that have one."""
+        return [layer.mlp.experts for layer in self.config.spec.layers if layer.mlp.experts is not None]
 
     @property
     def _embedding(self) -> int:
@@ -88,11 +94,13 @@ class MemoryEstimate:
     def _matrices(self) -> Iterator[tuple[int, int, int]]:
         """Yields outputs, inputs and inputs per int4 group, 0 if the matrix is kept dense, for each projection."""
         hidden = self.config.spec.hidden_size
-        for part in self.shard.layers:
+        for layer, part in zip(self.config.spec.layers, self.shard.layers, strict=True):
             yield len(part.qkv), hidden, self._group(hidden)
             yield hidden, len(part.o), self._group(len(part.o), part.head_dim)
-            yield len(part.gate_up), hidden, self._group(hidden)
-            yield hidden, len(part.down), self._group(len(part.down), part.inner_unit)
+            dense = layer.mlp.experts is not None  # torch's operators, the only ones with experts, keep these dense
+            yield len(part.gate_up), hidden, 0 if dense else self._group(hidden)
+            down = 0 if dense else self._group(len(part.down), part.inner_unit)
+            yield hidden * layer.mlp.num_experts, len(part.down), down
 
     def _group(self, inputs: int, run: int | None = None) -> int:
         """Returns the inputs per group of an int4 matrix as the operators keep it; 0 if they keep it dense. `run`: runs
@@ -154,7 +162,10 @@ class MemoryEstimate:
                 scratch_bytes(rows, part.num_heads, part.kv_heads, part.head_dim, self.capacity, self.clusters)
                 for part in parts
             ) + self._widened_cache  # fmt: skip
-        return (numbers + tables) * size + gathered + self._masks(rows) + self._widened_cache
+        experts = max((each.num_experts for each in self._mixtures), default=0)
+        # all experts compute all rows: gate and up, their product, and the output in two dtypes
+        outputs = rows * experts * (3 * inner * size + hidden * (size + FLOAT_BYTES))
+        return (numbers + tables) * size + gathered + self._masks(rows) + self._widened_cache + outputs
 
     @property
     def _widened_cache(self) -> int:

@@ -21,7 +21,7 @@ from swiftspec.file_io import Fields
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats import format_of
-from swiftspec.model.spec import LayerSpec
+from swiftspec.model.spec import LayerSpec, MlpSpec
 
 H200_COPY_BYTES_PER_S = 4.3e12  # memory bandwidth of a plain copy on an H200, for which `constants` was written
 INT4_BITS = 4.156  # 4 bits per weight, plus a 16-bit scale and a 4-bit zero point per group of 128 weights
@@ -148,16 +148,25 @@ def forward(
     bits = INT4_BITS if int4 or (layout is not None and layout.is_int4) else 16.0
     spec = config.spec
 
-    def product(inputs: int, outputs: int, bits: float = bits) -> float:
+    def product(inputs: int, outputs: float, bits: float = bits, rows: float = rows) -> float:
         least = lines.linear.at(inputs * outputs * bits / 8 + 2 * rows * (inputs + outputs))
         return max(least, lines.linear.fixed + 2 * rows * inputs * outputs / lines.flops)
+
+    def mlp_time(mlp: MlpSpec) -> float:
+        inner, hidden = math.ceil(mlp.intermediate_size / tp), spec.hidden_size
+        if mlp.experts is None:
+            return product(hidden, 2 * inner) + product(inner, hidden)
+        chosen, count = mlp.experts.experts_per_token, mlp.num_experts
+        used = count * (1 - (1 - chosen / count) ** rows)  # experts, if rows choose independently
+        each = rows * chosen / used  # rows of an expert
+        experts = product(hidden, 2 * inner * used, rows=each) + product(inner, hidden * used, rows=each)
+        return product(hidden, count) + experts
 
     def time_of(layer: LayerSpec) -> float:
         mixer, hidden, width = layer.mixer, spec.hidden_size, layer.mixer.head_dim
         heads, kv_heads = math.ceil(mixer.num_heads / tp), math.ceil(mixer.num_kv_heads / tp)
-        inner = math.ceil(layer.mlp.intermediate_size / tp)
         seconds = product(hidden, (heads + 2 * kv_heads) * width) + product(heads * width, hidden)
-        seconds += product(hidden, 2 * inner) + product(inner, hidden)
+        seconds += mlp_time(layer.mlp)
         seconds += lines.attention.at(2 * 2 * kv_heads * width * context * sequences)
         if tp > 1:
             # twice: half of an LL line is flags

@@ -21,6 +21,7 @@ from swiftspec.lab.simulation import RecordedAcceptance
 from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.gguf.file import is_gguf
+from swiftspec.model.spec import LayerSpec
 from swiftspec.model.vocabulary import Vocabulary, describe_masked
 from swiftspec.serve.text.codec import TOKENIZER_FILES, TextCodec, has_tokenizer, locate_model
 
@@ -96,10 +97,14 @@ def parameters(config: ModelConfig) -> int:
     """Returns the number of weights of a model's matrices and of its embedding, and of its LM head unless it is
     tied."""
     spec = config.spec
-    layers = sum(
-        spec.hidden_size * (2 * layer.mixer.q_size + 2 * layer.mixer.kv_size + 3 * layer.mlp.intermediate_size)
-        for layer in spec.layers
-    )
+
+    def vectors(layer: LayerSpec) -> int:
+        """Returns the number of vectors of `hidden_size` weights in the matrices of a layer."""
+        mixer, mlp = layer.mixer, layer.mlp
+        router = 0 if mlp.experts is None else mlp.num_experts
+        return 2 * mixer.q_size + 2 * mixer.kv_size + 3 * mlp.num_experts * mlp.intermediate_size + router
+
+    layers = spec.hidden_size * sum(vectors(layer) for layer in spec.layers)
     return layers + (1 if spec.tie_word_embeddings else 2) * spec.vocab_size * spec.hidden_size
 
 

@@ -1,8 +1,8 @@
 """Command `swiftspec quantize`: rounds the weights of a model to int4, in the layout of AutoAWQ ("gemm" version).
 
 Round-to-nearest: no calibration data, no scaling of channels, one scale and one zero point per group of inputs. The
-matrices of the layers are quantised; embedding, norms, biases and LM head stay dense. Tensors are read, quantised and
-written one after the other, so that memory does not depend on the size of the model.
+matrices of the layers are quantised; embedding, norms, biases, routers and LM head stay dense. Tensors are read,
+quantised and written one after the other, so that memory does not depend on the size of the model.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from swiftspec.model.checkpoint_files import Progress, Tensors, open_tensors, re
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats.int4 import AWQ_ORDER, GROUP_SIZES, pack_int4
 from swiftspec.model.gguf.file import is_gguf
+from swiftspec.model.tensor_names import TensorNames
 
 SHARD_BYTES = 1 << 30  # size above which a file of the result ends; the tensors of one file are in memory
 CHUNK_OUTPUTS = 1024  # outputs of a matrix that are rounded at a time, because intermediates are float32
@@ -125,8 +126,8 @@ def quantized_tensors(tensors: Tensors, config: ModelConfig, group: int) -> Iter
     Raises UserError if a matrix cannot be divided into groups, or contains a weight that int4 cannot represent.
     """
     shapes = tensors.shapes()
-    layers = config.names.found_in(tensors).layers
-    matrices = {name: shape for name, shape in sorted(shapes.items()) if _is_matrix(name, shape, layers)}
+    names = config.names.found_in(tensors)
+    matrices = {name: shape for name, shape in sorted(shapes.items()) if _is_matrix(name, shape, names)}
     _check_shapes(matrices, group)
     for name, shape in shapes.items():
         tensor = tensors.take(name, *shape)
@@ -140,10 +141,11 @@ def quantized_tensors(tensors: Tensors, config: ModelConfig, group: int) -> Iter
             yield {name: (tensor.half() if wide else tensor).contiguous()}, False
 
 
-def _is_matrix(name: str, shape: Sequence[int], layers: str) -> bool:
-    """Returns whether a tensor is the matrix of a linear layer of the decoder's layers, which have the prefix
-    `layers`."""
-    return name.startswith(f"{layers}.") and name.endswith(".weight") and len(shape) == 2
+def _is_matrix(name: str, shape: Sequence[int], names: TensorNames) -> bool:
+    """Returns whether a tensor is the matrix of a linear layer of the decoder's layers, other than the router of a
+    mixture of experts, which stays dense."""
+    inside = name.startswith(f"{names.layers}.") and not name.endswith(f".{names.router}.weight")
+    return inside and name.endswith(".weight") and len(shape) == 2
 
 
 def _check_shapes(matrices: dict[str, list[int]], group: int) -> None:

@@ -78,6 +78,7 @@ class Checkpoint:
         mixer, mlp, names, hidden = layer.mixer, layer.mlp, self.names, self.spec.hidden_size
         q_norm, k_norm = self._head_norms(prefix, mixer)
         before, after = layer.norms != "after", layer.norms != "before"
+        gate_up, down, router = self._mlp(prefix, mlp)
 
         def norm(name: str, present: bool) -> Tensor | None:
             return self._norm(f"{prefix}.{name}", hidden) if present else None
@@ -87,14 +88,15 @@ class Checkpoint:
             qkv=self._qkv(prefix, mixer),
             o=self._linear(f"{prefix}.{names.o}", hidden, mixer.q_size, mixer.o_bias),
             mlp_norm=norm(names.mlp_norm, before),
-            gate_up=self._gate_up(prefix, mlp),
-            down=self._linear(f"{prefix}.{names.down}", hidden, mlp.intermediate_size, mlp.bias),
+            gate_up=gate_up,
+            down=down,
             q_norm=q_norm,
             k_norm=k_norm,
             v_norm=torch.ones(1, mixer.head_dim) if mixer.v_norm else None,
             mixer_output_norm=norm(names.mixer_output_norm, after),
             mlp_output_norm=norm(names.mlp_output_norm, after),
             output_scale=self.tensors.take(f"{prefix}.{names.output_scale}", 1) if layer.output_scale else None,
+            router=router,
         )
 
     def _qkv(self, prefix: str, mixer: AttentionSpec) -> Weight:
@@ -132,12 +134,35 @@ class Checkpoint:
         )
         return (q_norm, k_norm) if order is None else (q_norm[:, order], k_norm[:, order])
 
-    def _gate_up(self, prefix: str, mlp: MlpSpec) -> Weight:
+    def _mlp(self, prefix: str, mlp: MlpSpec) -> tuple[Weight, Weight, Weight | None]:
+        """Reads the projections of an MLP: gate and up, down, and the router of a mixture of experts."""
         names, inner, hidden = self.names, mlp.intermediate_size, self.spec.hidden_size
+        if mlp.experts is not None:
+            router = self._linear(f"{prefix}.{names.router}", mlp.num_experts, hidden, bias=False)
+            return *self._experts(f"{prefix}.{names.experts}", mlp), router
         if names.gate_up:
-            return self._linear(f"{prefix}.{names.gate_up}", 2 * inner, hidden, mlp.bias)
-        halves = [self._linear(f"{prefix}.{name}", inner, hidden, mlp.bias) for name in (names.gate, names.up)]
-        return fuse_weights(halves)
+            gate_up = self._linear(f"{prefix}.{names.gate_up}", 2 * inner, hidden, mlp.bias)
+        else:
+            halves = [self._linear(f"{prefix}.{name}", inner, hidden, mlp.bias) for name in (names.gate, names.up)]
+            gate_up = fuse_weights(halves)
+        return gate_up, self._linear(f"{prefix}.{names.down}", hidden, inner, mlp.bias), None
+
+    def _experts(self, prefix: str, mlp: MlpSpec) -> tuple[Weight, Weight]:
+        """Reads the projections of all experts: those of each expert, or the two tensors [num_experts, outputs, inputs]
+        that transformers 5 has in memory."""
+        count, inner, hidden = mlp.num_experts, mlp.intermediate_size, self.spec.hidden_size
+        if f"{prefix}.gate_up_proj" in self.tensors:
+            gate_up = self.tensors.take(f"{prefix}.gate_up_proj", count, 2 * inner, hidden)
+            down = self.tensors.take(f"{prefix}.down_proj", count, hidden, inner)
+            return DenseWeight(gate_up.flatten(0, 1)), DenseWeight(down.flatten(0, 1))
+        modules = [f"{prefix}.{expert}" for expert in range(count)]
+        halves = [
+            self._linear(f"{module}.{name}", inner, hidden, bias=False)
+            for module in modules
+            for name in ("gate_proj", "up_proj")
+        ]
+        downs = [self._linear(f"{module}.down_proj", hidden, inner, bias=False) for module in modules]
+        return fuse_weights(halves), fuse_weights(downs)
 
     def _norm(self, module: str, size: int) -> Tensor:
         """Reads the weights of an RMSNorm. 1 + weight is computed in float32, or in float64 for float64 weights."""

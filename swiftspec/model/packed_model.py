@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from swiftspec.model.batch import Batch, ForwardOutput
-from swiftspec.model.spec import Activation
+from swiftspec.model.spec import Activation, ExpertsSpec
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 
 
@@ -23,6 +23,17 @@ class PackedMlp:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedMixture:
+    """A mixture of experts with packed weights; `swiftspec.model.spec.ExpertsSpec` documents it."""
+
+    router: Any
+    gate_up: Any  # of all experts
+    down: Any
+    experts: ExpertsSpec
+    activation: Activation = "silu"
+
+
+@dataclass(frozen=True, slots=True)
 class PackedLayer:
     """One layer with packed weights: norms, the projections of attention, the MLP. A norm is None if the layer does not
     have it."""
@@ -31,7 +42,7 @@ class PackedLayer:
     qkv: Any
     o: Any
     mlp_norm: Any  # before the MLP
-    mlp: PackedMlp
+    mlp: PackedMlp | PackedMixture
     # norm of the query and key heads, weight [num_heads + kv_heads, head_dim]; with a norm of the value heads, too,
     # weight [num_heads + 2 * kv_heads, head_dim]
     qk_norm: Any = None

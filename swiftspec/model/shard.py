@@ -80,8 +80,8 @@ class LayerShard:
     inner_unit: int  # `down` consists of aligned runs of this many columns
     qkv: Tensor  # rows: [(num_heads + 2 * kv_heads) * head_dim]
     o: Tensor  # columns: [num_heads * head_dim], in aligned runs of head_dim
-    gate_up: Tensor  # rows
-    down: Tensor  # columns
+    gate_up: Tensor  # rows, of a mixture those of all experts
+    down: Tensor  # columns, of a mixture those of each expert
     q_heads: Tensor  # [num_heads], indices of the heads
     k_heads: Tensor  # [kv_heads]
     counted: Tensor  # [kv_heads] bool, the key heads of which no earlier rank or unit has a copy
@@ -95,6 +95,7 @@ class LayerShard:
         q_heads, own_kv_heads = cut.heads_of(rank, heads, kv_heads)
         q, kv = _expand_head_rows(q_heads, width), _expand_head_rows(own_kv_heads, width)
         rows = _partition_rows(inner, unit, rank, size)
+        gate_up = torch.cat((rows, _after(inner, rows)))
         earlier = [head for before in range(rank) for head in cut.heads_of(before, heads, kv_heads)[1]]
         everything = [*earlier, *own_kv_heads]
         counted = [head >= 0 and head not in everything[: len(earlier) + i] for i, head in enumerate(own_kv_heads)]
@@ -105,7 +106,7 @@ class LayerShard:
             inner_unit=unit,
             qkv=torch.cat((q, _after(heads * width, kv), _after((heads + kv_heads) * width, kv))),
             o=q,
-            gate_up=torch.cat((rows, _after(inner, rows))),
+            gate_up=torch.cat([_after(2 * inner * expert, gate_up) for expert in range(layer.mlp.num_experts)]),
             down=rows,
             q_heads=torch.tensor(q_heads),
             k_heads=torch.tensor(own_kv_heads),

@@ -84,12 +84,28 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
-class MlpSpec:
-    """Dense gated MLP: down(activation(gate(x)) * up(x)). SwiGLU with "silu", GeGLU with "gelu_tanh"."""
+class ExpertsSpec:
+    """Mixture of experts (MoE): for each token a router chooses the `experts_per_token` experts with the largest
+    probabilities, softmax(router(x)), and the outputs of these MLPs are added, each times its probability."""
 
-    intermediate_size: int
-    bias: bool = False  # of all three projections
+    num_experts: int
+    experts_per_token: int
+    norm_topk_prob: bool  # the probabilities of a token's experts are divided by their sum
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """Gated MLP: down(activation(gate(x)) * up(x)). SwiGLU with "silu", GeGLU with "gelu_tanh"."""
+
+    intermediate_size: int  # of each expert
+    bias: bool = False  # of all three projections; experts have none
     activation: Activation = "silu"
+    experts: ExpertsSpec | None = None  # None: a dense MLP
+
+    @property
+    def num_experts(self) -> int:
+        """Number of MLPs with weights of their own: 1 for a dense MLP."""
+        return 1 if self.experts is None else self.experts.num_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +157,7 @@ FEATURES = {  # optional fields, for messages
     "softcap": "soft cap of attention scores",
     "query_scale_beta": "scale of queries by position",
     "activation": "GeGLU",
+    "experts": "mixture of experts",
     "norms": "norms after attention and MLP",
     "residual_multiplier": "residual multiplier",
     "output_scale": "scale of a layer's output",

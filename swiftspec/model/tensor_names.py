@@ -31,6 +31,9 @@ class TensorNames:
     up: str = "mlp.up_proj"
     gate_up: str = ""  # one module for gate and up, instead of the two before
     down: str = "mlp.down_proj"
+    # of a mixture of experts: the router, and the modules N.gate_proj, N.up_proj and N.down_proj of expert N
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
     output_scale: str = "layer_scalar"  # the name of the tensor
     # of a multimodal checkpoint: names in files with another layout, and prefixes of the text model's tensors, beyond
     # which tensors belong to other modalities

@@ -18,11 +18,12 @@ from swiftspec.model.packed_model import (
     LayerCaches,
     PackedAttention,
     PackedLayer,
+    PackedMixture,
     PackedMlp,
     PackedModel,
     ProjectionNorm,
 )
-from swiftspec.model.spec import AttentionSpec, LayerSpec, ModelSpec
+from swiftspec.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
@@ -37,6 +38,9 @@ class ModelOps(Protocol):
     """
 
     def pack(self, weight: Weight, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
+    def pack_mixture(
+        self, weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, device: torch.device | str, /
+    ) -> PackedMixture: ...
     def pack_norm(self, weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
     def rope_tables(
         self, rope: Any, head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str, /
@@ -53,7 +57,7 @@ class ModelOps(Protocol):
         multiplier: float, /,
     ) -> Tensor: ...  # fmt: skip
     def mlp(
-        self, hidden: Tensor, norm: Any, weights: PackedMlp, residual: Tensor,
+        self, hidden: Tensor, norm: Any, weights: PackedMlp | PackedMixture, residual: Tensor,
         reduce: Callable[[Tensor], Tensor] | None, output_norm: Any, multiplier: float, /,
     ) -> Tensor: ...  # fmt: skip
     def norm_head(self, x: Tensor, norm: Any, packed: Any, multiplier: float, softcap: float | None, /) -> Tensor: ...
@@ -160,14 +164,13 @@ class Transformer:
         self, layer: LayerWeights, spec: LayerSpec, attention: PackedAttention, place: tuple[int, int]
     ) -> PackedLayer:
         """`place`: kind of attention, index in its KV cache."""
-        matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
-        qkv, o, gate_up, down = (self._ops.pack(matrix, self.dtype, self.device) for matrix in matrices)
+        qkv, o = (self._ops.pack(matrix, self.dtype, self.device) for matrix in (layer.qkv, layer.o))
         return PackedLayer(
             input_norm=self._pack_norm(layer.input_norm),
             qkv=qkv,
             o=o,
             mlp_norm=self._pack_norm(layer.mlp_norm),
-            mlp=PackedMlp(gate_up, down, spec.mlp.activation),
+            mlp=self._pack_mlp(layer, spec.mlp),
             qk_norm=self._pack_head_norms(layer, attention),
             mixer_output_norm=self._pack_norm(layer.mixer_output_norm),
             mlp_output_norm=self._pack_norm(layer.mlp_output_norm),
@@ -176,6 +179,12 @@ class Transformer:
             attention=place[0],
             cache_layer=place[1],
         )
+
+    def _pack_mlp(self, layer: LayerWeights, spec: MlpSpec) -> PackedMlp | PackedMixture:
+        if spec.experts is not None:
+            return self._ops.pack_mixture(layer, spec, self.dtype, self.device)
+        gate_up, down = (self._ops.pack(matrix, self.dtype, self.device) for matrix in (layer.gate_up, layer.down))
+        return PackedMlp(gate_up, down, spec.activation)
 
     def _pack_head_norms(self, layer: LayerWeights, attention: PackedAttention) -> Any:
         if layer.q_norm is None or layer.k_norm is None:

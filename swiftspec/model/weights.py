@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ class Weight(Protocol):
 
     @property
     def bias(self) -> Tensor | None: ...  # [outputs]
+    @property
+    def shape(self) -> tuple[int, int]: ...  # (outputs, inputs)
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns the matrix [outputs, inputs] in `dtype`."""
         ...
@@ -59,6 +61,11 @@ class DenseWeight:
     weight: Tensor  # [outputs, inputs]
     bias: Tensor | None = None  # [outputs]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.weight.shape
+        return outputs, inputs
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return self.weight.to(dtype)
 
@@ -93,6 +100,14 @@ def fuse_weights(parts: Sequence[Weight]) -> Weight:
     return parts[0].stack(parts[1:], bias)
 
 
+def split_experts(weight: Weight, count: int) -> Iterator[Weight]:
+    """Yields the matrix of each of the `count` experts of a mixture. `weight`: those of all experts, one below the
+    other. Copies its tensors at most once, and yields views of them."""
+    rows = torch.arange(weight.shape[0])
+    whole = weight.outputs(rows)
+    yield from (whole.outputs(part) for part in rows.chunk(count))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """Weights of one layer, or of one rank's shard of it. A norm is None if the layer does not have it."""
@@ -101,6 +116,7 @@ class LayerWeights:
     qkv: Weight  # [(num_heads + 2 * kv_heads) * head_dim, hidden]
     o: Weight  # [hidden, num_heads * head_dim]
     mlp_norm: Tensor | None  # [hidden], before the MLP
+    # of a mixture of experts the matrices of all experts, one below the other
     gate_up: Weight  # [2 * intermediate_size, hidden]
     down: Weight  # [hidden, intermediate_size]
     # of queries and keys: [1, head_dim] if all heads share the weights, otherwise [num_heads or kv_heads, head_dim]
@@ -110,6 +126,7 @@ class LayerWeights:
     mixer_output_norm: Tensor | None = None  # [hidden]
     mlp_output_norm: Tensor | None = None  # [hidden]
     output_scale: Tensor | None = None  # [1]
+    router: Weight | None = None  # [num_experts, hidden]
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,12 +111,15 @@ def test_native_operators_on_a_shard(tmp_path: Path, size: int) -> None:
     assert (ranks[0] - exact).norm() <= 1.5 * (one - exact).norm()
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_native_stack_sums_over_its_ranks_as_its_operators_do(tmp_path: Path, pool: Pool, dtype: str) -> None:
+def test_a_native_stack_sums_over_its_ranks_as_its_operators_do(
+    tmp_path: Path, pool: Pool, dtype: str, family: str
+) -> None:
     if _C.level() == "none":
         pytest.skip("there are no native operators here")
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
-    make_checkpoint(tmp_path, family="qwen2", dtype=torch.float32, hidden_size=64, intermediate_size=112, **heads)
+    make_checkpoint(tmp_path, family=family, dtype=torch.float32, hidden_size=64, intermediate_size=112, **heads)
     work = {"model": str(tmp_path), "tokens": TOKENS, "dtype": dtype, "native": True}
     for size in (1, 2):
         fused, stepped = (pool.run(size, "logits", **work, fused=fused) for fused in (True, False))

@@ -77,6 +77,28 @@ struct Linear {
   }
 };
 
+// A mixture of experts, of which each row has three.
+struct ExpertLayer {
+  static constexpr int64_t kExperts = 5, kHidden = 64, kInner = 96;
+  bool is_f32;
+  int64_t rows;
+  Linear router, gate_up, down;
+
+  ExpertLayer(Format format, bool is_f32_, int64_t rows_, bool int8_activations)
+      : is_f32(is_f32_),
+        rows(rows_),
+        router(is_f32 ? Format::f32 : Format::bf16, is_f32, false, rows, kHidden, kExperts, 0),
+        gate_up(format, is_f32, true, rows, kHidden, kExperts * 2 * kInner, 32, int8_activations),
+        down(format, is_f32, false, 1, kInner, kExperts * kHidden, 32, int8_activations) {}
+
+  std::vector<uint8_t> run() const {
+    std::vector<uint8_t> out(static_cast<size_t>(rows * kHidden * (is_f32 ? 4 : 2)));
+    const Mlp mlp{&gate_up.weights, &down.weights, Gate::silu, &router.weights, 3, rows % 2 == 0};
+    mixture({mlp, gate_up.x.data(), gate_up.normed ? floats(gate_up.norm) : nullptr, 1e-5f, out.data(), rows}, is_f32);
+    return out;
+  }
+};
+
 struct Attention {
   bool is_f32;
   int64_t rows, heads, kv_heads, length, width, dim;
@@ -122,12 +144,13 @@ struct Attention {
   }
 };
 
-// A model of two layers with random weights, and its KV cache.
+// A model of two layers with random weights, of which the second one is a mixture of experts, and its KV cache.
 struct Model {
-  static constexpr int64_t kHidden = 48, kHeads = 4, kKvHeads = 2, kDim = 16, kWidth = 40, kVocab = 50, kSlots = 120;
+  static constexpr int64_t kHidden = 48, kHeads = 4, kKvHeads = 2, kDim = 16, kVocab = 50, kSlots = 120;
+  static constexpr int64_t kWidth = 48, kExperts = 3;
   bool is_f32;
   std::vector<uint8_t> embedding, cos, sin, norm, head_norm, keys, values;
-  std::vector<Linear> weights;  // qkv, o, gate_up, down of each layer, then the head
+  std::vector<Linear> weights;  // qkv, o, gate_up, down of each layer, then router and head
 
   explicit Model(bool is_f32_) : is_f32(is_f32_) {
     embedding = numbers(kVocab * kHidden, is_f32), norm = numbers(kHidden, true);
@@ -136,11 +159,11 @@ struct Model {
     keys = numbers(2 * kKvHeads * kSlots * kDim, is_f32), values = numbers(2 * kKvHeads * kSlots * kDim, is_f32);
     const Format format = is_f32 ? Format::f32 : Format::bf16;
     const auto add = [&](int64_t k, int64_t n) { weights.emplace_back(format, is_f32, false, 1, k, n, 0); };
-    for (int layer = 0; layer < 2; ++layer) {
+    for (const int64_t experts : {int64_t{1}, kExperts}) {
       add(kHidden, (kHeads + 2 * kKvHeads) * kDim), add(kHeads * kDim, kHidden);
-      add(kHidden, 2 * kWidth), add(kWidth, kHidden);
+      add(kHidden, experts * 2 * kWidth), add(kWidth, experts * kHidden);
     }
-    add(kHidden, kVocab);
+    add(kHidden, kExperts), add(kHidden, kVocab);
   }
 
   Decoder decoder() const {
@@ -149,8 +172,9 @@ struct Model {
       // the first layer has no option, the second one has all
       const bool all = i > 0;
       layers.push_back({floats(norm), &weights[i].weights, &weights[i + 1].weights, floats(norm),
-                        &weights[i + 2].weights, &weights[i + 3].weights, all ? Gate::gelu_tanh : Gate::silu, all,
-                        all ? HeadNorm{floats(head_norm), false, 1e-5f} : HeadNorm{}, all ? floats(norm) : nullptr,
+                        {&weights[i + 2].weights, &weights[i + 3].weights, all ? Gate::gelu_tanh : Gate::silu,
+                         all ? &weights[8].weights : nullptr, all ? 2 : 0, all},
+                        all, all ? HeadNorm{floats(head_norm), false, 1e-5f} : HeadNorm{}, all ? floats(norm) : nullptr,
                         all ? floats(norm) : nullptr, all ? 0.7f : 1.0f, all ? 0.9f : 1.0f});
     }
     const std::vector<AttentionKind> kinds = {{cos.data(), sin.data(), {}}, {sin.data(), cos.data(), {7, 0.3f, 20.0f}}};
@@ -244,6 +268,8 @@ void check_level() {
       Linear rounded(Format::int4, is_f32, true, rows, 128, 150, 64, true);
       Linear bytes(Format::int8, is_f32, false, rows, 256, 272, 128, true);
       check(rounded, "int4, rows in int8"), check(bytes, "int8");
+      ExpertLayer experts(Format::int4, is_f32, rows, false), rounded_experts(Format::int8, is_f32, rows, true);
+      check(experts, "a mixture of experts"), check(rounded_experts, "a mixture of experts, rows in int8");
       Attention tree(is_f32, rows, 6, 2, 70 + rows, 64, 48), all_seen(is_f32, rows, 5, 1, 40 + rows, 0, 32);
       Attention chunk(is_f32, rows, 8, 4, 200, std::max<int64_t>(rows, 3), 64);
       check(tree, "attention"), check(all_seen, "attention without a mask"),

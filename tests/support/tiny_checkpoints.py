@@ -35,6 +35,10 @@ LONGROPE = {
 }  # fmt: skip
 # what the checkpoints of the other families have in addition; windows are shorter than the texts of the tests
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "layers": 3, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
     "mistral": {"sliding_window": 6},
     "ministral3": {
         "rope": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3},
@@ -103,11 +107,12 @@ def make_model(
     fields |= given
     fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields)).to(dtype).eval()
+    model.set_experts_implementation("eager")  # the only one that computes in float64
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # strong layers: with weak ones the residual stream repeats its token, especially with tied embeddings
-            scale = 1.0 if "embed" in name else 2.5 / weight.shape[-1] ** 0.5 if weight.ndim == 2 else 0.3
+            scale = 1.0 if "embed" in name else 2.5 / weight.shape[-1] ** 0.5 if weight.ndim > 1 else 0.3
             drawn = scale * torch.randn(weight.shape, generator=noise, dtype=torch.float64)
             weight.copy_(1 + drawn if "norm" in name else drawn)
         for name, scale in model.named_buffers():

@@ -93,14 +93,36 @@ void Decoder::add_linear(const Weights& weights, const void* x, int64_t rows, co
            s.is_f32);
     return;
   }
+  linear({.weights = &weights, .x = x, .out = reserve(product_, rows * s.hidden), .rows = rows}, s.is_f32);
+  add_product(rows, norm, multiplier);
+}
+
+// hidden_ += multiplier norm(product_), where the product is summed over the ranks of a group. `norm` may be null.
+void Decoder::add_product(int64_t rows, const float* norm, float multiplier) {
+  const PackedModel& s = model_;
   const int64_t count = rows * s.hidden;
-  void* product = reserve(product_, count);
-  linear({.weights = &weights, .x = x, .out = product, .rows = rows}, s.is_f32);
+  void *hidden = hidden_.data(), *product = product_.data();
   if (s.group != nullptr) {
     s.group->all_reduce(product, count, s.is_f32 ? Element::kFloat32 : Element::kBfloat16, s.timeout_s);
   }
   if (norm == nullptr && multiplier == 1.0f) return add(product, count, hidden, s.is_f32);
   norm_add(product, rows, s.hidden, norm, s.eps, multiplier, hidden, s.is_f32);
+}
+
+// Adds the output of a layer's MLP to hidden_.
+void Decoder::add_mlp(const PackedLayer& layer, int64_t rows) {
+  const PackedModel& s = model_;
+  const Mlp& mlp = layer.mlp;
+  if (mlp.router != nullptr) {
+    mixture({.mlp = mlp, .x = hidden_.data(), .norm = layer.mlp_norm, .eps = s.eps,
+             .out = reserve(product_, rows * s.hidden), .rows = rows},
+            s.is_f32);
+    return add_product(rows, layer.mlp_output_norm, layer.residual_multiplier);
+  }
+  linear({.weights = mlp.gate_up, .x = hidden_.data(), .norm = layer.mlp_norm, .eps = s.eps,
+          .out = reserve(projected_, rows * mlp.gate_up->n / 2), .gate = mlp.gate, .rows = rows},
+         s.is_f32);
+  add_linear(*mlp.down, projected_.data(), rows, layer.mlp_output_norm, layer.residual_multiplier);
 }
 
 // Copies hidden_ to `hidden_states_` if the hidden states of this layer are wanted.
@@ -127,10 +149,7 @@ void Decoder::forward(const ForwardArgs& args) {
            s.is_f32);
     attend(args, static_cast<int64_t>(i));
     add_linear(*layer.o, attended_.data(), rows, layer.mixer_output_norm, layer.residual_multiplier);
-    linear({.weights = layer.gate_up, .x = hidden_.data(), .norm = layer.mlp_norm, .eps = s.eps,
-            .out = reserve(projected_, rows * layer.gate_up->n / 2), .gate = layer.gate, .rows = rows},
-           s.is_f32);
-    add_linear(*layer.down, projected_.data(), rows, layer.mlp_output_norm, layer.residual_multiplier);
+    add_mlp(layer, rows);
     if (layer.output_scale != 1.0f) multiply(hidden_.data(), rows * s.hidden, layer.output_scale, s.is_f32);
     keep_hidden(static_cast<int64_t>(i), rows);
   }

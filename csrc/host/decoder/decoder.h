@@ -27,9 +27,7 @@ struct PackedLayer {
   const Weights* qkv;       // hidden -> (heads + 2 kv_heads) dim
   const Weights* o;         // heads dim -> hidden
   const float* mlp_norm;    // [hidden], before the MLP
-  const Weights* gate_up;   // hidden -> 2 width of the MLP
-  const Weights* down;
-  Gate gate;
+  Mlp mlp;
   int64_t kind;  // index in `PackedModel::kinds`
   HeadNorm head_norm;
   const float* mixer_output_norm;  // [hidden]
@@ -50,7 +48,7 @@ struct PackedModel {
   const float* norm;  // [hidden], final RMSNorm
   const Weights* head;
   float logit_multiplier, logit_softcap;  // a soft cap of 0: none
-  ShmGroup* group;   // all-reduces the outputs of `o` and `down`, or null
+  ShmGroup* group;   // all-reduces the outputs of `o` and of the MLP, or null
   double timeout_s;  // limit of each all-reduce, in seconds
 };
 
@@ -99,6 +97,8 @@ class Decoder {
   void gather(const ForwardArgs& args);
   void attend(const ForwardArgs& args, int64_t layer);
   void add_linear(const Weights& weights, const void* x, int64_t rows, const float* norm, float multiplier);
+  void add_product(int64_t rows, const float* norm, float multiplier);
+  void add_mlp(const PackedLayer& layer, int64_t rows);
   void keep_hidden(int64_t layer, int64_t rows);
 
   PackedModel model_;

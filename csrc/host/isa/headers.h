@@ -10,6 +10,8 @@
 #include <functional>
 #include <limits>
 #include <type_traits>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include "common/noise.h"

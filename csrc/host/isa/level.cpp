@@ -75,6 +75,11 @@ void linear(const LinearArgs& args, bool is_f32) {
   require_kernel(is_f32 ? k.linear_f32 : k.linear_bf16)(args);
 }
 
+void mixture(const MixtureArgs& args, bool is_f32) {
+  const Kernels& k = kernels();
+  require_kernel(is_f32 ? k.mixture_f32 : k.mixture_bf16)(args);
+}
+
 void add(const void* x, int64_t count, void* into, bool is_f32) {
   const Kernels& k = kernels();
   if (is_f32) return require_kernel(k.add_f32)(static_cast<const float*>(x), count, static_cast<float*>(into));

@@ -30,6 +30,8 @@ struct Kernels {
   int64_t (*peak_bf16)(int64_t rounds, float* seed);
   void (*linear_f32)(const LinearArgs&);
   void (*linear_bf16)(const LinearArgs&);
+  void (*mixture_f32)(const MixtureArgs&);
+  void (*mixture_bf16)(const MixtureArgs&);
   void (*add_f32)(const float* x, int64_t count, float* into);
   void (*add_bf16)(const uint16_t* x, int64_t count, uint16_t* into);
   void (*norm_add_f32)(const float* x, int64_t rows, int64_t n, const float* norm, float eps, float scale, float* into);

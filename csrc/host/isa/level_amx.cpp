@@ -1,4 +1,4 @@
-// Kernels for AVX-512 with BF16 and VNNI, and products on the matrix tiles of AMX. All except `linear` and
+// Kernels for AVX-512 with BF16 and VNNI, and products on the matrix tiles of AMX. All except `linear`, `mixture` and
 // `attention` of bfloat16 models are those of AVX-512 BF16.
 #include "host/isa/level.h"
 
@@ -23,6 +23,7 @@ namespace {
 #include "host/ops/product_tiles.h"
 #include "host/ops/tiles.h"
 #include "host/ops/linear.h"
+#include "host/ops/mixture.h"
 #include "host/ops/attention.h"
 // clang-format on
 }  // namespace
@@ -31,6 +32,7 @@ namespace {
 Kernels amx_kernels() {
   Kernels kernels = avx512_bf16_kernels();
   kernels.linear_bf16 = amx::linear<uint16_t>;
+  kernels.mixture_bf16 = amx::mixture<uint16_t>;
   kernels.attention_bf16 = [](const AttentionArgs& args) {
     static const auto without_tiles = avx512_bf16_kernels().attention_bf16;
     args.dim % amx::kBf16TileInputs == 0 ? amx::attention<uint16_t>(args) : without_tiles(args);

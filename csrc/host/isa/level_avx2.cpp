@@ -17,6 +17,7 @@ namespace {
 #include "host/ops/product_int8.h"
 #include "host/ops/tiles.h"
 #include "host/ops/linear.h"
+#include "host/ops/mixture.h"
 #include "host/ops/attention.h"
 #include "host/ops/sampling.h"
 #include "host/ops/filters.h"
@@ -29,6 +30,8 @@ Kernels avx2_kernels() {
           avx2::peak,
           avx2::linear<float>,
           avx2::linear<uint16_t>,
+          avx2::mixture<float>,
+          avx2::mixture<uint16_t>,
           avx2::add_to<float>,
           avx2::add_to<uint16_t>,
           avx2::norm_add<float>,

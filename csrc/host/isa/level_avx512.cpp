@@ -17,6 +17,7 @@ namespace {
 #include "host/ops/product_int8.h"
 #include "host/ops/tiles.h"
 #include "host/ops/linear.h"
+#include "host/ops/mixture.h"
 #include "host/ops/attention.h"
 #include "host/ops/sampling.h"
 #include "host/ops/filters.h"
@@ -29,6 +30,8 @@ Kernels avx512_kernels() {
           avx512::peak,
           avx512::linear<float>,
           avx512::linear<uint16_t>,
+          avx512::mixture<float>,
+          avx512::mixture<uint16_t>,
           avx512::add_to<float>,
           avx512::add_to<uint16_t>,
           avx512::norm_add<float>,

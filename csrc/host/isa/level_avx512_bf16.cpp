@@ -20,6 +20,7 @@ namespace {
 #include "host/ops/product_int8.h"
 #include "host/ops/tiles.h"
 #include "host/ops/linear.h"
+#include "host/ops/mixture.h"
 #include "host/ops/attention.h"
 // clang-format on
 }  // namespace
@@ -29,6 +30,7 @@ Kernels avx512_bf16_kernels() {
   Kernels kernels = avx512_vnni_kernels();
   kernels.peak_bf16 = avx512_bf16::peak;
   kernels.linear_bf16 = avx512_bf16::linear<uint16_t>;
+  kernels.mixture_bf16 = avx512_bf16::mixture<uint16_t>;
   kernels.attention_bf16 = avx512_bf16::attention<uint16_t>;
   return kernels;
 }

@@ -1,4 +1,4 @@
-// Kernels for AVX-512 with VNNI (dot products of four bytes). All except `linear` are those of AVX-512.
+// Kernels for AVX-512 with VNNI (dot products of four bytes). All except `linear` and `mixture` are those of AVX-512.
 #include "host/isa/level.h"
 
 #ifdef SWIFTSPEC_X86
@@ -18,6 +18,7 @@ namespace {
 #include "host/ops/product_int8.h"
 #include "host/ops/tiles.h"
 #include "host/ops/linear.h"
+#include "host/ops/mixture.h"
 // clang-format on
 }  // namespace
 }  // namespace avx512_vnni
@@ -26,6 +27,8 @@ Kernels avx512_vnni_kernels() {
   Kernels kernels = avx512_kernels();
   kernels.linear_f32 = avx512_vnni::linear<float>;
   kernels.linear_bf16 = avx512_vnni::linear<uint16_t>;
+  kernels.mixture_f32 = avx512_vnni::mixture<float>;
+  kernels.mixture_bf16 = avx512_vnni::mixture<uint16_t>;
   return kernels;
 }
 

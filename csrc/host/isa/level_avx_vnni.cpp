@@ -1,4 +1,4 @@
-// Kernels for AVX2 with AVX-VNNI (dot products of four bytes). All except `linear` are those of AVX2.
+// Kernels for AVX2 with AVX-VNNI (dot products of four bytes). All except `linear` and `mixture` are those of AVX2.
 #include "host/isa/level.h"
 
 #ifdef SWIFTSPEC_X86
@@ -18,6 +18,7 @@ namespace {
 #include "host/ops/product_int8.h"
 #include "host/ops/tiles.h"
 #include "host/ops/linear.h"
+#include "host/ops/mixture.h"
 // clang-format on
 }  // namespace
 }  // namespace avx_vnni
@@ -26,6 +27,8 @@ Kernels avx_vnni_kernels() {
   Kernels kernels = avx2_kernels();
   kernels.linear_f32 = avx_vnni::linear<float>;
   kernels.linear_bf16 = avx_vnni::linear<uint16_t>;
+  kernels.mixture_f32 = avx_vnni::mixture<float>;
+  kernels.mixture_bf16 = avx_vnni::mixture<uint16_t>;
   return kernels;
 }
 

@@ -1,6 +1,13 @@
 // Small-M linear layers with fused prologue (RMSNorm) and epilogue (bias, scale, residual or activation(gate) * up).
 // Included inside the namespace of an ISA level.
 
+// Runs body(i) for every i in [0, tasks), on several threads if the job has enough multiply-adds.
+template <class Body>
+void run_tasks(int64_t tasks, int64_t multiply_adds, const Body& body) {
+  if (multiply_adds >= kMinParallelWork) return parallel_for(tasks, body);
+  for (int64_t i = 0; i < tasks; ++i) body(i);
+}
+
 template <class T>
 float sum_of_squares(const T* x, int64_t k) {
   F square = zeros();
@@ -83,9 +90,7 @@ Inputs<X> with_group_sums(const LinearArgs& a, const X* x, std::vector<float>& s
 template <class X, class Place>
 void quantize_rows(const LinearArgs& a, const X* x, const Place& place) {
   const Weights& w = *a.weights;
-  const auto body = [&](int64_t row) { quantize_row(x + row * w.k, w.k, w.group, place(row)); };
-  if (a.rows * w.k >= kMinParallelWork) return parallel_for(a.rows, body);
-  for (int64_t row = 0; row < a.rows; ++row) body(row);
+  run_tasks(a.rows, a.rows * w.k, [&](int64_t row) { quantize_row(x + row * w.k, w.k, w.group, place(row)); });
 }
 
 // Buffers of quantised rows; thread-local ones grow to the largest input once.
@@ -198,6 +203,14 @@ void store_gated(const LinearArgs& a, const float* gates, const float* ups, int6
   }
 }
 
+inline Operand operand_of(const Weights& w) {
+  const int64_t k = (w.k + 7) / 8 * 8;
+  return {static_cast<const uint8_t*>(w.data), k * kLanes * bits_of(w.format) / 8, k,
+          static_cast<const uint8_t*>(w.scales), w.scale_type, w.zeros,
+          static_cast<const uint8_t*>(w.minima), static_cast<const uint8_t*>(w.super_scales),
+          static_cast<const uint8_t*>(w.super_minima), w.group};
+}
+
 // Blocks of outputs computed for all rows before the next ones, so that their weights stay in the CPU cache.
 constexpr int64_t kStripBlocks = 8;
 
@@ -205,11 +218,7 @@ constexpr int64_t kStripBlocks = 8;
 template <class T, class In>
 void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
   const Weights& w = *a.weights;
-  const int64_t k = (w.k + 7) / 8 * 8;
-  const Operand whole{static_cast<const uint8_t*>(w.data), k * kLanes * bits_of(w.format) / 8, k,
-                      static_cast<const uint8_t*>(w.scales), w.scale_type, w.zeros,
-                      static_cast<const uint8_t*>(w.minima), static_cast<const uint8_t*>(w.super_scales),
-                      static_cast<const uint8_t*>(w.super_minima), w.group};
+  const Operand whole = operand_of(w);
   constexpr int64_t kStride = (kStripBlocks + 1) * kLanes;
   float sums[In::kMaxRows * kStride], ups[In::kMaxRows * kStride];
   const bool gated = a.gate != Gate::none;
@@ -235,41 +244,64 @@ void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
   }
 }
 
-template <class T, class In>
-void linear_strips(const LinearArgs& a, const In& in) {
+// The number of strips of outputs.
+inline int64_t count_strips(const LinearArgs& a) {
   const bool gated = a.gate != Gate::none;
   const int64_t width = (gated ? kStripBlocks / 2 : kStripBlocks) * kLanes;
-  const int64_t strips = ((gated ? a.weights->n / 2 : a.weights->n) + width - 1) / width;
-  const auto body = [&](int64_t strip) { linear_strip<T>(a, in, strip); };
-  if (a.rows * a.weights->n * a.weights->k >= kMinParallelWork) return parallel_for(strips, body);
-  for (int64_t strip = 0; strip < strips; ++strip) body(strip);
+  return ((gated ? a.weights->n / 2 : a.weights->n) + width - 1) / width;
 }
+
+// The input rows of a projection in the form that its product reads. The buffers grow to the largest input.
+template <class T>
+class PreparedRows {
+ public:
+  void prepare(const LinearArgs& a) {
+    const X* x = prepare_rows<T, X>(a, scratch_);
+#ifdef SWIFTSPEC_TILES
+    if constexpr (std::is_same_v<T, uint16_t>) {
+      if (a.weights->format == Format::bf16 && bf16_suits_tiles(a.weights->k)) {
+        in_ = bf16_rows_for_tiles(a, x, tiles_);
+        return;
+      }
+    }
+    if (a.weights->int8_activations && suits_tiles(a.rows, a.weights->group)) {
+      in_ = rows_for_tiles(a, x, quantized_);
+      return;
+    }
+#endif
+    if (a.weights->int8_activations) {
+      in_ = interleaved_rows(a, x, quantized_);
+    } else {
+      in_ = with_group_sums(a, x, sums_);
+    }
+  }
+
+  // Computes the outputs of strip number `strip` of the prepared projection for all rows.
+  void compute_strip(const LinearArgs& a, int64_t strip) const {
+    std::visit([&](const auto& in) { linear_strip<T>(a, in, strip); }, in_);
+  }
+
+ private:
+  using X = std::conditional_t<std::is_same_v<T, float>, float, Packed16>;
+
+  std::vector<X> scratch_;
+  std::vector<float> sums_;
+  QuantizedBuffers quantized_;
+#ifdef SWIFTSPEC_TILES
+  std::vector<uint16_t> tiles_;
+  std::variant<Inputs<X>, QuantizedRows, TileRows, Bf16TileRows> in_;
+#else
+  std::variant<Inputs<X>, QuantizedRows> in_;
+#endif
+};
 
 template <class T>
 void linear(const LinearArgs& a) {
-  using X = std::conditional_t<std::is_same_v<T, float>, float, Packed16>;
-  thread_local std::vector<X> scratch;  // thread-local buffers grow to the largest input once
-  thread_local std::vector<float> sums;
-  thread_local QuantizedBuffers quantized;
-  const X* x = prepare_rows<T, X>(a, scratch);
-#ifdef SWIFTSPEC_TILES
-  if constexpr (std::is_same_v<T, uint16_t>) {
-    thread_local std::vector<uint16_t> tiles;
-    if (a.weights->format == Format::bf16 && bf16_suits_tiles(a.weights->k)) {
-      return linear_strips<T>(a, bf16_rows_for_tiles(a, x, tiles));
-    }
-  }
-#endif
-  if (a.weights->int8_activations) {
-#ifdef SWIFTSPEC_TILES
-    if (suits_tiles(a.rows, a.weights->group)) {
-      return linear_strips<T>(a, rows_for_tiles(a, x, quantized));
-    }
-#endif
-    linear_strips<T>(a, interleaved_rows(a, x, quantized));
-  } else {
-    linear_strips<T>(a, with_group_sums(a, x, sums));
-  }
+  thread_local PreparedRows<T> own;  // thread-local buffers grow to the largest input once
+  PreparedRows<T>& rows = own;       // that of the calling thread in all tasks
+  rows.prepare(a);
+  run_tasks(count_strips(a), a.rows * a.weights->n * a.weights->k,
+            [&](int64_t strip) { rows.compute_strip(a, strip); });
 }
 
 template <class T>

@@ -18,7 +18,7 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends import reference
 from swiftspec.backends.cpu.decoder import fuse
-from swiftspec.backends.cpu.packing import PackedLinear, mask_outputs, pack
+from swiftspec.backends.cpu.packing import BLOCK_OUTPUTS, PackedLinear, mask_outputs, pack, pack_mixture
 from swiftspec.backends.reference import (
     DEFAULT_SCORES,
     DRAFT_HEAD,
@@ -34,7 +34,14 @@ from swiftspec.backends.reference import (
 from swiftspec.backends.reference.resampling import ResamplingState
 from swiftspec.errors import UserError
 from swiftspec.file_io import file_facts
-from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors, PackedMlp, ProjectionNorm
+from swiftspec.model.packed_model import (
+    PLAIN_ATTENTION,
+    AttentionOptions,
+    KVTensors,
+    PackedMixture,
+    PackedMlp,
+    ProjectionNorm,
+)
 from swiftspec.model.spec import Activation, ModelSpec, unknown_fields
 
 if TYPE_CHECKING:
@@ -68,6 +75,7 @@ __all__ = [
     "norm_linear",
     "norm_swiglu",
     "pack",
+    "pack_mixture",
     "pack_norm",
     "peak",
     "prepare",
@@ -82,7 +90,7 @@ __all__ = [
 MAX_HEAD_DIM = 256
 # optional fields of a spec that these operators implement
 KNOWN_FIELDS = (
-    "activation", "embedding_multiplier", "logit_multiplier", "logit_softcap", "norm_unit_offset", "norms",
+    "activation", "embedding_multiplier", "experts", "logit_multiplier", "logit_softcap", "norm_unit_offset", "norms",
     "output_scale", "qk_norm", "query_scale_beta", "residual_multiplier", "scale", "softcap", "v_norm", "window",
 )  # fmt: skip
 
@@ -119,6 +127,10 @@ def check_spec(spec: ModelSpec, dtype: torch.dtype) -> None:
         if head_dim % 16 or head_dim > MAX_HEAD_DIM:
             limits = f"a head dimension that is a multiple of 16 and at most {MAX_HEAD_DIM}"
             raise UserError(f"the CPU operators need {limits}, not {head_dim}")
+    mixtures = {layer.mlp.intermediate_size for layer in spec.layers if layer.mlp.experts is not None}
+    for size in (spec.hidden_size, *mixtures) if mixtures else ():
+        if size % BLOCK_OUTPUTS:
+            raise UserError(f"the CPU operators need experts whose sizes are multiples of {BLOCK_OUTPUTS}, not {size}")
     missing = unknown_fields(spec, KNOWN_FIELDS)
     if missing is not None:
         raise UserError(f"the CPU operators have no {missing}")
@@ -176,7 +188,14 @@ def linear_residual(
     hidden]."""
     if reduce is None and norm is None:
         return _linear(x, packed, torch.empty_like(residual), residual=residual, scale=multiplier)
-    product = _linear(x, packed, torch.empty_like(residual))
+    return _add_residual(_linear(x, packed, torch.empty_like(residual)), residual, reduce, norm, multiplier)
+
+
+def _add_residual(
+    product: Tensor, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None, norm: CpuNorm | None,
+    multiplier: float,
+) -> Tensor:  # fmt: skip
+    """The part of `linear_residual` after the projection, whose result is `product`."""
     if reduce is not None:
         product = reduce(product)
     if norm is None and multiplier == 1:
@@ -189,18 +208,25 @@ def linear_residual(
 def mlp(
     hidden: Tensor,
     norm: CpuNorm | None,
-    weights: PackedMlp,
+    weights: PackedMlp | PackedMixture,
     residual: Tensor,
     reduce: Callable[[Tensor], Tensor] | None = None,
     output_norm: CpuNorm | None = None,
     multiplier: float = 1.0,
 ) -> Tensor:
-    """Applies RMSNorm, the MLP down(activation(gate) * up), the all-reduce over the ranks of a group with `reduce`, the
-    norm of the output, `multiplier`, and adds the residual: hidden [rows, hidden] and residual [rows, hidden] -> [rows,
-    hidden].
+    """Applies RMSNorm, the MLP down(activation(gate) * up), or that of each row's experts, the all-reduce over the
+    ranks of a group with `reduce`, the norm of the output, `multiplier`, and adds the residual: hidden [rows, hidden]
+    and residual [rows, hidden] -> [rows, hidden].
 
     Contract: a row's bits depend on its own inputs, never on the other rows, their number or their slots.
     """
+    if isinstance(weights, PackedMixture):
+        product, (weight, eps) = torch.empty_like(residual), (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        _C.mixture(
+            weights.router.native, weights.gate_up.native, weights.down.native, weights.experts.experts_per_token,
+            weights.experts.norm_topk_prob, weights.activation, hidden, weight, eps, product,
+        )  # fmt: skip
+        return _add_residual(product, residual, reduce, output_norm, multiplier)
     gated = norm_swiglu(hidden, norm, weights.gate_up, weights.activation)
     return linear_residual(gated, weights.down, residual, reduce, output_norm, multiplier)
 

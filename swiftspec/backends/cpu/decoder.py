@@ -13,7 +13,7 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends.cpu.shm import ShmCollectives
 from swiftspec.model.batch import ForwardOutput
-from swiftspec.model.packed_model import KVTensors, PackedAttention, PackedModel
+from swiftspec.model.packed_model import KVTensors, PackedAttention, PackedMixture, PackedMlp, PackedModel
 
 if TYPE_CHECKING:
     from swiftspec.config import NativeRoundParams
@@ -38,9 +38,9 @@ class HostDecoder:
         layers = [
             (
                 _weight(layer.input_norm), layer.qkv.native, layer.o.native, _weight(layer.mlp_norm),
-                layer.mlp.gate_up.native, layer.mlp.down.native, layer.mlp.activation, layer.attention,
-                _weight(layer.qk_norm), _weight(layer.mixer_output_norm), _weight(layer.mlp_output_norm),
-                layer.residual_multiplier, 1.0 if layer.output_scale is None else float(layer.output_scale),
+                _mlp_args(layer.mlp), layer.attention, _weight(layer.qk_norm), _weight(layer.mixer_output_norm),
+                _weight(layer.mlp_output_norm), layer.residual_multiplier,
+                1.0 if layer.output_scale is None else float(layer.output_scale),
             )
             for layer in stack.layers
         ]  # fmt: skip
@@ -119,6 +119,16 @@ def _kind_args(
         kind.cos, kind.sin, options.window, options.scale, options.softcap, options.query_scale, q_size, k_size,
         counted,
     )  # fmt: skip
+
+
+def _mlp_args(
+    mlp: PackedMlp | PackedMixture,
+) -> tuple[_C.Weights, _C.Weights, str, _C.Weights | None, int, bool]:
+    """Returns the arguments of an MLP; see `_C.Decoder`."""
+    projections = mlp.gate_up.native, mlp.down.native, mlp.activation
+    if isinstance(mlp, PackedMixture):
+        return *projections, mlp.router.native, mlp.experts.experts_per_token, mlp.experts.norm_topk_prob
+    return *projections, None, 0, False
 
 
 def _weight(norm: Any) -> Tensor | None:

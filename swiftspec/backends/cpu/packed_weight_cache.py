@@ -26,7 +26,7 @@ from torch import Tensor
 from swiftspec.backends.cpu import packed_weight_file
 from swiftspec.backends.cpu.packed_weight_file import PackedUnit
 from swiftspec.backends.cpu.packing import OPTIONAL_TENSORS, PackedLinear
-from swiftspec.model.packed_model import PackedAttention, PackedLayer, PackedModel
+from swiftspec.model.packed_model import PackedAttention, PackedLayer, PackedMixture, PackedModel
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
 LAYOUT_VERSION = "v3-"  # name prefix of entry folders; must change with the packed layout and the files
@@ -177,7 +177,7 @@ def _name(index: int) -> str:
 
 def _layer_of(unit: PackedUnit) -> LayerWeights:
     fields: dict[str, Any] = {name: unit.tensors.get(name) for name in (*NORMS, *OPTIONAL_WEIGHTS)}
-    fields |= {name: _packed(unit, name) for name in MATRICES}
+    fields |= {name: _packed(unit, name) for name in (*MATRICES, "router") if name in unit.metadata}
     return LayerWeights(**fields)
 
 
@@ -188,7 +188,8 @@ def _unit_of(layer: PackedLayer, attention: PackedAttention) -> PackedUnit:
         norms |= dict(zip(OPTIONAL_WEIGHTS, (queries, *rest.split(attention.kv_heads)), strict=False))
     if layer.output_scale is not None:
         norms["output_scale"] = layer.output_scale
-    unit = _unit(qkv=layer.qkv, o=layer.o, gate_up=layer.mlp.gate_up, down=layer.mlp.down)
+    router = {"router": layer.mlp.router} if isinstance(layer.mlp, PackedMixture) else {}
+    unit = _unit(qkv=layer.qkv, o=layer.o, gate_up=layer.mlp.gate_up, down=layer.mlp.down, **router)
     return replace(unit, tensors={**unit.tensors, **norms})
 
 

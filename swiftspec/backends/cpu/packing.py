@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.model.weights import DenseWeight, Weight
+from swiftspec.model.packed_model import PackedMixture
+from swiftspec.model.spec import MlpSpec
+from swiftspec.model.weights import DenseWeight, LayerWeights, Weight
 
 BLOCK_OUTPUTS = 16
 MAX_GROUP = 128  # inputs per scale
@@ -151,6 +153,15 @@ def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device
     dense = weight.weight if isinstance(weight, DenseWeight) else weight.dequantize(dtype)
     outputs, inputs = dense.shape
     return PackedLinear.create(inputs, outputs, False, _pack_dense(dense, dtype), None, None, bias)
+
+
+def pack_mixture(weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, device: torch.device | str) -> PackedMixture:
+    """Packs the MLP of a layer that is a mixture of experts: one matrix each for gate and up, and for down, of all
+    experts."""
+    assert weights.router is not None and spec.experts is not None
+    matrices = (weights.router, weights.gate_up, weights.down)
+    router, gate_up, down = (pack(matrix, dtype, device) for matrix in matrices)
+    return PackedMixture(router, gate_up, down, spec.experts, spec.activation)
 
 
 def mask_outputs(packed: PackedLinear, outputs: Sequence[int], device: torch.device | str) -> PackedLinear:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 
 from swiftspec.backends.reference.attention import make_slot_mover, prepare, rope_tables, tree_attention
-from swiftspec.backends.reference.linear import embed, linear_residual, mlp, norm_head, norm_linear, norm_swiglu
+from swiftspec.backends.reference.linear import embed, linear_residual, norm_head, norm_linear, norm_swiglu
+from swiftspec.backends.reference.mixture import mlp, pack_mixture
 from swiftspec.backends.reference.noise import gumbel_rows
 from swiftspec.backends.reference.packing import mask_outputs, pack, pack_norm
 from swiftspec.backends.reference.sampling import (
@@ -51,6 +52,7 @@ __all__ = [
     "norm_linear",
     "norm_swiglu",
     "pack",
+    "pack_mixture",
     "pack_norm",
     "prepare",
     "rope_tables",

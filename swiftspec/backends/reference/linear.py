@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftspec.backends.reference.packing import LinearFn, ReferenceNorm
-from swiftspec.model.packed_model import PackedMlp
 from swiftspec.model.spec import Activation
 
 
@@ -49,7 +48,12 @@ def norm_linear(x: Tensor, norm: ReferenceNorm | None, packed: LinearFn) -> Tens
 def norm_swiglu(x: Tensor, norm: ReferenceNorm | None, gate_up: LinearFn, activation: Activation = "silu") -> Tensor:
     """Applies RMSNorm, if there is one, the gate and up projections and activation(gate) * up: x [rows, hidden] ->
     [rows, outputs / 2]."""
-    gate, up = norm_linear(x, norm, gate_up).chunk(2, -1)
+    return apply_gate(norm_linear(x, norm, gate_up), activation)
+
+
+def apply_gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Returns activation(gate) * up, where gate and up are the halves of the last dimension."""
+    gate, up = gate_up.chunk(2, -1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 
@@ -64,7 +68,17 @@ def linear_residual(
     """Applies a projection (O, down), all-reduces it over the ranks of a group with `reduce`, applies RMSNorm, if there
     is one, multiplies by `multiplier`, and adds the residual: x [rows, inputs] and residual [rows, hidden] -> [rows,
     hidden]."""
-    product = packed(x)
+    return add_residual(packed(x), residual, reduce, norm, multiplier)
+
+
+def add_residual(
+    product: Tensor,
+    residual: Tensor,
+    reduce: Callable[[Tensor], Tensor] | None,
+    norm: ReferenceNorm | None,
+    multiplier: float,
+) -> Tensor:
+    """The part of `linear_residual` after the projection, whose result is `product`; may overwrite it."""
     if reduce is not None:
         product = reduce(product)
     if norm is not None:
@@ -72,26 +86,6 @@ def linear_residual(
     if multiplier != 1:
         product.mul_(multiplier)
     return product.add_(residual)
-
-
-def mlp(
-    hidden: Tensor,
-    norm: ReferenceNorm | None,
-    weights: PackedMlp,
-    residual: Tensor,
-    reduce: Callable[[Tensor], Tensor] | None = None,
-    output_norm: ReferenceNorm | None = None,
-    multiplier: float = 1.0,
-) -> Tensor:
-    """Applies RMSNorm, the MLP down(activation(gate) * up), the all-reduce over the ranks of a group with `reduce`, the
-    norm of the output, `multiplier`, and adds the residual: hidden [rows, hidden] and residual [rows, hidden] -> [rows,
-    hidden].
-
-    Contract, here up to rounding: a row's bits depend on its own inputs, never on the other rows, their number or
-    their slots.
-    """
-    gated = norm_swiglu(hidden, norm, weights.gate_up, weights.activation)
-    return linear_residual(gated, weights.down, residual, reduce, output_norm, multiplier)
 
 
 def norm_head(

@@ -1,7 +1,8 @@
 """Library backend: the operators as unfused torch kernels, for comparison in benchmarks and for debugging.
 
-It differs from reference/ in two points:
+It differs from reference/ in three points:
 - Int4 weights of bfloat16 models stay int4 and use torch's int4 product, whose scales are bfloat16.
+- Mixtures of experts read nothing from the device, for the same reason as `prepare`. Their experts are dense.
 - `prepare` reads nothing from the device, so that a forward can be captured in a CUDA graph
   (runtime/executors/graph.py). Attention therefore scores a power of two of slots (`capture_bucket`) and masks those
   that are not in use.
@@ -35,7 +36,6 @@ from swiftspec.backends.reference import (
     log_top_k,
     make_slot_mover,
     mask_outputs,
-    mlp,
     norm_head,
     norm_linear,
     norm_swiglu,
@@ -51,6 +51,7 @@ from swiftspec.backends.reference.attention import (
     plan_of,
 )
 from swiftspec.backends.reference.packing import LinearFn
+from swiftspec.backends.unfused.mixture import mlp, pack_mixture
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors
 from swiftspec.model.weights import Weight
@@ -80,6 +81,7 @@ __all__ = [
     "norm_linear",
     "norm_swiglu",
     "pack",
+    "pack_mixture",
     "pack_norm",
     "prepare",
     "rope_tables",

@@ -32,6 +32,11 @@ class Float8Weight:
     group_size: int  # inputs per scale
     bias: Tensor | None = None  # [outputs]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.codes.shape
+        return outputs, inputs
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns the dense matrix [outputs, inputs] in `dtype`: q * s in float32, rounded once."""
         dense, columns = torch.empty(self.codes.shape, dtype=dtype), self.codes.shape[1]

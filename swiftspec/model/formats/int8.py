@@ -97,6 +97,11 @@ class Int8Weight:
         return Int8Weight(codes, scales, bias)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.codes.shape
+        return outputs, inputs
+
+    @property
     def group_size(self) -> int:
         return self.codes.shape[1] // self.scales.shape[1]
 
@@ -171,6 +176,11 @@ class LazyInt8Weight:
         """Returns the weight, or None if no supported group size divides the inputs."""
         group = group_of(dense.shape[1])
         return None if group is None else LazyInt8Weight(dense, group, bias)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.dense.shape
+        return outputs, inputs
 
     def rounded(self) -> Int8Weight:
         """Returns the quantised matrix."""

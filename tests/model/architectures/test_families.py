@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
 from swiftspec.backends import reference, unfused
 from swiftspec.cache.kv import KVCache
@@ -44,8 +45,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 
 @contextmanager
 def float64_throughout() -> Iterator[None]:
-    """transformers computes its norms in float32 whatever the dtype of the model; here in float64."""
-    narrow, narrow_to = Tensor.float, Tensor.to
+    """transformers computes its norms and routers in float32 whatever the dtype of the model; here in float64."""
+    narrow, narrow_to, softmax = Tensor.float, Tensor.to, functional.softmax
 
     def to(x: Tensor, *args: Any, **options: Any) -> Tensor:
         wanted = args[0] if args else options.get("dtype")
@@ -54,6 +55,7 @@ def float64_throughout() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else narrow(x))
         patch.setattr(Tensor, "to", to)
+        patch.setattr(functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
         yield
 
 

@@ -1,0 +1,76 @@
+"""Mixtures of experts in torch kernels whose shapes do not depend on the routing, so that CUDA graphs can contain them.
+Shapes as in reference/__init__.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from swiftspec.backends import reference
+from swiftspec.backends.reference.linear import add_residual, apply_gate, rms_norm
+from swiftspec.backends.reference.mixture import choose_experts, pack_router
+from swiftspec.backends.reference.packing import ReferenceNorm
+from swiftspec.model.packed_model import PackedMixture, PackedMlp
+from swiftspec.model.spec import MlpSpec
+from swiftspec.model.weights import LayerWeights, Weight, split_experts
+
+GATHER_COST = 3  # a gathered matrix is read, written and read again; in a product with all experts it is read once
+
+
+def pack_mixture(weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, device: torch.device | str) -> PackedMixture:
+    """Packs the MLP of a layer that is a mixture of experts: dense matrices [num_experts, outputs, inputs]."""
+    assert weights.router is not None and spec.experts is not None
+    router = pack_router(weights.router, dtype, device)
+    gate_up, down = (
+        _stack_experts(weight, spec.num_experts, dtype, device) for weight in (weights.gate_up, weights.down)
+    )
+    return PackedMixture(router, gate_up, down, spec.experts, spec.activation)
+
+
+def _stack_experts(weight: Weight, count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    outputs, inputs = weight.shape
+    stacked = torch.empty(count, outputs // count, inputs, dtype=dtype, device=device)
+    for expert, part in zip(stacked, split_experts(weight, count), strict=True):
+        expert.copy_(part.dequantize(dtype))
+    return stacked
+
+
+def mlp(
+    hidden: Tensor,
+    norm: ReferenceNorm | None,
+    weights: PackedMlp | PackedMixture,
+    residual: Tensor,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+    output_norm: ReferenceNorm | None = None,
+    multiplier: float = 1.0,
+) -> Tensor:
+    """As `reference.mlp`, without reading on the host which experts a mixture uses."""
+    if not isinstance(weights, PackedMixture):
+        return reference.mlp(hidden, norm, weights, residual, reduce, output_norm, multiplier)
+    x = hidden if norm is None else rms_norm(hidden, norm)
+    experts, shares = choose_experts(x, weights)
+    gathers = GATHER_COST * experts.numel() < weights.experts.num_experts
+    product = (_chosen_experts if gathers else _all_experts)(x, weights, experts, shares)
+    return add_residual(product.to(x.dtype), residual, reduce, output_norm, multiplier)
+
+
+def _chosen_experts(x: Tensor, weights: PackedMixture, experts: Tensor, shares: Tensor) -> Tensor:
+    """Gathers the matrices of one expert of each row after the other."""
+    out = torch.zeros_like(x, dtype=shares.dtype)
+    for chosen, share in zip(experts.unbind(1), shares.unbind(1), strict=True):
+        gate_up = torch.bmm(weights.gate_up.index_select(0, chosen), x.unsqueeze(2)).squeeze(2)
+        gated = apply_gate(gate_up, weights.activation)
+        product = torch.bmm(weights.down.index_select(0, chosen), gated.unsqueeze(2)).squeeze(2)
+        out.addcmul_(product.to(out.dtype), share.unsqueeze(1))
+    return out
+
+
+def _all_experts(x: Tensor, weights: PackedMixture, experts: Tensor, shares: Tensor) -> Tensor:
+    """Computes all experts for all rows."""
+    gated = apply_gate(torch.matmul(x, weights.gate_up.mT), weights.activation)  # [num_experts, rows, inner]
+    products = torch.bmm(gated, weights.down.mT).to(shares.dtype)
+    by_expert = shares.new_zeros(x.shape[0], len(products)).scatter_(1, experts, shares)
+    products.masked_fill_(by_expert.T.unsqueeze(2) == 0, 0)  # those of other experts may be infinite
+    return torch.einsum("re,erh->rh", by_expert, products)

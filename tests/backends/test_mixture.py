@@ -1,0 +1,210 @@
+"""Mixtures of experts: native ones at every ISA level match the reference, and their rows are independent; library ones
+give the same result whether they gather experts or compute all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from swiftspec import _C
+from swiftspec.backends import cpu as host
+from swiftspec.backends import reference, unfused
+from swiftspec.backends.unfused import mixture as library
+from swiftspec.model.formats.blocks import BLOCK_TYPES, BlockWeight
+from swiftspec.model.formats.int4 import Int4Weight
+from swiftspec.model.formats.int8 import Int8Weight
+from swiftspec.model.spec import Activation, ExpertsSpec, MlpSpec
+from swiftspec.model.weights import DenseWeight, LayerWeights, Weight
+from tests.backends.test_unfused import NoHost
+from tests.support.gguf_files import random_blocks
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+HIDDEN, INNER, EXPERTS, ROWS = 128, 96, 7, 21
+native = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
+
+
+def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def dense(outputs: int, inputs: int, seed: int) -> Weight:
+    return DenseWeight(random(outputs, inputs, seed=seed, scale=inputs**-0.5).to(BF16))
+
+
+def int4(outputs: int, inputs: int, seed: int) -> Weight:
+    """One matrix for each expert, as a checkpoint has them."""
+    first, *rest = (
+        Int4Weight.of(random(outputs // EXPERTS, inputs, seed=seed + i, scale=inputs**-0.5), 32) for i in range(EXPERTS)
+    )
+    return first.stack(rest, None)
+
+
+def int4_rounded(outputs: int, inputs: int, seed: int) -> Weight:
+    weight = int4(outputs, inputs, seed)
+    assert isinstance(weight, Int4Weight)
+    return replace(weight, int8_activations=True)
+
+
+def int8(outputs: int, inputs: int, seed: int) -> Weight:
+    weight = Int8Weight.of(random(outputs, inputs, seed=seed, scale=inputs**-0.5))
+    assert weight is not None
+    return weight
+
+
+def blocks(outputs: int, inputs: int, seed: int) -> Weight:
+    kind = BLOCK_TYPES["Q4_1"]
+    rows = random_blocks(kind, outputs, inputs, np.random.default_rng(seed))
+    return BlockWeight(torch.from_numpy(rows), kind)
+
+
+FORMATS: dict[str, Callable[[int, int, int], Weight]] = {
+    "dense": dense, "int4": int4, "int4 with int8 activations": int4_rounded, "int8": int8, "Q4_1": blocks,
+}  # fmt: skip
+
+
+class Mixture:
+    """A mixture of experts and a norm, packed for several backends."""
+
+    def __init__(
+        self, make: Callable[[int, int, int], Weight], *, chosen: int = 3, norm_topk_prob: bool = True,
+        activation: Activation = "silu",
+    ) -> None:  # fmt: skip
+        self.spec = MlpSpec(INNER, activation=activation, experts=ExpertsSpec(EXPERTS, chosen, norm_topk_prob))
+        gate_up, down = make(EXPERTS * 2 * INNER, HIDDEN, 1), make(EXPERTS * HIDDEN, INNER, 2)
+        unused: Any = None
+        self.weights = LayerWeights(unused, unused, unused, None, gate_up, down, router=dense(EXPERTS, HIDDEN, 3))
+
+    def packed(self, ops: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+        scale = random(HIDDEN, seed=4).to(BF16) + 1
+        return ops.pack_norm(scale, 1e-5, dtype, "cpu"), ops.pack_mixture(self.weights, self.spec, dtype, "cpu")
+
+
+def rows_of(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x, residual = random(2, ROWS, HIDDEN, seed=5, scale=3.0).to(BF16).to(dtype)
+    return x, residual
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.double() - exact.double()).norm() / exact.double().norm())
+
+
+@native
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_native_mixtures(level: str, kind: str, dtype: torch.dtype) -> None:
+    """Close to the reference; a row is bitwise identical in batches of any size."""
+    mixture, (x, residual) = Mixture(FORMATS[kind]), rows_of(dtype)
+    norm, packed = mixture.packed(host, dtype)
+    alone = torch.cat([host.mlp(x[r : r + 1], norm, packed, residual[r : r + 1]) for r in range(ROWS)])
+    for count in (1, 2, 5, 8, 13, ROWS):
+        part = slice(ROWS - count, ROWS)
+        assert torch.equal(host.mlp(x[part], norm, packed, residual[part]), alone[part])
+    wide = F64 if dtype == F32 and kind in ("dense", "int4", "Q4_1") else dtype
+    exact_norm, exact = mixture.packed(reference, wide)
+    want = reference.mlp(x.to(wide), exact_norm, exact, residual.to(wide))
+    assert error(alone, want) < (1.2e-2 if dtype == BF16 else 2e-6)
+    doubled = host.mlp(x, norm, packed, residual, lambda product: product * 2, None, 0.5)
+    assert error(doubled, want) < (1.2e-2 if dtype == BF16 else 2e-6)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = host.threads()
+    host.set_threads(2)
+    yield
+    host.set_threads(before)
+
+
+@native
+def test_threads_do_not_change_a_bit(two_threads: None) -> None:
+    mixture, (x, residual) = Mixture(int4_rounded), rows_of(BF16)
+    norm, packed = mixture.packed(host, BF16)
+    shared = host.mlp(x, norm, packed, residual)
+    host.set_threads(1)
+    assert torch.equal(host.mlp(x, norm, packed, residual), shared)
+
+
+@native
+@pytest.mark.parametrize("chosen", [1, 2, EXPERTS])
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+def test_the_weights_of_experts(chosen: int, norm_topk_prob: bool) -> None:
+    mixture, (x, residual) = (
+        Mixture(dense, chosen=chosen, norm_topk_prob=norm_topk_prob, activation="gelu_tanh"),
+        rows_of(F32),
+    )
+    norm, packed = mixture.packed(host, F32)
+    exact_norm, exact = mixture.packed(reference, F64)
+    want = reference.mlp(x.double(), exact_norm, exact, residual.double())
+    assert error(host.mlp(x, norm, packed, residual), want) < 2e-6
+    for ops in (reference, unfused):
+        own_norm, own = mixture.packed(ops, F64)
+        assert error(ops.mlp(x.double(), own_norm, own, residual.double()), want) < 1e-12
+
+
+@native
+def test_equal_logits_choose_the_first_experts() -> None:
+    """The router prefers the first three experts, or none."""
+    mixture, (x, residual) = Mixture(dense, chosen=3), rows_of(F32)
+    found = list[Tensor]()
+    for others in (-1.0, 0.0):
+        router = torch.zeros(EXPERTS, HIDDEN)
+        router[3:] = others
+        mixture.weights = replace(mixture.weights, router=DenseWeight(router))
+        found.append(host.mlp(x.abs(), None, mixture.packed(host, F32)[1], residual))
+    assert torch.equal(*found)
+
+
+@native
+def test_a_row_that_is_not_finite_does_not_change_the_others(level: str) -> None:
+    mixture, (x, residual) = Mixture(int4_rounded), rows_of(BF16)
+    norm, packed = mixture.packed(host, BF16)
+    want = host.mlp(x, norm, packed, residual)
+    x[4] = torch.nan
+    out = host.mlp(x, norm, packed, residual)
+    assert out[4].isnan().all()
+    others = [row for row in range(ROWS) if row != 4]
+    assert torch.equal(out[others], want[others])
+
+
+@native
+def test_an_expert_whose_router_is_not_finite_is_not_hidden() -> None:
+    mixture, (x, residual) = Mixture(dense), rows_of(F32)
+    router = mixture.weights.router
+    assert isinstance(router, DenseWeight)
+    router.weight[5, 0] = torch.nan
+    for ops in (host, reference):
+        norm, packed = mixture.packed(ops, F32)
+        assert ops.mlp(x, norm, packed, residual).isnan().all()
+
+
+@pytest.mark.parametrize("make", [dense, int4])
+def test_the_library_gathers_experts_or_computes_all_without_host_reads(
+    monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    mixture, (x, residual) = Mixture(make), rows_of(F64)
+    norm, packed = mixture.packed(unfused, F64)
+    want = reference.mlp(x, *mixture.packed(reference, F64), residual)
+    found = list[Tensor]()
+    for cost in (0, EXPERTS):
+        monkeypatch.setattr(library, "GATHER_COST", cost)
+        with NoHost():
+            found.append(unfused.mlp(x, norm, packed, residual))
+    assert all(error(each, want) < 1e-12 for each in found)
+
+
+def test_an_infinite_output_of_an_expert_reaches_only_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "GATHER_COST", EXPERTS)
+    mixture, (x, residual) = Mixture(dense, chosen=1), rows_of(F64)
+    down = mixture.weights.down
+    assert isinstance(down, DenseWeight)
+    down.weight[2 * HIDDEN : 3 * HIDDEN] = torch.inf
+    exact_norm, exact = mixture.packed(reference, F64)
+    norm, packed = mixture.packed(unfused, F64)
+    want = reference.mlp(x, exact_norm, exact, residual).isfinite()
+    assert torch.equal(unfused.mlp(x, norm, packed, residual).isfinite(), want) and want.any() and not want.all()
