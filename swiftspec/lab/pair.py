@@ -21,6 +21,7 @@ from swiftspec.lab.simulation import RecordedAcceptance
 from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.gguf.file import is_gguf
+from swiftspec.model.spec import AttentionSpec, GatedDeltaSpec
 from swiftspec.model.vocabulary import Vocabulary, describe_masked
 from swiftspec.serve.text.codec import TOKENIZER_FILES, TextCodec, has_tokenizer, locate_model
 
@@ -97,10 +98,16 @@ def parameters(config: ModelConfig) -> int:
     tied."""
     spec = config.spec
     layers = sum(
-        spec.hidden_size * (2 * layer.mixer.q_size + 2 * layer.mixer.kv_size + 3 * layer.mlp.intermediate_size)
-        for layer in spec.layers
+        spec.hidden_size * (_mixer_rows(layer.mixer) + 3 * layer.mlp.intermediate_size) for layer in spec.layers
     )
     return layers + (1 if spec.tie_word_embeddings else 2) * spec.vocab_size * spec.hidden_size
+
+
+def _mixer_rows(mixer: AttentionSpec | GatedDeltaSpec) -> int:
+    """Returns the number of vectors of the hidden size in the projections of a mixer."""
+    if isinstance(mixer, GatedDeltaSpec):
+        return mixer.conv_size + 2 * mixer.v_size + 2 * mixer.num_v_heads
+    return (3 if mixer.output_gate else 2) * mixer.q_size + 2 * mixer.kv_size
 
 
 class PairFinder:
