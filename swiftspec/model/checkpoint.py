@@ -112,8 +112,11 @@ class Checkpoint:
             return fuse_weights([self._linear(f"{prefix}.{name}", rows, hidden, bias=False) for name, rows in parts])
 
         heads = mixer.num_v_heads
+        rates = fused((names.update_rate, heads), (names.decay_rate, heads))
+        if not isinstance(rates, DenseWeight):  # a small matrix, which shards divide into single rows
+            rates = DenseWeight(rates.dequantize(torch.float32))
         delta = DeltaWeights(
-            rates=fused((names.update_rate, heads), (names.decay_rate, heads)),
+            rates=rates,
             conv=take(f"{prefix}.{names.conv}", mixer.conv_size, 1, mixer.conv_width).squeeze(1),
             decay_log=take(f"{prefix}.{names.decay_log}", heads),
             decay_bias=take(f"{prefix}.{names.decay_bias}", heads),

@@ -187,8 +187,9 @@ class Shard:
             if size > heads:
                 raise UserError(f"{heads} query heads cannot be sharded over {size} ranks; use at most {heads} ranks")
             part = made[layer] = LayerShard.of(layer, unit, rank, size)
-            width = part.head_dim
-            if size > 1 and layout is not None and width % EIGHT:
+            widths = [part.head_dim, *([layer.mixer.k_head_dim] if isinstance(layer.mixer, GatedDeltaSpec) else [])]
+            width = next((width for width in widths if width % EIGHT), None)
+            if size > 1 and layout is not None and width is not None:
                 raise UserError(f"sharded int4 weights need a head dimension divisible by 8, not {width}; use one rank")
         return Shard(
             rank=rank,

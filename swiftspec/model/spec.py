@@ -136,7 +136,7 @@ class LayerSpec:
     def attention(self) -> AttentionSpec:
         """The mixer, which must be attention. Raises UserError if it is not."""
         if not isinstance(self.mixer, AttentionSpec):
-            raise UserError("models with gated delta layers are not supported here")
+            raise UserError("a model with gated delta layers is not supported here: only attention layers are")
         return self.mixer
 
 

@@ -178,5 +178,5 @@ def test_optional_fields_in_use_are_named_unless_they_are_known() -> None:
     assert unknown_fields(spec_of(gated, delta)) == (
         "gated delta layers (gated_delta), no gate of the attention output (output_gate)"
     )
-    with pytest.raises(UserError, match="gated delta layers are not supported here"):
+    with pytest.raises(UserError, match="only attention layers are"):
         _ = delta.attention

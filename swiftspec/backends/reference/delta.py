@@ -88,7 +88,7 @@ def _rows_of(
     window = np.full((len(rows), cache.conv_width), -1)
     width = min(window.shape[1], ancestors.shape[1])
     window[:, window.shape[1] - width :] = ancestors[:, ancestors.shape[1] - width :]
-    # A fold point behind a slot that the row does not see, far down a tree, is replaced by one before it
+    # far down a tree, a row may not see a slot before its fold point: then it reads a state that is folded less far
     hidden = np.where(visible.all(1), visible.shape[1], visible.argmin(1))
     positions = folded + visible.sum(1) - 1
     wanted = np.array([max(fold_point(int(position)) - folded, 0) for position in positions])
@@ -97,10 +97,13 @@ def _rows_of(
         _group_of(np.flatnonzero(firsts == first), int(first), slots, visible, device) for first in np.unique(firsts)
     ]
 
-    def on_device(part: NDArray) -> Tensor:
-        return torch.from_numpy(part).to(device)
-
-    return _SequenceRows(sequence, on_device(rows), on_device(slots), on_device(window), groups)
+    return _SequenceRows(
+        sequence=sequence,
+        rows=torch.from_numpy(rows).to(device),
+        slots=torch.from_numpy(slots).to(device),
+        window=torch.from_numpy(window).to(device),
+        groups=groups,
+    )
 
 
 def _group_of(rows: NDArray, first: int, slots: NDArray, visible: NDArray, device: torch.device) -> _FoldGroup:
@@ -110,9 +113,14 @@ def _group_of(rows: NDArray, first: int, slots: NDArray, visible: NDArray, devic
     same = own[:, None] == own
     repeated = np.tril(same, -1).any(1)  # a row before this one has the same slot
     earlier = np.tril(seen[:, own] & ~same, -1) & ~repeated
-    parts = (torch.from_numpy(part).to(device) for part in (rows, seen, own, earlier))
-    rows_, seen_, own_, earlier_ = parts
-    return _FoldGroup(rows_, first, end, seen_, own_, earlier_)
+    return _FoldGroup(
+        rows=torch.from_numpy(rows).to(device),
+        first=first,
+        end=end,
+        visible=torch.from_numpy(seen).to(device),
+        own=torch.from_numpy(own).to(device),
+        earlier=torch.from_numpy(earlier).to(device),
+    )
 
 
 def fold_state(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor) -> Tensor:

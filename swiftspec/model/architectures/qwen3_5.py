@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swiftspec.errors import UserError, truncated_repr
+from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
-from swiftspec.model.architectures.decoder import FULL, decoder_spec, layer_count
+from swiftspec.model.architectures.decoder import FULL, decoder_spec, layer_count, layer_kinds
 from swiftspec.model.spec import GatedDeltaSpec, ModelSpec
 from swiftspec.model.tensor_names import TensorNames
 
@@ -45,16 +45,12 @@ def qwen3_5_spec(fields: Fields) -> ModelSpec:
 
 def _layer_kinds(fields: Fields) -> list[str]:
     """Returns `layer_types`, or by default every fourth layer with attention. At least one layer must have it."""
-    count, period = layer_count(fields), fields.integer("full_attention_interval", 4, ge=1, le=2**14)
-    kinds = fields.strings("layer_types") or [LINEAR if (index + 1) % period else FULL for index in range(count)]
-    unknown = next((kind for kind in kinds if kind not in (FULL, LINEAR)), None)
-    if unknown is not None:
-        raise UserError(f"layer type {truncated_repr(unknown)} is not supported; {FULL} and {LINEAR} are")
-    if len(kinds) != count:
-        raise UserError(f"layer_types has {len(kinds)} entries for {count} layers")
+    period = fields.integer("full_attention_interval", 4, ge=1, le=2**14)
+    default = [LINEAR if (index + 1) % period else FULL for index in range(layer_count(fields))]
+    kinds = layer_kinds(fields, default, (FULL, LINEAR))
     if FULL not in kinds:
         raise UserError(f"a model without a layer of type {FULL} is not supported")
-    return [*kinds]
+    return kinds
 
 
 def _delta_spec(fields: Fields) -> GatedDeltaSpec:
@@ -62,4 +58,5 @@ def _delta_spec(fields: Fields) -> GatedDeltaSpec:
     k_dim, v_dim = (fields.integer(f"linear_{name}_head_dim", ge=1, le=2**14) for name in ("key", "value"))
     if v_heads % k_heads:
         raise UserError(f"linear_num_value_heads {v_heads} is not a multiple of linear_num_key_heads {k_heads}")
-    return GatedDeltaSpec(k_heads, v_heads, k_dim, v_dim, fields.integer("linear_conv_kernel_dim", ge=1, le=64))
+    # the window of the convolution must lie in the slots that a delta cache keeps: cache/delta.py
+    return GatedDeltaSpec(k_heads, v_heads, k_dim, v_dim, fields.integer("linear_conv_kernel_dim", ge=1, le=32))

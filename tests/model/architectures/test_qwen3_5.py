@@ -14,16 +14,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from swiftspec.backends import reference
+from swiftspec.builder.memory_estimate import MemoryEstimate
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
+from swiftspec.lab.quantize import quantize
 from swiftspec.llm import LLM
-from swiftspec.model.checkpoint_files import read_config
+from swiftspec.model.checkpoint_files import Tensors, open_tensors, read_config
+from swiftspec.model.formats import format_of
 from swiftspec.model.loader import load_model
 from swiftspec.model.shard import Shard
 from swiftspec.model.spec import AttentionSpec
 from swiftspec.params import SamplingParams
-from tests.model.architectures.test_families import expected, new_cache
+from tests.model.architectures.test_families import expected, logits, new_cache
 from tests.support.ranks import Pool
+from tests.support.roles import make_runner
+from tests.support.thread_group import on_ranks
 from tests.support.tiny_checkpoints import chain, make_checkpoint, make_pair
 
 FAMILY = "qwen3_5_text"
@@ -55,9 +60,9 @@ def test_logits_equal_those_of_transformers_however_a_text_is_cut(tmp_path: Path
     cache, rows, first = new_cache(model, reference, 160), list[Tensor](), 0
     for last in chunks:
         cache.append_prefix(last - first)
-        logits = model.forward(chain(tokens[first:last], first), cache).logits
-        assert logits is not None
-        rows.append(logits)
+        out = model.forward(chain(tokens[first:last], first), cache).logits
+        assert out is not None
+        rows.append(out)
         first = last
     torch.testing.assert_close(torch.cat(rows), expected(theirs, tokens), rtol=0, atol=1e-9)
 
@@ -206,3 +211,41 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, fields: dict[s
 def test_key_heads_are_divided_equally(pair: tuple[Path, Path]) -> None:
     with pytest.raises(UserError, match="2 key heads of the delta layers cannot be sharded over 3 ranks"):
         Shard.of(read_config(pair[0]), 0, 3)
+
+
+INT4_SHAPE: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}  # fmt: skip
+
+
+def test_int4_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """Rows that are reordered, of queries with their gates and of a shard, keep their codes."""
+    make_checkpoint(tmp_path / "dense", family=FAMILY, **INT4_SHAPE)
+    quantize(tmp_path / "dense", tmp_path / "int4", 32)
+    tensors, layout = open_tensors(tmp_path / "int4"), format_of(read_config(tmp_path / "int4"))
+    assert isinstance(tensors, Tensors) and layout is not None
+    expanded = dict[str, Tensor]()
+    for name, shape in tensors.shapes().items():
+        module, _, kind = name.rpartition(".")
+        if kind == "qweight":
+            weight = layout.linear(tensors, module, shape[1] * 8, shape[0], None)
+            expanded[f"{module}.weight"] = weight.dequantize(torch.float64)
+        elif kind not in ("qzeros", "scales"):
+            expanded[name] = tensors.take(name, *shape)
+    save_file(expanded, tmp_path / "dense" / "model.safetensors")
+    want, ours = (logits(tmp_path / name, reference) for name in ("dense", "int4"))
+    torch.testing.assert_close(ours, want, rtol=0, atol=1e-9)
+    one, two = on_ranks(2, lambda group: logits(tmp_path / "int4", reference, group))
+    assert torch.equal(one, two)
+    torch.testing.assert_close(one, want, rtol=0, atol=1e-9)
+
+
+def test_the_estimated_size_of_the_caches(pair: tuple[Path, Path]) -> None:
+    model = load_model(pair[0], dtype=torch.bfloat16, ops=reference, max_positions=400)
+    cache = make_runner(model, reference, context=380, tree_slots=20).cache
+    delta = cache.delta
+    assert delta is not None
+    buffers = (cache.kv.k, cache.kv.v, delta.state, delta.keys, delta.updates, delta.decays, delta.inputs)
+    need = MemoryEstimate(read_config(pair[0]), torch.bfloat16, 400, tree_slots=20, ops=reference)
+    assert need.cache == sum(buffer.nbytes for buffer in buffers)
