@@ -45,7 +45,7 @@ def write_gguf(model: Path, out: Path, kind: str) -> None:
     int4.
     """
     config = read_config(model)
-    mixer = config.spec.layer.mixer
+    mixer = config.spec.layer.attention
     plain = unknown_fields(config.spec) is None and mixer.rope == RopeSpec(mixer.rope.theta)
     if mixer.qkv_bias or not plain or config.names != HF_NAMES:
         raise UserError(f"{model}: GGUF export supports only Llama without biases and with unscaled RoPE")
@@ -109,7 +109,7 @@ def _order(name: str, config: ModelConfig) -> Tensor | None:
 
     llama.cpp rotates pairs of adjacent rows, Hugging Face pairs of rows that are half a head apart.
     """
-    mixer = config.spec.layer.mixer
+    mixer = config.spec.layer.attention
     heads = {"q_proj": mixer.num_heads, "k_proj": mixer.num_kv_heads}.get(name.split(".")[-2])
     if heads is None:
         return None
@@ -117,7 +117,7 @@ def _order(name: str, config: ModelConfig) -> Tensor | None:
 
 
 def _add_shape(writer: GGUFWriter, config: ModelConfig) -> None:
-    spec, mixer = config.spec, config.spec.layer.mixer
+    spec, mixer = config.spec, config.spec.layer.attention
     writer.add_block_count(len(spec.layers))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(spec.hidden_size)

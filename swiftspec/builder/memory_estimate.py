@@ -24,10 +24,10 @@ from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import group_of
-from swiftspec.model.shard import Shard
-from swiftspec.model.spec import ExpertsSpec, ModelSpec
+from swiftspec.model.shard import LayerShard, Shard
+from swiftspec.model.spec import ExpertsSpec, GatedDeltaSpec, ModelSpec
 from swiftspec.runtime.executors.graph import CAPTURED_ROWS
-from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
+from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS, delta_slots
 from swiftspec.sampling.noise import PositionNoise
 
 MIB = 1 << 20
@@ -48,8 +48,8 @@ MIN_CONTEXT = 2048  # tokens; a shorter context is not selected without being as
 
 
 def kv_bytes_per_token(spec: ModelSpec, cache_dtype: torch.dtype) -> int:
-    """Returns the size of one token's keys and values in all layers, in bytes."""
-    return sum(2 * layer.mixer.kv_size for layer in spec.layers) * cache_dtype.itemsize
+    """Returns the size of one token's keys and values in all attention layers, in bytes."""
+    return sum(2 * mixer.kv_size for mixer in spec.attention_mixers) * cache_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class MemoryEstimate:
     cache_dtype: torch.dtype | None = None  # None: `dtype`
     int4_head: bool = False  # whether a dense LM head is quantised at load
     prefix_tokens: int = 0  # budget of the prefix cache
+    tree_slots: int = 0  # those in `capacity`
     clusters: bool = True  # whether the GPU has thread block clusters
     int4_kernels: bool = True  # whether torch's int4 product runs on the GPU
 
@@ -131,15 +132,32 @@ class MemoryEstimate:
         return outputs * inputs * (0.5 + INT4_GROUP_BYTES / group if group else self.dtype.itemsize)
 
     @property
+    def _attention(self) -> list[LayerShard]:
+        """The attention layers of the shard."""
+        return [part for part in self.shard.layers if part.conv is None]
+
+    @property
     def kv_token(self) -> int:
         """Bytes of one token's keys and values on a rank, padding heads included."""
-        heads = sum(2 * part.kv_heads * part.head_dim for part in self.shard.layers)
+        heads = sum(2 * part.kv_heads * part.head_dim for part in self._attention)
         return heads * (self.cache_dtype or self.dtype).itemsize
 
     @property
     def cache(self) -> int:
-        """Bytes of the KV cache."""
-        return self.kv_token * self.capacity * self.sequences
+        """Bytes of the KV cache and of the delta cache."""
+        return (self.kv_token * self.capacity + self._delta_sequence) * self.sequences
+
+    @property
+    def _delta_sequence(self) -> int:
+        """Bytes of a sequence in the delta cache: folded states, and the slots after them."""
+        slots = delta_slots(self.capacity - self.tree_slots, self.tree_slots)
+        total = 0
+        for layer, part in zip(self.config.spec.layers, self.shard.layers, strict=True):
+            if isinstance(layer.mixer, GatedDeltaSpec) and part.conv is not None:
+                values, width = part.num_heads * part.head_dim, layer.mixer.k_head_dim
+                floats = values * width + slots * (part.kv_heads * width + values + part.num_heads)
+                total += floats * FLOAT_BYTES + slots * len(part.conv) * self.dtype.itemsize
+        return total
 
     @property
     def prefix_cache(self) -> int:
@@ -155,12 +173,12 @@ class MemoryEstimate:
         hidden, inner = spec.hidden_size, max(len(part.down) for part in parts)
         numbers = rows * 4 * (hidden + inner)
         gathered = rows * hidden * (self.ranks * size + FLOAT_BYTES) if self.ranks > 1 else 0
-        tables = sum(2 * self.capacity * mixer.head_dim for mixer in {layer.mixer for layer in spec.layers})
+        tables = sum(2 * self.capacity * mixer.head_dim for mixer in {*spec.attention_mixers})
         if self.ops is cuda:
             # weights in rows for a library product, and the packed rows of x (csrc/cuda/linear/large_m.h)
             return SCRATCH_BYTES + (numbers + MAX_KERNEL_ROWS * max(hidden, inner) + tables) * size + gathered + max(
                 scratch_bytes(rows, part.num_heads, part.kv_heads, part.head_dim, self.capacity, self.clusters)
-                for part in parts
+                for part in self._attention
             ) + self._widened_cache  # fmt: skip
         experts = max((each.num_experts for each in self._mixtures), default=0)
         # all experts compute all rows: gate and up, their product, and the output in two dtypes
@@ -174,13 +192,13 @@ class MemoryEstimate:
         if self.cache_dtype in (None, self.dtype):
             return 0
         size = self.dtype.itemsize
-        return 2 * self.capacity * max(part.kv_heads * part.head_dim for part in self.shard.layers) * size
+        return 2 * self.capacity * max(part.kv_heads * part.head_dim for part in self._attention) * size
 
     def _masks(self, rows: int) -> int:
         """Returns the bytes of the attention masks of a chunk of `rows` rows with torch's operators, over the whole
         cache: a mask for each kind of layer, repeated for the query heads that share keys."""
         size, total = self.dtype.itemsize, 0
-        kinds = {layer.mixer: part for layer, part in zip(self.config.spec.layers, self.shard.layers, strict=True)}
+        kinds = dict(zip(self.config.spec.attention_mixers, self._attention, strict=True))
         for mixer, part in kinds.items():
             temporary = 3 if mixer.window is None else 3 + 3 * 8  # bytes: Booleans, and three counts of visible slots
             total += rows * self.capacity * (temporary + size * (1 + part.num_heads // part.kv_heads))
@@ -189,7 +207,7 @@ class MemoryEstimate:
     @property
     def graphs(self) -> int:
         """Bytes of the CUDA graphs: noise and logits of their rows, and nodes."""
-        if self.ops.MAX_CAPTURED_SEQUENCES == 0:
+        if self.ops.MAX_CAPTURED_SEQUENCES == 0 or self.config.spec.delta_mixers:
             return 0
         rows = PositionNoise.BLOCK_POSITIONS + GRAPH_LOGITS * CAPTURED_ROWS[-1]
         return rows * self.config.spec.vocab_size * FLOAT_BYTES + GRAPH_NODE_BYTES

@@ -178,6 +178,9 @@ class ModelPair:
             why = why_not_native(config.spec, self.dtype, self.device) if self.ops == "auto" else None
             if why is not None:
                 note(f"the {side} runs on torch's own operators: {why}")
+            if config.spec.delta_mixers:
+                graphs = " and without CUDA graphs" if self.device.type == "cuda" else ""
+                note(f"the {side} has gated delta layers, which run without a prefix cache{graphs}")
             layout = format_of(config)
             expanded = ops is unfused and (self.dtype != torch.bfloat16 or not unfused.has_int4_kernels(self.device))
             if layout is not None and layout.is_int4 and expanded and self.device.type == "cuda":
@@ -193,6 +196,7 @@ class ModelPair:
             ops = select_operators(self.ops, config.spec, self.dtype, self.device)
             if ops is cuda and "projections" in self.verdict.on_library:
                 ops = unfused
+            hybrid = bool(config.spec.delta_mixers)
             needs[side] = MemoryEstimate(
                 config,
                 self.dtype,
@@ -202,7 +206,8 @@ class ModelPair:
                 ops=ops,
                 cache_dtype=self.cache_dtype,
                 int4_head=self._quantization(side, ops).head == "int4",
-                prefix_tokens=self._prefix_cache_tokens(plan) if plan.num_sequences == 1 else 0,
+                prefix_tokens=0 if plan.num_sequences > 1 or hybrid else self._prefix_cache_tokens(plan),
+                tree_slots=self.tree_slots(side, plan),
                 clusters=major in cuda.CLUSTER_MAJORS,
                 int4_kernels=unfused.has_int4_kernels(self.device),
             )
@@ -411,9 +416,9 @@ class ModelPair:
         lag = 1 if self.device.type == "cuda" else 0  # on a CPU rounds are synchronous
         method = make_group_method(plan.batch or plan.population, target, draft, self.max_model_len)
         executors = available.population_executors(target, draft, deps, draft_deps, method.shape, method.native_params)
-        return BatchScheduler(
-            target, draft, executors, method, lag=lag, reuse_prefixes=self.prefix_cache_memory > 0
-        )  # fmt: skip
+        # the folded state of a delta cache cannot go back to an earlier position
+        reuse = self.prefix_cache_memory > 0 and target.cache.delta is None and draft.cache.delta is None
+        return BatchScheduler(target, draft, executors, method, lag=lag, reuse_prefixes=reuse)
 
     def _runner(
         self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
@@ -439,10 +444,12 @@ class ModelPair:
         if side == "draft":
             model = model.with_masked_tokens(self.masked_tokens)
         hook = None if times is None else step_time_emulation.make_hook(times, 1 if group is None else group.size)
-        captures = self.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0 and self.verdict.graphs
+        hybrid = bool(config.spec.delta_mixers)
+        captures = self.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0 and self.verdict.graphs and not hybrid
         priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
         capture = partial(self._new_capture, priority) if captures else None
-        prefix_tokens = self._prefix_cache_tokens(plan) // self.sessions if plan.num_sequences == 1 else 0
+        cached = plan.num_sequences == 1 and not hybrid
+        prefix_tokens = self._prefix_cache_tokens(plan) // self.sessions if cached else 0
         return LoadedModel(
             model, ops, self.vocab_size, context, prefix_tokens, self.grammars.compile, self.grammars.eos_token_ids,
             hook, capture,

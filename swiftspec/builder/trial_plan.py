@@ -65,7 +65,7 @@ def _stored_groups(config: ModelConfig) -> list[int]:
 
 
 def _layer_shape(model: TrialModel, layer: LayerSpec, shard: Shard | None, index: int, stored: int) -> LayerShape:
-    mixer, hidden = layer.mixer, model.config.spec.hidden_size
+    mixer, hidden = layer.attention, model.config.spec.hidden_size
     heads, kv_heads, inner = mixer.num_heads, mixer.num_kv_heads, layer.mlp.intermediate_size
     if shard is not None:
         part = shard.layers[index]

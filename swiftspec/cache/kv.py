@@ -39,6 +39,15 @@ class KVCache:
         assert self._move is not None
         self._move(sequence, slots, first)
 
+    def settle(self, sequence: int, verified: int, used: int) -> None:
+        pass
+
+    def reusable(self, sequence: int, count: int) -> bool:
+        return True
+
+    def clear(self, sequence: int) -> None:
+        pass  # attention reads only slots that were written since
+
     def copy_prefix(self, source: int, destination: int, count: int) -> None:
         for part in (self.k, self.v):
             part[:, destination, :, :count] = part[:, source, :, :count]

@@ -22,6 +22,19 @@ class LayerCache(Protocol):
         is above its source."""
         ...
 
+    def settle(self, sequence: int, verified: int, used: int) -> None:
+        """Called when the states of the first `verified` slots of a sequence are written and these slots are final, for
+        example after a commit. `used`: slots in use."""
+        ...
+
+    def reusable(self, sequence: int, count: int) -> bool:
+        """Returns whether a text can continue after the first `count` slots of a sequence, as if it had no more."""
+        ...
+
+    def clear(self, sequence: int) -> None:
+        """Makes a sequence empty."""
+        ...
+
     def copy_prefix(self, source: int, destination: int, count: int) -> None:
         """Copies the first `count` slots of the sequence `source` to the sequence `destination`."""
         ...

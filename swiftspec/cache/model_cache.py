@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from swiftspec.cache.delta import DeltaCache
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.layer_cache import LayerCache
 
 
 class ModelCache:
     """Cache of one model. `kv` holds the keys and values of its attention layers, those of the first shape if the
-    layers differ in KV heads or head dimension; `further` holds those of the other shapes.
+    layers differ in KV heads or head dimension; `further` holds those of the other shapes. `delta` holds the states of
+    its delta layers; None: it has none.
 
     Each sequence s has `capacity` slots: `prefix_len[s]` slots of verified tokens, then `tree_len` slots of the tree,
     the same number in every sequence (except after `commit_sequence`). Tree slots are allocated in order and never
@@ -23,9 +25,11 @@ class ModelCache:
     `LayerCache` and no change here or in the code that commits, compacts or copies.
     """
 
-    def __init__(self, kv: KVCache, sequences: int = 1, further: Sequence[KVCache] = ()) -> None:
-        self.kv, self.capacity = kv, kv.capacity
-        self.kinds: tuple[LayerCache, ...] = (kv, *further)
+    def __init__(
+        self, kv: KVCache, sequences: int = 1, further: Sequence[KVCache] = (), delta: DeltaCache | None = None
+    ) -> None:
+        self.kv, self.delta, self.capacity = kv, delta, kv.capacity
+        self.kinds: tuple[LayerCache, ...] = (kv, *further) if delta is None else (kv, *further, delta)
         self.prefix_len: list[int] = []
         self.reset(sequences)
 
@@ -37,6 +41,9 @@ class ModelCache:
                 kind.allocate(sequences)
         self.prefix_len = [0] * sequences
         self.tree_len = 0
+        for kind in self.kinds:
+            for sequence in range(sequences):
+                kind.clear(sequence)
 
     @property
     def free_slots(self) -> int:
@@ -50,6 +57,7 @@ class ModelCache:
     def append_prefix(self, count: int, sequence: int = 0) -> int:
         """Allocates `count` prefix slots of a sequence. The tree must be empty. Returns the first slot."""
         assert self.tree_len == 0 and self.prefix_len[sequence] + count <= self.capacity
+        self._settle(sequence, 0)
         self.prefix_len[sequence] += count
         return self.prefix_len[sequence] - count
 
@@ -84,13 +92,27 @@ class ModelCache:
             for kind in self.kinds:
                 kind.move(sequence, moved, start + still)
         self.prefix_len[sequence] += len(path)
+        self._settle(sequence, len(keep))
+
+    def _settle(self, sequence: int, tree_slots: int) -> None:
+        """Calls `LayerCache.settle` for the prefix of a sequence. `tree_slots`: tree slots in use."""
+        verified = self.prefix_len[sequence]
+        for kind in self.kinds:
+            kind.settle(sequence, verified, verified + tree_slots)
+
+    def reusable(self, sequence: int, count: int) -> bool:
+        """Returns whether `count` verified tokens that a sequence holds can be its prefix, or be copied."""
+        return count == 0 or all(kind.reusable(sequence, count) for kind in self.kinds)
 
     def set_prefix(self, sequence: int, count: int, source: int | None = None) -> None:
         """Makes `count` verified tokens the prefix of a sequence: those that it holds already, or, with `source`,
         copies of the first `count` tokens of that sequence."""
-        if source is not None and source != sequence:
+        if source is not None and source != sequence and count > 0:
             for kind in self.kinds:
                 kind.copy_prefix(source, sequence, count)
+        if count == 0:
+            for kind in self.kinds:
+                kind.clear(sequence)
         self.prefix_len[sequence] = count
 
     def save_prefix(self, sequence: int, count: int) -> tuple[Any, ...]:

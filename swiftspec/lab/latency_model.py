@@ -163,7 +163,7 @@ def forward(
         return product(hidden, count) + experts
 
     def time_of(layer: LayerSpec) -> float:
-        mixer, hidden, width = layer.mixer, spec.hidden_size, layer.mixer.head_dim
+        mixer, hidden, width = layer.attention, spec.hidden_size, layer.attention.head_dim
         heads, kv_heads = math.ceil(mixer.num_heads / tp), math.ceil(mixer.num_kv_heads / tp)
         seconds = product(hidden, (heads + 2 * kv_heads) * width) + product(heads * width, hidden)
         seconds += mlp_time(layer.mlp)

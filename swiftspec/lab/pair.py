@@ -21,7 +21,7 @@ from swiftspec.lab.simulation import RecordedAcceptance
 from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.gguf.file import is_gguf
-from swiftspec.model.spec import LayerSpec
+from swiftspec.model.spec import AttentionSpec, GatedDeltaSpec, LayerSpec
 from swiftspec.model.vocabulary import Vocabulary, describe_masked
 from swiftspec.serve.text.codec import TOKENIZER_FILES, TextCodec, has_tokenizer, locate_model
 
@@ -100,12 +100,19 @@ def parameters(config: ModelConfig) -> int:
 
     def vectors(layer: LayerSpec) -> int:
         """Returns the number of vectors of `hidden_size` weights in the matrices of a layer."""
-        mixer, mlp = layer.mixer, layer.mlp
+        mlp = layer.mlp
         router = 0 if mlp.experts is None else mlp.num_experts
-        return 2 * mixer.q_size + 2 * mixer.kv_size + 3 * mlp.num_experts * mlp.intermediate_size + router
+        return _mixer_rows(layer.mixer) + 3 * mlp.num_experts * mlp.intermediate_size + router
 
     layers = spec.hidden_size * sum(vectors(layer) for layer in spec.layers)
     return layers + (1 if spec.tie_word_embeddings else 2) * spec.vocab_size * spec.hidden_size
+
+
+def _mixer_rows(mixer: AttentionSpec | GatedDeltaSpec) -> int:
+    """Returns the number of vectors of the hidden size in the projections of a mixer."""
+    if isinstance(mixer, GatedDeltaSpec):
+        return mixer.conv_size + 2 * mixer.v_size + 2 * mixer.num_v_heads
+    return (3 if mixer.output_gate else 2) * mixer.q_size + 2 * mixer.kv_size
 
 
 class PairFinder:

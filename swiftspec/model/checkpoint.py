@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from swiftspec.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from swiftspec.model.spec import AttentionSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelSpec
 from swiftspec.model.tensor_names import HF_NAMES, TensorNames
-from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight, fuse_weights
+from swiftspec.model.weights import DeltaWeights, DenseWeight, LayerWeights, ModelWeights, Weight, fuse_weights
 
 SCALES = ("weight_scale", "weight_scale_inv")  # of a tensor "weight" with int8 or float8 codes
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -75,8 +75,7 @@ class Checkpoint:
         return tied if own.dtype == tied.weight.dtype and torch.equal(own, tied.weight) else DenseWeight(own)
 
     def _layer(self, prefix: str, layer: LayerSpec) -> LayerWeights:
-        mixer, mlp, names, hidden = layer.mixer, layer.mlp, self.names, self.spec.hidden_size
-        q_norm, k_norm = self._head_norms(prefix, mixer)
+        mlp, names, hidden = layer.mlp, self.names, self.spec.hidden_size
         before, after = layer.norms != "after", layer.norms != "before"
         gate_up, down, router = self._mlp(prefix, mlp)
 
@@ -84,20 +83,62 @@ class Checkpoint:
             return self._norm(f"{prefix}.{name}", hidden) if present else None
 
         return LayerWeights(
+            **self._mixer(prefix, layer.mixer),
             input_norm=norm(names.input_norm, before),
-            qkv=self._qkv(prefix, mixer),
-            o=self._linear(f"{prefix}.{names.o}", hidden, mixer.q_size, mixer.o_bias),
             mlp_norm=norm(names.mlp_norm, before),
             gate_up=gate_up,
             down=down,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            v_norm=torch.ones(1, mixer.head_dim) if mixer.v_norm else None,
             mixer_output_norm=norm(names.mixer_output_norm, after),
             mlp_output_norm=norm(names.mlp_output_norm, after),
             output_scale=self.tensors.take(f"{prefix}.{names.output_scale}", 1) if layer.output_scale else None,
             router=router,
         )
+
+    def _mixer(self, prefix: str, mixer: AttentionSpec | GatedDeltaSpec) -> dict[str, Any]:
+        """Reads the weights of a mixer, by their names in `LayerWeights`."""
+        if isinstance(mixer, GatedDeltaSpec):
+            return self._delta(prefix, mixer)
+        q_norm, k_norm = self._head_norms(prefix, mixer)
+        return {
+            "qkv": self._gated_qkv(prefix, mixer) if mixer.output_gate else self._qkv(prefix, mixer),
+            "o": self._linear(f"{prefix}.{self.names.o}", self.spec.hidden_size, mixer.q_size, mixer.o_bias),
+            "q_norm": q_norm,
+            "k_norm": k_norm,
+            "v_norm": torch.ones(1, mixer.head_dim) if mixer.v_norm else None,
+        }
+
+    def _delta(self, prefix: str, mixer: GatedDeltaSpec) -> dict[str, Any]:
+        names, hidden, take = self.names, self.spec.hidden_size, self.tensors.take
+
+        def fused(*parts: tuple[str, int]) -> Weight:
+            return fuse_weights([self._linear(f"{prefix}.{name}", rows, hidden, bias=False) for name, rows in parts])
+
+        heads = mixer.num_v_heads
+        rates = fused((names.update_rate, heads), (names.decay_rate, heads))
+        if not isinstance(rates, DenseWeight):  # a small matrix, which shards divide into single rows
+            rates = DenseWeight(rates.dequantize(torch.float32))
+        delta = DeltaWeights(
+            rates=rates,
+            conv=take(f"{prefix}.{names.conv}", mixer.conv_size, 1, mixer.conv_width).squeeze(1),
+            decay_log=take(f"{prefix}.{names.decay_log}", heads),
+            decay_bias=take(f"{prefix}.{names.decay_bias}", heads),
+            norm=take(f"{prefix}.{names.delta_norm}", mixer.v_head_dim),
+        )
+        return {
+            "qkv": fused((names.delta_qkv, mixer.conv_size), (names.delta_gate, mixer.v_size)),
+            "o": self._linear(f"{prefix}.{names.delta_o}", hidden, mixer.v_size, bias=False),
+            "delta": delta,
+        }
+
+    def _gated_qkv(self, prefix: str, mixer: AttentionSpec) -> Weight:
+        """Reads the projection of queries, keys, values and output gate. The checkpoint has the gate of each head after
+        its queries."""
+        names, hidden, width = self.names, self.spec.hidden_size, mixer.head_dim
+        both = self._linear(f"{prefix}.{names.q}", 2 * mixer.q_size, hidden, mixer.qkv_bias)
+        q_rows = (torch.arange(mixer.num_heads).unsqueeze(1) * 2 * width + torch.arange(width)).flatten()
+        k, v = (self._linear(f"{prefix}.{name}", mixer.kv_size, hidden, mixer.qkv_bias) for name in (names.k, names.v))
+        qkv = fuse_weights([both.outputs(q_rows), k, v])
+        return fuse_weights([_in_rope_order(qkv, mixer), both.outputs(q_rows + width)])
 
     def _qkv(self, prefix: str, mixer: AttentionSpec) -> Weight:
         """Reads the projection of queries, keys and values, with the rows of each head in the order of
@@ -111,16 +152,7 @@ class Checkpoint:
         parts = [self._linear(f"{prefix}.{name}", rows, hidden, mixer.qkv_bias) for name, rows in heads]
         if mixer.keys_as_values:
             parts.append(parts[1])
-        qkv, order = fuse_weights(parts), _rope_order(mixer)
-        if order is None:
-            return qkv
-        rotated = mixer.num_heads + mixer.num_kv_heads
-        first = torch.arange(rotated).unsqueeze(1) * mixer.head_dim
-        values = torch.arange(rotated * mixer.head_dim, mixer.q_size + 2 * mixer.kv_size)
-        if not isinstance(qkv, DenseWeight) and not _keeps_eights(order):
-            # int4 formats pack eight rows, which are not neighbours in the new order
-            qkv = DenseWeight(qkv.dequantize(torch.float32), qkv.bias)
-        return qkv.outputs(torch.cat(((first + order).flatten(), values)))
+        return _in_rope_order(fuse_weights(parts), mixer)
 
     def _head_norms(self, prefix: str, mixer: AttentionSpec) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Reads the weights of the norms of queries and keys, [heads, head_dim] or [1, head_dim] each."""
@@ -179,6 +211,20 @@ class Checkpoint:
         if self.layout is None or (f"{module}.weight" in self.tensors and not scaled):
             return DenseWeight(self.tensors.take(f"{module}.weight", rows, columns), shift)
         return self.layout.linear(self.tensors, module, rows, columns, shift)
+
+
+def _in_rope_order(qkv: Weight, mixer: AttentionSpec) -> Weight:
+    """Returns the projection of queries, keys and values with the rows of each head in the order of `_rope_order`."""
+    order = _rope_order(mixer)
+    if order is None:
+        return qkv
+    rotated = mixer.num_heads + mixer.num_kv_heads
+    first = torch.arange(rotated).unsqueeze(1) * mixer.head_dim
+    values = torch.arange(rotated * mixer.head_dim, mixer.q_size + 2 * mixer.kv_size)
+    if not isinstance(qkv, DenseWeight) and not _keeps_eights(order):
+        # int4 formats pack eight rows, which are not neighbours in the new order
+        qkv = DenseWeight(qkv.dequantize(torch.float32), qkv.bias)
+    return qkv.outputs(torch.cat(((first + order).flatten(), values)))
 
 
 def _keeps_eights(order: Tensor) -> bool:

@@ -126,7 +126,9 @@ def _with_vocab_rows(config: ModelConfig, rows: int) -> ModelConfig:
 
 def _scale_for_float8(path: str | Path, spec: ModelSpec, weights: ModelWeights, shard: Shard | None) -> ModelWeights:
     """Returns weights whose keys and values fit float8. Raises UserError if keys and values have no bound."""
-    mixers = [layer.mixer for layer in spec.layers]
+    if spec.delta_mixers:
+        raise UserError(f"{path}: a float8 KV cache is not supported for models with gated delta layers")
+    mixers = [layer.attention for layer in spec.layers]
     if any(layer.norms == "after" for layer in spec.layers):
         raise UserError(f"{path}: a float8 KV cache needs a norm before attention, which this model does not have")
     counts = [(mixer.num_heads, mixer.num_kv_heads) for mixer in mixers]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -34,8 +34,19 @@ class PackedMixture:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedDelta:
+    """Weights of a delta layer besides its two projections. Tensors are float32, or float64 in a float64 model."""
+
+    rates: Any  # projection to the rates of update and decay, [2 * v_heads]
+    conv: Tensor  # [conv_width, conv_size]
+    decay_factor: Tensor  # [v_heads], -exp(A_log): the decay is this times softplus(rate + decay_bias)
+    decay_bias: Tensor  # [v_heads]
+    norm: Any  # RMSNorm of each head of the output, [v_head_dim]
+
+
+@dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """One layer with packed weights: norms, the projections of attention, the MLP. A norm is None if the layer does not
+    """One layer with packed weights: norms, the projections of the mixer, the MLP. A norm is None if the layer does not
     have it."""
 
     input_norm: Any
@@ -51,7 +62,9 @@ class PackedLayer:
     residual_multiplier: float = 1.0
     output_scale: Tensor | None = None  # [1], in the dtype of the model
     attention: int = 0  # index in `PackedModel.attention`
-    cache_layer: int = 0  # index of the layer in its KV cache
+    cache_layer: int = 0  # index of the layer in its KV cache, or in the delta cache
+    # the mixer is a delta layer, `qkv` its projection to queries, keys, values and gate, and `o` that of its output
+    delta: PackedDelta | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +107,7 @@ class PackedAttention:
     kv_heads: int
     options: AttentionOptions = PLAIN_ATTENTION
     cache: int = 0  # index of its KV cache in `LayerCaches.kinds`
+    gate_size: int = 0  # elements of the gate of the output, which follow the values in the product of `qkv`
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +134,40 @@ class KVTensors(Protocol):
     v: Tensor
 
 
+class DeltaShape(NamedTuple):
+    """Sizes of a model's delta layers, or of one rank's shard of them."""
+
+    layers: int
+    k_heads: int
+    v_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    conv_size: int  # channels of the convolution
+    conv_width: int  # positions that the convolution reads, its own included
+
+
+class DeltaTensors(Protocol):
+    """States of the delta layers; `swiftspec.cache.delta.DeltaCache` documents them. A forward writes the slots of its
+    rows."""
+
+    conv_width: int
+    state: Tensor
+    keys: Tensor
+    updates: Tensor
+    decays: Tensor
+    inputs: Tensor
+    folded: list[int]
+
+
 class LayerCaches(Protocol):
-    """Cache of a model, by kind of layer. `kv`: the first of the kinds."""
+    """Cache of a model, by kind of layer. `kv`: the first of the kinds. `delta`: None if no layer is a delta layer."""
 
     @property
     def kv(self) -> KVTensors: ...
     @property
     def kinds(self) -> Sequence[Any]: ...
+    @property
+    def delta(self) -> Any: ...
 
 
 class FusedModel(Protocol):

@@ -17,8 +17,8 @@ from torch import Tensor
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats import format_of
-from swiftspec.model.spec import LayerSpec
-from swiftspec.model.weights import LayerWeights, ModelWeights, Weight, select
+from swiftspec.model.spec import AttentionSpec, GatedDeltaSpec, LayerSpec
+from swiftspec.model.weights import DeltaWeights, LayerWeights, ModelWeights, Weight, select
 
 INNER_UNIT = 16  # kernels require a projection's inputs to be a multiple of this
 EIGHT = 8  # int4 weights are packed in groups of eight outputs
@@ -74,44 +74,31 @@ class LayerShard:
     nothing.
     """
 
-    num_heads: int  # query heads of this rank, including padding
-    kv_heads: int
-    head_dim: int
+    num_heads: int  # query heads of this rank, including padding; of a delta layer, value heads
+    kv_heads: int  # of a delta layer, key heads
+    head_dim: int  # of a delta layer, of the value heads
     inner_unit: int  # `down` consists of aligned runs of this many columns
-    qkv: Tensor  # rows: [(num_heads + 2 * kv_heads) * head_dim]
+    qkv: Tensor  # rows
     o: Tensor  # columns: [num_heads * head_dim], in aligned runs of head_dim
     gate_up: Tensor  # rows, of a mixture those of all experts
     down: Tensor  # columns, of a mixture those of each expert
     q_heads: Tensor  # [num_heads], indices of the heads
     k_heads: Tensor  # [kv_heads]
     counted: Tensor  # [kv_heads] bool, the key heads of which no earlier rank or unit has a copy
+    conv: Tensor | None = None  # [conv_size], channels of the convolution of a delta layer; None: attention
 
     @staticmethod
     def of(layer: LayerSpec, unit: int, rank: int, size: int) -> LayerShard:
-        """Returns the shard of `rank`. `unit`: see `inner_unit`."""
-        heads, kv_heads, width = layer.mixer.num_heads, layer.mixer.num_kv_heads, layer.mixer.head_dim
+        """Returns the shard of `rank`. `unit`: see `inner_unit`. Raises UserError if the heads of a delta layer cannot
+        be divided equally."""
         inner = layer.mlp.intermediate_size
-        cut = HeadPartition.of(heads, kv_heads, size)
-        q_heads, own_kv_heads = cut.heads_of(rank, heads, kv_heads)
-        q, kv = _expand_head_rows(q_heads, width), _expand_head_rows(own_kv_heads, width)
         rows = _partition_rows(inner, unit, rank, size)
-        gate_up = torch.cat((rows, _after(inner, rows)))
-        earlier = [head for before in range(rank) for head in cut.heads_of(before, heads, kv_heads)[1]]
-        everything = [*earlier, *own_kv_heads]
-        counted = [head >= 0 and head not in everything[: len(earlier) + i] for i, head in enumerate(own_kv_heads)]
-        return LayerShard(
-            num_heads=len(q_heads),
-            kv_heads=len(own_kv_heads),
-            head_dim=width,
-            inner_unit=unit,
-            qkv=torch.cat((q, _after(heads * width, kv), _after((heads + kv_heads) * width, kv))),
-            o=q,
-            gate_up=torch.cat([_after(2 * inner * expert, gate_up) for expert in range(layer.mlp.num_experts)]),
-            down=rows,
-            q_heads=torch.tensor(q_heads),
-            k_heads=torch.tensor(own_kv_heads),
-            counted=torch.tensor(counted),
-        )
+        one = torch.cat((rows, _after(inner, rows)))
+        gate_up = torch.cat([_after(2 * inner * expert, one) for expert in range(layer.mlp.num_experts)])
+        mlp = {"inner_unit": unit, "gate_up": gate_up, "down": rows}
+        if isinstance(layer.mixer, GatedDeltaSpec):
+            return LayerShard(**mlp, **_delta_shard(layer.mixer, rank, size))
+        return LayerShard(**mlp, **_attention_shard(layer.mixer, rank, size))
 
     def cut(self, layer: LayerWeights, *, first: bool) -> LayerWeights:
         """Cuts a layer. The ranks' outputs of O and down are summed, so only the first rank keeps their biases."""
@@ -120,12 +107,66 @@ class LayerShard:
             o, down = _without_bias(o), _without_bias(down)
         qkv, gate_up = layer.qkv.outputs(self.qkv), layer.gate_up.outputs(self.gate_up)
         norms = {"q_norm": (layer.q_norm, self.q_heads), "k_norm": (layer.k_norm, self.k_heads)}
-        own = {
+        own: dict[str, Any] = {
             name: select(norm, 0, heads)
             for name, (norm, heads) in norms.items()
             if norm is not None and norm.shape[0] > 1
         }
+        if layer.delta is not None:
+            own["delta"] = self._cut_delta(layer.delta)
         return replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down, **own)
+
+    def _cut_delta(self, weights: DeltaWeights) -> DeltaWeights:
+        assert self.conv is not None
+        heads = self.q_heads
+        return replace(
+            weights,
+            rates=weights.rates.outputs(torch.cat((heads, heads + len(weights.decay_log)))),
+            conv=select(weights.conv, 0, self.conv),
+            decay_log=select(weights.decay_log, 0, heads),
+            decay_bias=select(weights.decay_bias, 0, heads),
+        )
+
+
+def _attention_shard(mixer: AttentionSpec, rank: int, size: int) -> dict[str, Any]:
+    """Returns the fields of a `LayerShard` that belong to attention."""
+    heads, kv_heads, width = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+    cut = HeadPartition.of(heads, kv_heads, size)
+    q_heads, own_kv_heads = cut.heads_of(rank, heads, kv_heads)
+    q, kv = _expand_head_rows(q_heads, width), _expand_head_rows(own_kv_heads, width)
+    earlier = [head for before in range(rank) for head in cut.heads_of(before, heads, kv_heads)[1]]
+    everything = [*earlier, *own_kv_heads]
+    counted = [head >= 0 and head not in everything[: len(earlier) + i] for i, head in enumerate(own_kv_heads)]
+    parts = [q, _after(heads * width, kv), _after((heads + kv_heads) * width, kv)]
+    if mixer.output_gate:
+        parts.append(_after((heads + 2 * kv_heads) * width, q))
+    return {
+        "num_heads": len(q_heads), "kv_heads": len(own_kv_heads), "head_dim": width, "qkv": torch.cat(parts), "o": q,
+        "q_heads": torch.tensor(q_heads), "k_heads": torch.tensor(own_kv_heads), "counted": torch.tensor(counted),
+    }  # fmt: skip
+
+
+def _delta_shard(mixer: GatedDeltaSpec, rank: int, size: int) -> dict[str, Any]:
+    """Returns the fields of a `LayerShard` that belong to a delta layer: an equal part of the key heads with their
+    value heads."""
+    if mixer.num_k_heads % size:
+        raise UserError(
+            f"the {mixer.num_k_heads} key heads of the delta layers cannot be sharded over {size} ranks; use a number"
+            " of ranks that divides them"
+        )
+    k_heads, v_heads = (
+        torch.arange(count // size) + rank * (count // size) for count in (mixer.num_k_heads, mixer.num_v_heads)
+    )
+    keys, values = (
+        _expand_head_rows(k_heads.tolist(), mixer.k_head_dim),
+        _expand_head_rows(v_heads.tolist(), mixer.v_head_dim),
+    )
+    conv = torch.cat((keys, keys + mixer.k_size, values + 2 * mixer.k_size))
+    return {
+        "num_heads": len(v_heads), "kv_heads": len(k_heads), "head_dim": mixer.v_head_dim,
+        "qkv": torch.cat((conv, values + mixer.conv_size)), "o": values, "q_heads": v_heads, "k_heads": k_heads,
+        "counted": torch.ones(len(k_heads), dtype=torch.bool), "conv": conv,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +185,14 @@ class Shard:
         unit = INNER_UNIT if layout is None else layout.group_size
         made: dict[LayerSpec, LayerShard] = {}
         for layer in dict.fromkeys(config.spec.layers):
-            heads, width = layer.mixer.num_heads, layer.mixer.head_dim
+            heads = layer.mixer.num_heads if isinstance(layer.mixer, AttentionSpec) else size
             if size > heads:
                 raise UserError(f"{heads} query heads cannot be sharded over {size} ranks; use at most {heads} ranks")
-            if size > 1 and layout is not None and width % EIGHT:
+            part = made[layer] = LayerShard.of(layer, unit, rank, size)
+            widths = [part.head_dim, *([layer.mixer.k_head_dim] if isinstance(layer.mixer, GatedDeltaSpec) else [])]
+            width = next((width for width in widths if width % EIGHT), None)
+            if size > 1 and layout is not None and width is not None:
                 raise UserError(f"sharded int4 weights need a head dimension divisible by 8, not {width}; use one rank")
-            made[layer] = LayerShard.of(layer, unit, rank, size)
         return Shard(
             rank=rank,
             size=size,

@@ -68,6 +68,7 @@ class AttentionSpec:
     softcap: float | None = None  # c: a score s becomes c tanh(s / c)
     # b: a query at position p is multiplied by 1 + b log(1 + floor(p / rope.original_max_position)), as in Llama 4
     query_scale_beta: float = 0.0
+    output_gate: bool = False  # the output is multiplied by sigmoid(gate); the gate has the size of the queries
 
     @property
     def q_size(self) -> int:
@@ -78,6 +79,34 @@ class AttentionSpec:
     def kv_size(self) -> int:
         """Number of elements of a token's keys, and of its values."""
         return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSpec:
+    """Gated delta rule (linear attention with a recurrent state), as the token mixer of a layer. Queries, keys and
+    values pass a causal convolution of each channel with SiLU. There are as many query heads as key heads, and value
+    heads share them in equal groups. The output passes an RMSNorm of each head and is multiplied by SiLU(gate)."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    conv_width: int  # positions that the convolution reads, its own included
+
+    @property
+    def k_size(self) -> int:
+        """Number of elements of a token's keys, and of its queries."""
+        return self.num_k_heads * self.k_head_dim
+
+    @property
+    def v_size(self) -> int:
+        """Number of elements of a token's values, and of its gate."""
+        return self.num_v_heads * self.v_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Number of channels of the convolution: queries, keys and values."""
+        return 2 * self.k_size + self.v_size
 
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -112,12 +141,19 @@ class MlpSpec:
 class LayerSpec:
     """One decoder layer: a token mixer and an MLP, each with a residual connection."""
 
-    mixer: AttentionSpec
+    mixer: AttentionSpec | GatedDeltaSpec
     mlp: MlpSpec
     # RMSNorm before mixer and MLP, after them (before the residual is added), or both
     norms: Literal["before", "after", "both"] = "before"
     residual_multiplier: float = 1.0  # of the outputs of mixer and MLP, before the residual is added
     output_scale: bool = False  # the checkpoint has a number with which the output of the layer is multiplied
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The mixer, which must be attention. Raises UserError if it is not."""
+        if not isinstance(self.mixer, AttentionSpec):
+            raise UserError("a model with gated delta layers is not supported here: only attention layers are")
+        return self.mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,18 +180,30 @@ class ModelSpec:
 
     @property
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
-        """The distinct pairs of KV heads and head dimension of the layers, in the order of the layers. Each has a KV
-        cache of its own."""
-        return tuple(dict.fromkeys((layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in self.layers))
+        """The distinct pairs of KV heads and head dimension of the attention layers, in the order of the layers. Each
+        has a KV cache of its own."""
+        return tuple(dict.fromkeys((mixer.num_kv_heads, mixer.head_dim) for mixer in self.attention_mixers))
+
+    @property
+    def attention_mixers(self) -> tuple[AttentionSpec, ...]:
+        """The mixers of the attention layers, in the order of the layers."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+
+    @property
+    def delta_mixers(self) -> tuple[GatedDeltaSpec, ...]:
+        """The mixers of the delta layers, in the order of the layers."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaSpec))
 
 
-FEATURES = {  # optional fields, for messages
+FEATURES = {  # optional fields and the mixers that not every backend has, for messages
+    "gated_delta": "gated delta layers",
     "qk_norm": "norm of query and key heads",
     "v_norm": "norm of value heads",
     "window": "sliding window",
     "scale": "scale of attention scores",
     "softcap": "soft cap of attention scores",
     "query_scale_beta": "scale of queries by position",
+    "output_gate": "gate of the attention output",
     "activation": "GeGLU",
     "experts": "mixture of experts",
     "norms": "norms after attention and MLP",
@@ -171,11 +219,14 @@ READER_FIELDS = frozenset(("qkv_bias", "o_bias", "bias", "keys_as_values"))
 
 
 def unknown_fields(spec: ModelSpec, known: Collection[str] = ()) -> str | None:
-    """Returns a description of the optional fields of a model that are in use and not in `known`, or None.
+    """Returns a description of the optional fields of a model that are in use and not in `known`, or None. A model with
+    delta layers uses "gated_delta".
 
     `known`: names of optional fields that a code path implements, in addition to those of `READER_FIELDS`.
     """
     used = dict.fromkeys(name for part in _parts(spec) for name in _used_fields(part))
+    if spec.delta_mixers:
+        used = {"gated_delta": None} | used
     found = [f"{FEATURES.get(name, 'support')} ({name})" for name in used if name not in READER_FIELDS.union(known)]
     return ", no ".join(found) or None
 

@@ -14,9 +14,12 @@ from torch import Tensor
 from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.model.packed_model import (
     AttentionOptions,
+    DeltaShape,
+    DeltaTensors,
     FusedModel,
     LayerCaches,
     PackedAttention,
+    PackedDelta,
     PackedLayer,
     PackedMixture,
     PackedMlp,
@@ -25,7 +28,7 @@ from swiftspec.model.packed_model import (
 )
 from swiftspec.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from swiftspec.model.tensor_parallel import TensorParallelGroup
-from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
+from swiftspec.model.weights import DeltaWeights, LayerWeights, ModelWeights, Weight
 
 
 class ModelOps(Protocol):
@@ -64,8 +67,18 @@ class ModelOps(Protocol):
     def mask_outputs(self, packed: Any, outputs: Sequence[int], device: torch.device | str, /) -> Any: ...
 
 
+class DeltaOps(Protocol):
+    """The operators of delta layers, which not every backend has; swiftspec.backends.reference documents them."""
+
+    def prepare_delta(self, batch: Batch, cache: DeltaTensors, /) -> Any: ...
+    def gated_delta(
+        self, projected: Tensor, rates: Tensor, plan: Any, layer: int, weights: PackedDelta, /
+    ) -> Tensor: ...
+
+
 class HeadCounts(Protocol):
-    """Attention heads of one rank's shard of a layer, including padding; `shard.LayerShard` implements it."""
+    """Heads of one rank's shard of a layer, including padding: query and KV heads of attention, value and key heads of
+    a delta layer. `shard.LayerShard` implements it."""
 
     @property
     def num_heads(self) -> int: ...
@@ -104,14 +117,20 @@ class Transformer:
         self.head_rows = spec.vocab_size if shard is None else shard.head_rows  # of this rank, including padding
         self.group, self._ops, self.cache_dtype = group, ops, cache_dtype or dtype
         self.hidden_layers, self._shard = hidden_layers, shard
-        places = [spec.cache_shapes.index((m.num_kv_heads, m.head_dim)) for m in (each.mixer for each in spec.layers)]
-        kinds = list(dict.fromkeys(layer.mixer for layer in spec.layers))
+        kinds = list(dict.fromkeys(spec.attention_mixers))
         attention = [self._attention(kind) for kind in kinds]
+        # by layer: index of its KV cache; of a delta layer -1
+        places = [
+            attention[kinds.index(layer.mixer)].cache if isinstance(layer.mixer, AttentionSpec) else -1
+            for layer in spec.layers
+        ]
         head = ops.pack(weights.head(), dtype, device)  # first, because packing needs the largest matrix twice
         embedding, layers = weights.embedding.to(device, dtype), list[PackedLayer]()
         for index, read in enumerate(weights.layers):
-            place = kinds.index(spec.layers[index].mixer), places[:index].count(places[index])
-            layers.append(self._pack(read(), spec.layers[index], attention[place[0]], place))
+            layer = spec.layers[index]
+            kind = kinds.index(layer.mixer) if isinstance(layer.mixer, AttentionSpec) else 0
+            place = kind, places[:index].count(places[index])
+            layers.append(self._pack(read(), layer, attention[kind], place))
         self.stack = PackedModel(
             embedding, layers, self._pack_norm(weights.norm), head, attention, group, hidden_layers,
             float(torch.tensor(spec.embedding_multiplier, dtype=dtype)), spec.logit_multiplier, spec.logit_softcap,
@@ -124,6 +143,9 @@ class Transformer:
             (places.count(place), next(a.kv_heads for a in attention if a.cache == place), head_dim)
             for place, (_, head_dim) in enumerate(spec.cache_shapes)
         )
+        self.delta_shape = self._delta_shape()  # None: no layer is a delta layer
+        operators: Any = ops
+        self._delta_ops: DeltaOps | None = None if self.delta_shape is None else operators
 
     def with_masked_tokens(self, tokens: Sequence[int]) -> Transformer:
         """Returns a model on the same weights whose logits of `tokens` are -inf in every forward, whatever executes it;
@@ -142,6 +164,18 @@ class Transformer:
         """KV heads of this rank in the layers of the first cache, including padding."""
         return self.stack.attention[0].kv_heads
 
+    def _delta_shape(self) -> DeltaShape | None:
+        mixers = self.spec.delta_mixers
+        if not mixers:
+            return None
+        first = mixers[0]
+        k_heads, v_heads = first.num_k_heads, first.num_v_heads
+        if self._shard is not None:
+            part = self._shard.layers[[layer.mixer for layer in self.spec.layers].index(first)]
+            k_heads, v_heads = part.kv_heads, part.num_heads
+        conv = 2 * k_heads * first.k_head_dim + v_heads * first.v_head_dim
+        return DeltaShape(len(mixers), k_heads, v_heads, first.k_head_dim, first.v_head_dim, conv, first.conv_width)
+
     def _attention(self, mixer: AttentionSpec) -> PackedAttention:
         """Returns the tables and options of the layers with this mixer."""
         spec, heads, kv_heads, counted = self.spec, mixer.num_heads, mixer.num_kv_heads, None
@@ -158,12 +192,13 @@ class Transformer:
             whole = ProjectionNorm(mixer.q_size, mixer.kv_size, counted, reduce)
         options = AttentionOptions(mixer.window, mixer.scale, mixer.softcap, scale, whole)
         cache = spec.cache_shapes.index((mixer.num_kv_heads, mixer.head_dim))
-        return PackedAttention(cos, sin, heads, kv_heads, options, cache)
+        gate = heads * mixer.head_dim if mixer.output_gate else 0
+        return PackedAttention(cos, sin, heads, kv_heads, options, cache, gate)
 
     def _pack(
         self, layer: LayerWeights, spec: LayerSpec, attention: PackedAttention, place: tuple[int, int]
     ) -> PackedLayer:
-        """`place`: kind of attention, index in its KV cache."""
+        """`place`: kind of attention, index in its KV cache or in the delta cache."""
         qkv, o = (self._ops.pack(matrix, self.dtype, self.device) for matrix in (layer.qkv, layer.o))
         return PackedLayer(
             input_norm=self._pack_norm(layer.input_norm),
@@ -178,6 +213,18 @@ class Transformer:
             output_scale=None if layer.output_scale is None else layer.output_scale.to(self.device, self.dtype),
             attention=place[0],
             cache_layer=place[1],
+            delta=None if layer.delta is None else self._pack_delta(layer.delta),
+        )
+
+    def _pack_delta(self, weights: DeltaWeights) -> PackedDelta:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        conv, log, bias = (part.to(self.device, wide) for part in (weights.conv, weights.decay_log, weights.decay_bias))
+        return PackedDelta(
+            rates=self._ops.pack(weights.rates, self.dtype, self.device),
+            conv=conv.T.contiguous(),
+            decay_factor=-log.exp(),
+            decay_bias=bias,
+            norm=self._ops.pack_norm(weights.norm.to(self.dtype), self.spec.norm_eps, self.dtype, self.device),
         )
 
     def _pack_mlp(self, layer: LayerWeights, spec: MlpSpec) -> PackedMlp | PackedMixture:
@@ -227,11 +274,18 @@ class Transformer:
             ops.prepare(batch, cache.kinds[kind.cache], kind.cos, kind.sin, kind.num_heads, kind.options)
             for kind in stack.attention
         ]
+        delta_ops, delta_plan = self._delta_ops, None
+        if delta_ops is not None:
+            delta_plan = delta_ops.prepare_delta(batch, cache.delta)
         hidden = ops.embed(batch.tokens, stack.embedding, stack.embedding_multiplier)
         kept: list[Tensor] = []
         for index, layer in enumerate(stack.layers):
             qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)
-            mixed = ops.tree_attention(qkv, plans[layer.attention], layer.cache_layer, layer.qk_norm)
+            if layer.delta is not None and delta_ops is not None:
+                rates = ops.norm_linear(hidden, layer.input_norm, layer.delta.rates)
+                mixed = delta_ops.gated_delta(qkv, rates, delta_plan, layer.cache_layer, layer.delta)
+            else:
+                mixed = self._attend(qkv, plans[layer.attention], layer)
             times = layer.residual_multiplier
             hidden = ops.linear_residual(mixed, layer.o, hidden, reduce, layer.mixer_output_norm, times)
             hidden = ops.mlp(hidden, layer.mlp_norm, layer.mlp, hidden, reduce, layer.mlp_output_norm, times)
@@ -240,3 +294,11 @@ class Transformer:
             if index in stack.hidden_layers:
                 kept.append(hidden)
         return hidden, kept
+
+    def _attend(self, qkv: Tensor, plan: Any, layer: PackedLayer) -> Tensor:
+        """Returns the output of attention, times its gate if it has one."""
+        count = self.stack.attention[layer.attention].gate_size
+        if count == 0:
+            return self._ops.tree_attention(qkv, plan, layer.cache_layer, layer.qk_norm)
+        qkv, gate = qkv.split((qkv.shape[1] - count, count), 1)
+        return self._ops.tree_attention(qkv, plan, layer.cache_layer, layer.qk_norm) * gate.sigmoid()

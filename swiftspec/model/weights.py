@@ -109,12 +109,25 @@ def split_experts(weight: Weight, count: int) -> Iterator[Weight]:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """Weights of a delta layer besides its two projections, or of one rank's shard of them."""
+
+    rates: Weight  # [2 * v_heads, hidden], rates of update and of decay
+    conv: Tensor  # [conv_size, conv_width]
+    decay_log: Tensor  # [v_heads], A_log of the checkpoint
+    decay_bias: Tensor  # [v_heads]
+    norm: Tensor  # [v_head_dim]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """Weights of one layer, or of one rank's shard of it. A norm is None if the layer does not have it."""
 
     input_norm: Tensor | None  # [hidden]
-    qkv: Weight  # [(num_heads + 2 * kv_heads) * head_dim, hidden]
-    o: Weight  # [hidden, num_heads * head_dim]
+    # [(num_heads + 2 * kv_heads) * head_dim, hidden], and num_heads * head_dim further rows with an output gate; of a
+    # delta layer [conv_size + v_size, hidden]
+    qkv: Weight
+    o: Weight  # [hidden, num_heads * head_dim], of a delta layer [hidden, v_size]
     mlp_norm: Tensor | None  # [hidden], before the MLP
     # of a mixture of experts the matrices of all experts, one below the other
     gate_up: Weight  # [2 * intermediate_size, hidden]
@@ -127,6 +140,7 @@ class LayerWeights:
     mlp_output_norm: Tensor | None = None  # [hidden]
     output_scale: Tensor | None = None  # [1]
     router: Weight | None = None  # [num_experts, hidden]
+    delta: DeltaWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)

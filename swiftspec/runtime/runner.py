@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from swiftspec.backends import reference
+from swiftspec.cache.delta import MAX_UNFOLDED_POSITIONS, DeltaCache, FoldState
 from swiftspec.cache.kv import KVCache, MoveSlots
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import Chain, ForwardOutput, HostBatch, Ints
@@ -25,6 +26,11 @@ from swiftspec.tree import mask as tree_mask
 
 PREFILL_CHUNK_TOKENS = reference.PREFILL_CHUNK_ROWS  # of chunks with logits; the backend sets the others
 StepHook = Callable[[float, int], None]  # called after a step with its start time (perf_counter) and its rows
+
+
+def delta_slots(context: int, tree_slots: int) -> int:
+    """Returns the number of slots of a delta cache for one sequence. Parameters as in `Runner`."""
+    return min(MAX_UNFOLDED_POSITIONS + PREFILL_CHUNK_TOKENS, context) + tree_slots
 
 
 class RunnerOps(sampler.SamplerOps, Protocol):
@@ -68,7 +74,13 @@ class Runner:
             KVCache(*shape, context + tree_slots, ops.make_slot_mover, dtype=model.cache_dtype, device=model.device)
             for shape in model.cache_shapes
         )
-        self.cache = ModelCache(kv, further=further)
+        delta = None
+        if model.delta_shape is not None:
+            operators: Any = ops
+            fold: FoldState = operators.fold_state  # optional operator
+            slots = delta_slots(context, tree_slots)
+            delta = DeltaCache(*model.delta_shape, slots, fold, dtype=model.dtype, device=model.device)
+        self.cache = ModelCache(kv, further=further, delta=delta)
         self.busy = 0.0
         self.hooks: list[StepHook] = []
         self.cancel_check: Callable[[], None] = lambda: None  # called before each prefill chunk; may raise Cancelled

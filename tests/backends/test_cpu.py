@@ -177,7 +177,7 @@ class Cache:
 
 
 def tables(dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return reference.rope_tables(parse_config(CONFIG).spec.layer.mixer.rope, dim, 200, dtype, "cpu")
+    return reference.rope_tables(parse_config(CONFIG).spec.layer.attention.rope, dim, 200, dtype, "cpu")
 
 
 def check_attention(

@@ -33,6 +33,7 @@ class Cache:
 @dataclass
 class Caches:
     kv: Cache
+    delta: None = None
 
     @property
     def kinds(self) -> list[Cache]:

@@ -55,7 +55,7 @@ def dense(outputs: int, inputs: int) -> DenseWeight:
 def shard_weights(config: ModelConfig, make: Callable[[int, int], Weight], rank: int, size: int) -> ModelWeights:
     """Returns the weights of a rank on the meta device, which the sharding of the product has cut."""
     spec, hidden = config.spec, config.spec.hidden_size
-    mixer, inner = spec.layer.mixer, spec.layer.mlp.intermediate_size
+    mixer, inner = spec.layer.attention, spec.layer.mlp.intermediate_size
     norm = torch.empty(hidden, dtype=BF16, device="meta")
     layer = LayerWeights(
         norm, make(mixer.q_size + 2 * mixer.kv_size, hidden), make(hidden, mixer.q_size), norm,

@@ -152,7 +152,7 @@ def covered(parts: Iterable[torch.Tensor], count: int) -> bool:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shards_cover_the_model(name: str, folder: Path) -> None:
     model = read_config(folder / name)
-    mixer, inner = model.spec.layer.mixer, model.spec.layer.mlp.intermediate_size
+    mixer, inner = model.spec.layer.attention, model.spec.layer.mlp.intermediate_size
     for size in SIZES:
         shards = [Shard.of(model, rank, size) for rank in range(size)]
         layers = [shard.layers[0] for shard in shards]

@@ -37,7 +37,7 @@ def logits(
 ) -> Tensor:
     """All logits of a prompt, gathered: the first rows as one chunk, the rest row by row."""
     model = load_model(path, dtype=dtype, ops=ops, max_positions=64, group=group)
-    spec, mixer = model.spec, model.spec.layer.mixer
+    spec, mixer = model.spec, model.spec.layer.attention
     cache = ModelCache(KVCache(len(spec.layers), model.kv_heads, mixer.head_dim, 32, ops.make_slot_mover, dtype=dtype))
     rows: list[Tensor] = []
     for first, last in ((0, 7), (7, 8), (8, len(TOKENS))):
@@ -172,7 +172,7 @@ def test_hidden_states_are_complete_on_every_rank(tmp_path: Path) -> None:
         model = load_model(
             tmp_path, dtype=torch.float64, ops=reference, max_positions=64, group=group, hidden_layers=(0, 1)
         )
-        head_dim, hidden_size = model.spec.layer.mixer.head_dim, model.spec.hidden_size
+        head_dim, hidden_size = model.spec.layer.attention.head_dim, model.spec.hidden_size
         kv = KVCache(2, model.kv_heads, head_dim, 32, reference.make_slot_mover, dtype=torch.float64)
         states = model.forward(chain(TOKENS), ModelCache(kv)).hidden
         assert states is not None and states.shape == (len(TOKENS), 2, hidden_size)

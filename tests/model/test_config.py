@@ -73,7 +73,7 @@ def read(**changes: Any) -> ModelConfig:
 
 
 def mixer(**changes: Any) -> AttentionSpec:
-    return read(**changes).spec.layer.mixer
+    return read(**changes).spec.layer.attention
 
 
 def test_a_version_4_config() -> None:
@@ -117,7 +117,7 @@ def test_rope(fields: dict[str, Any], want: RopeSpec) -> None:
 @pytest.mark.parametrize("rope", ROPES)
 def test_configs_written_by_transformers(tmp_path: Path, family: str, rope: str) -> None:
     make_model(family=family, rope=ROPES[rope]).config.save_pretrained(tmp_path)
-    mixer = read_config(tmp_path).spec.layer.mixer
+    mixer = read_config(tmp_path).spec.layer.attention
     assert (mixer.rope.kind, mixer.rope.theta) == (rope, ROPES[rope]["rope_theta"])
     assert mixer.rope.factor == ROPES[rope].get("factor", 1.0) and mixer.head_dim == 8
 

@@ -63,7 +63,7 @@ def test_no_key_or_value_can_overflow(tmp_path: Path) -> None:
     """The largest rows that a norm can output come near the bound, but not beyond it."""
     make_checkpoint(tmp_path, family="qwen2", dtype=torch.float32)
     spec = read_config(tmp_path).spec
-    weights, mixer = Checkpoint(spec, open_tensors(tmp_path)).read(), spec.layer.mixer
+    weights, mixer = Checkpoint(spec, open_tensors(tmp_path)).read(), spec.layer.attention
     for read in Fp8KVScale(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim).of_weights(weights).layers:
         layer = read()
         assert layer.qkv.bias is not None and layer.input_norm is not None
@@ -80,7 +80,7 @@ def test_no_key_with_a_norm_can_overflow(tmp_path: Path) -> None:
     bound."""
     make_checkpoint(tmp_path, family="qwen3", dtype=torch.float32)
     spec = read_config(tmp_path).spec
-    weights, mixer = Checkpoint(spec, open_tensors(tmp_path)).read(), spec.layer.mixer
+    weights, mixer = Checkpoint(spec, open_tensors(tmp_path)).read(), spec.layer.attention
     scale = Fp8KVScale(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
     for plain, read in zip(weights.layers, scale.of_weights(weights).layers):
         before, after = plain(), read()

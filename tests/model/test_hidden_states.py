@@ -24,7 +24,7 @@ LAYERS = 3
 
 def hidden_of(model: Any, batches: list[Batch], ops: Any = reference, sequences: int = 1) -> Tensor:
     """The hidden states of all rows of some forwards over one cache; the last forward also runs the LM head."""
-    kv = KVCache(LAYERS, model.kv_heads, model.spec.layer.mixer.head_dim, 64, ops.make_slot_mover, dtype=model.dtype)
+    kv = KVCache(LAYERS, model.kv_heads, model.cache_shapes[0][2], 64, ops.make_slot_mover, dtype=model.dtype)
     cache = ModelCache(kv, sequences)
     outputs = [model.forward(batch, cache, head=batch is batches[-1]) for batch in batches]
     assert [output.logits is None for output in outputs[:-1]] == [True] * (len(batches) - 1)
@@ -83,7 +83,7 @@ def test_without_hidden_layers_nothing_is_kept(tmp_path: Path) -> None:
     backends: list[Any] = [reference] if _C.level() == "none" else [reference, host]
     for ops in backends:
         model = load_model(tmp_path, dtype=torch.float32, ops=ops, max_positions=64)
-        cache = ModelCache(KVCache(LAYERS, model.kv_heads, model.spec.layer.mixer.head_dim, 64, ops.make_slot_mover))
+        cache = ModelCache(KVCache(LAYERS, model.kv_heads, model.cache_shapes[0][2], 64, ops.make_slot_mover))
         output = model.forward(chain(TOKENS), cache)
         assert output.logits is not None and output.hidden is None
         if model.fused is not None:

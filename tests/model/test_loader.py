@@ -38,7 +38,7 @@ def load(path: Path, **options: Any) -> Transformer:
 
 def logits(path: Path, **options: Any) -> Tensor:
     model = load(path, **options)
-    mixer, layers = model.spec.layer.mixer, len(model.spec.layers)
+    mixer, layers = model.spec.layer.attention, len(model.spec.layers)
     kv = KVCache(layers, mixer.num_kv_heads, mixer.head_dim, 32, reference.make_slot_mover, dtype=model.dtype)
     out = model.forward(chain(TOKENS), ModelCache(kv)).logits
     assert out is not None

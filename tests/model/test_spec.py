@@ -19,6 +19,7 @@ from swiftspec.model.spec import (
     FEATURES,
     READER_FIELDS,
     AttentionSpec,
+    GatedDeltaSpec,
     LayerSpec,
     MlpSpec,
     ModelSpec,
@@ -27,8 +28,9 @@ from swiftspec.model.spec import (
 )
 from swiftspec.model.tensor_names import HF_NAMES, TensorNames
 
-PLAIN = LayerSpec(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeSpec(10000.0)), MlpSpec(48))
-FULL = LayerSpec(replace(PLAIN.mixer, qkv_bias=True, o_bias=True, qk_norm="head"), MlpSpec(48, bias=True))
+ATTENTION = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeSpec(10000.0))
+PLAIN = LayerSpec(ATTENTION, MlpSpec(48))
+FULL = LayerSpec(replace(ATTENTION, qkv_bias=True, o_bias=True, qk_norm="head"), MlpSpec(48, bias=True))
 
 
 def spec_of(*layers: LayerSpec, tie: bool = False) -> ModelSpec:
@@ -110,7 +112,7 @@ def test_an_architecture_can_rename_tensors() -> None:
 
 
 def test_memory_is_the_sum_over_the_layers() -> None:
-    wide = replace(PLAIN, mixer=replace(PLAIN.mixer, num_kv_heads=4), mlp=MlpSpec(80))
+    wide = replace(PLAIN, mixer=replace(ATTENTION, num_kv_heads=4), mlp=MlpSpec(80))
     assert kv_bytes_per_token(spec_of(PLAIN, wide), torch.bfloat16) == 2 * 2 * (2 + 4) * 8
     tables = 2 * 64 * 32
     matrices = 32 * (32 + 16 + 16 + 32 + 3 * 48) + 32 * (4 * 32 + 3 * 80)
@@ -127,7 +129,7 @@ def test_layers_that_differ_are_refused_where_all_must_be_alike() -> None:
 
 
 def test_each_layer_is_sharded_by_its_own_shape() -> None:
-    wide = replace(PLAIN, mixer=replace(PLAIN.mixer, num_kv_heads=4, head_dim=16), mlp=MlpSpec(80))
+    wide = replace(PLAIN, mixer=replace(ATTENTION, num_kv_heads=4, head_dim=16), mlp=MlpSpec(80))
     first, second = Shard.of(config_of(spec_of(PLAIN, wide)), 0, 2).layers
     assert (first.num_heads, first.kv_heads, first.head_dim, len(first.down)) == (2, 1, 8, 32)
     assert (second.num_heads, second.kv_heads, second.head_dim, len(second.down)) == (2, 2, 16, 48)
@@ -135,7 +137,7 @@ def test_each_layer_is_sharded_by_its_own_shape() -> None:
 
 def test_norms_fused_and_renamed_matrices() -> None:
     names = TensorNames(qkv="attention.qkv", gate_up="mlp.both", mixer_output_norm="a", mlp_output_norm="b")
-    after = replace(FULL, norms="after", mixer=replace(FULL.mixer, qk_norm="projection"), output_scale=True)
+    after = replace(FULL, norms="after", mixer=replace(FULL.attention, qk_norm="projection"), output_scale=True)
     shapes = layer_of(read(spec_of(after), names), 0)
     assert shapes == {
         "attention.qkv.weight": (64, 32), "attention.qkv.bias": (64,), "self_attn.o_proj.weight": (32, 32),
@@ -148,16 +150,16 @@ def test_norms_fused_and_renamed_matrices() -> None:
         "mlp.gate_proj.weight",
         "mlp.up_proj.weight",
     } | {"attention.qkv.weight", "mlp.both.weight", "a.weight", "b.weight"}
-    shared = replace(PLAIN, mixer=replace(PLAIN.mixer, keys_as_values=True))
+    shared = replace(PLAIN, mixer=replace(ATTENTION, keys_as_values=True))
     assert layer_of(read(spec_of(shared)), 0).keys() == MATRICES.keys() - {"self_attn.v_proj.weight"}
 
 
 def test_optional_fields_in_use_are_named_unless_they_are_known() -> None:
     """A field that nobody declares as known is refused, too."""
     assert unknown_fields(spec_of(PLAIN)) is None
-    biased = replace(PLAIN, mixer=replace(PLAIN.mixer, qkv_bias=True, o_bias=True, keys_as_values=True))
+    biased = replace(PLAIN, mixer=replace(ATTENTION, qkv_bias=True, o_bias=True, keys_as_values=True))
     assert unknown_fields(spec_of(biased)) is None, "the reader of the checkpoint handles them"
-    windowed = replace(PLAIN, mixer=replace(PLAIN.mixer, window=8), norms="both")
+    windowed = replace(PLAIN, mixer=replace(ATTENTION, window=8), norms="both")
     spec = replace(spec_of(PLAIN, windowed), logit_softcap=30.0)
     assert unknown_fields(spec) == (
         "soft cap of logits (logit_softcap), no norms after attention and MLP (norms), no sliding window (window)"
@@ -166,8 +168,15 @@ def test_optional_fields_in_use_are_named_unless_they_are_known() -> None:
     assert unknown_fields(spec, ("window", "norms", "logit_softcap")) is None
     optional = {
         field.name
-        for part in (spec, *spec.layers, PLAIN.mixer, PLAIN.mlp)
+        for part in (spec, *spec.layers, ATTENTION, PLAIN.mlp)
         for field in fields(part)
         if field.default is not MISSING
     }
-    assert optional == FEATURES.keys() | READER_FIELDS, "every optional field has a description"
+    assert optional | {"gated_delta"} == FEATURES.keys() | READER_FIELDS, "every optional field has a description"
+    delta = replace(PLAIN, mixer=GatedDeltaSpec(2, 4, 8, 8, 4))
+    gated = replace(PLAIN, mixer=replace(ATTENTION, output_gate=True))
+    assert unknown_fields(spec_of(gated, delta)) == (
+        "gated delta layers (gated_delta), no gate of the attention output (output_gate)"
+    )
+    with pytest.raises(UserError, match="only attention layers are"):
+        _ = delta.attention

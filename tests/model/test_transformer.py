@@ -27,7 +27,7 @@ def load(path: Path, dtype: torch.dtype = torch.float64) -> Transformer:
 
 
 def new_cache(model: Transformer, sequences: int = 1) -> ModelCache:
-    mixer = model.spec.layer.mixer
+    mixer = model.spec.layer.attention
     size = (len(model.spec.layers), mixer.num_kv_heads, mixer.head_dim, CAPACITY)
     return ModelCache(KVCache(*size, reference.make_slot_mover, dtype=model.dtype), sequences)
 

@@ -43,6 +43,7 @@ class HistoryModel:
     hidden_layers: tuple[int, ...] = ()
     kv_heads = 1
     cache_shapes = ((1, 1, 2),)  # layers, KV heads, head dimension
+    delta_shape = None
 
     def __init__(self, vocab: int, seed: int, sharpness: float = 1.5, device: str = "cpu") -> None:
         self.spec = replace(SPEC, vocab_size=vocab)

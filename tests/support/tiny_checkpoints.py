@@ -39,6 +39,11 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "layers": 3, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1],
         "norm_topk_prob": True,
     },
+    "qwen3_5_text": {
+        "layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16, "rope": {**ROPES["default"], "partial_rotary_factor": 0.5},
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    },
     "mistral": {"sliding_window": 6},
     "ministral3": {
         "rope": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3},

@@ -46,7 +46,7 @@ LARGE_DRAFT = shape(512, 3, 6, 2, 128, 512, 4608, tie=True)
 
 
 def logits(model: Any, tokens: list[int]) -> Tensor:
-    mixer, layers = model.spec.layer.mixer, len(model.spec.layers)
+    mixer, layers = model.spec.layer.attention, len(model.spec.layers)
     kv = KVCache(layers, mixer.num_kv_heads, mixer.head_dim, 64, reference.make_slot_mover, dtype=model.dtype)
     return model.forward(chain(tokens), ModelCache(kv)).logits
 
@@ -198,7 +198,7 @@ def test_shards_compute_the_function_of_the_whole_model(size: int) -> None:
 
     def run(group: ThreadGroup) -> Tensor:
         model = load(DRAFT, LARGE_DRAFT, "int4", quantization=head, group=group, **options)
-        kv_heads, mixer = model.cache_shapes[0][1], model.spec.layer.mixer
+        kv_heads, mixer = model.cache_shapes[0][1], model.spec.layer.attention
         kv = KVCache(len(model.spec.layers), kv_heads, mixer.head_dim, 64, reference.make_slot_mover, dtype=model.dtype)
         found = model.forward(chain(tokens), ModelCache(kv)).logits
         assert found is not None

@@ -49,7 +49,7 @@ def write(path: str | Path, sizes: dict[str, Any], kind: Kind, out: Path, device
 def _named(config: ModelConfig, number: int, layer: LayerWeights) -> dict[str, Tensor]:
     """Returns a layer's tensors by their Hugging Face names."""
     spec, names = config.spec, config.names
-    q, kv, inner = spec.layer.mixer.q_size, spec.layer.mixer.kv_size, spec.layer.mlp.intermediate_size
+    q, kv, inner = spec.layer.attention.q_size, spec.layer.attention.kv_size, spec.layer.mlp.intermediate_size
     prefix = names.layer(number)
     modules: list[tuple[str, Weight, int, int]] = [
         (names.q, layer.qkv, 0, q),

@@ -64,7 +64,7 @@ def spread(count: int, size: int, filler: int, run: int = 1, slot: int = 1) -> T
 def map_layer(small: ModelConfig, large: ModelConfig) -> Maps:
     """Returns the maps of a layer. Raises UserError if the small model does not fit, or has a feature of which no large
     model with the same function is known, such as norms of heads, whose epsilon cannot be scaled."""
-    feature, rope = unknown_fields(small.spec), small.spec.layer.mixer.rope
+    feature, rope = unknown_fields(small.spec), small.spec.layer.attention.rope
     if feature is not None:
         raise UserError(f"a model with a {feature} cannot be width-expanded")
     if rope.kind not in ("default", "linear", "llama3") or rope.share != 1 or small.names != HF_NAMES:
@@ -77,7 +77,7 @@ def map_layer(small: ModelConfig, large: ModelConfig) -> Maps:
     small_inner, large_inner = (config.spec.layer.mlp.intermediate_size for config in (small, large))
     inner = spread(small_inner, large_inner, SILENT, run, slot)
     ups = torch.where(inner < 0, SILENT, inner + small_inner)
-    qkv, o = _map_heads(small.spec.layer.mixer, large.spec.layer.mixer)
+    qkv, o = _map_heads(small.spec.layer.attention, large.spec.layer.attention)
     return Maps(
         hidden=hidden,
         input=torch.where(hidden < 0, QUIET, hidden),

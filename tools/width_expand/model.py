@@ -52,7 +52,7 @@ class Grown:
             raise UserError(f"{path}: the vocabulary cannot shrink, and can grow only together with the hidden size")
         if new.tie_word_embeddings and not old.tie_word_embeddings:
             raise UserError(f"{path}: this shape requires tied embeddings, but the LM head is separate")
-        if any(size % GROUP for size in (new.hidden_size, new.layer.mlp.intermediate_size, new.layer.mixer.q_size)):
+        if any(size % GROUP for size in (new.hidden_size, new.layer.mlp.intermediate_size, new.layer.attention.q_size)):
             raise UserError(f"the sizes of the shape must be multiples of {GROUP}")
         noise = torch.Generator(device).manual_seed(seed)
         return Grown(small, large, source, map_layer(small, large), Filler(noise, DTYPES[kind], kind == "int4"))
@@ -95,7 +95,7 @@ class Grown:
     def _layer(self, source: LayerWeights | None) -> LayerWeights:
         matrix, maps = self.filler.matrix, self.maps
         gain = torch.ones(maps.qkv.shape[0])
-        small, large = self.small.spec.layer.mixer, self.large.spec.layer.mixer
+        small, large = self.small.spec.layer.attention, self.large.spec.layer.attention
         gain[: maps.o.shape[0]] = (large.head_dim / small.head_dim) ** 0.5
         if source is None:
             source, maps = self._nothing(), maps.blank()
@@ -110,7 +110,7 @@ class Grown:
 
     def _nothing(self) -> LayerWeights:
         """Returns the source of a blank layer: zero biases, and matrices from which no row is copied."""
-        hidden, mixer, mlp = self.small.spec.hidden_size, self.small.spec.layer.mixer, self.small.spec.layer.mlp
+        hidden, mixer, mlp = self.small.spec.hidden_size, self.small.spec.layer.attention, self.small.spec.layer.mlp
 
         def weight(rows: int, columns: int, bias: bool) -> Weight:
             return DenseWeight(torch.zeros(rows, columns), torch.zeros(rows) if bias else None)
@@ -160,7 +160,7 @@ def load(
     shard = None if group is None else Shard.of(grown.large, group.rank, group.size)
     weights = quantization.of_weights(weights if shard is None else shard.cut(weights))
     if cache_dtype == FLOAT8:
-        mixer = spec.layer.mixer
+        mixer = spec.layer.attention
         heads = (mixer.num_heads, mixer.num_kv_heads)
         heads = heads if shard is None else (shard.layers[0].num_heads, shard.layers[0].kv_heads)
         weights = Fp8KVScale(*heads, mixer.head_dim).of_weights(weights)

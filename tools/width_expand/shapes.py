@@ -35,7 +35,7 @@ def read_shape(shape: str) -> dict[str, Any]:
         raise UserError(f"{shape}: expected {', '.join(SHAPES)}, or the path of a config.json")
     data = json.loads(Path(shape).read_text(encoding="utf-8"))
     spec = parse_config(data).spec
-    mixer, mlp = spec.layer.mixer, spec.layer.mlp
+    mixer, mlp = spec.layer.attention, spec.layer.mlp
     sizes = (spec.hidden_size, len(spec.layers), mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
     rest = (mlp.intermediate_size, spec.vocab_size, spec.tie_word_embeddings)
     return dict(zip(FIELDS, sizes + rest, strict=True))

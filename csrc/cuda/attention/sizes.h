@@ -57,7 +57,7 @@ using DeviceShape = std::conditional_t<
     BlockShape<kDim, Stored>>;
 
 // A turn is one tile per block of a cluster. The turns of a sequence are dealt to its parts: the first kFirstTurns to part
-// 0, then one to each of the parts in turn, from part 1 on. So the part of a key, and the order of the sums, follow from
+// 0, then one to each of the parts, from part 1 on, again and again. So the part of a key, and the order of the sums, follow from
 // its number; short contexts have one part, and in long ones the parts have equal lengths. Each cluster computes a part.
 // With LongShape a second turn of part 0 takes less time than combining two parts.
 

@@ -123,7 +123,7 @@ def check_spec(spec: ModelSpec, dtype: torch.dtype) -> None:
     """Raises UserError if these operators cannot run the model on any CPU, because of its dtype or its layers."""
     if dtype not in (torch.bfloat16, torch.float32):
         raise UserError(f"the CPU operators compute in bfloat16 or float32, not {str(dtype).removeprefix('torch.')}")
-    for head_dim in (layer.mixer.head_dim for layer in spec.layers):
+    for head_dim in (mixer.head_dim for mixer in spec.attention_mixers):
         if head_dim % 16 or head_dim > MAX_HEAD_DIM:
             limits = f"a head dimension that is a multiple of 16 and at most {MAX_HEAD_DIM}"
             raise UserError(f"the CPU operators need {limits}, not {head_dim}")

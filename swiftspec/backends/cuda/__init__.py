@@ -109,7 +109,7 @@ def check_spec(spec: ModelSpec, dtype: torch.dtype) -> None:
     """Raises UserError if these operators cannot run the model on any GPU, because of its dtype or its layers."""
     if dtype != torch.bfloat16:
         raise UserError(f"the CUDA operators compute in bfloat16, not {str(dtype).removeprefix('torch.')}")
-    for mixer in dict.fromkeys(layer.mixer for layer in spec.layers):
+    for mixer in dict.fromkeys(spec.attention_mixers):
         if mixer.head_dim not in HEAD_DIMS:
             raise UserError(f"the CUDA operators need head dimension 64 or 128, not {mixer.head_dim}; use ops unfused")
         if mixer.qk_norm == "projection":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from swiftspec.backends.reference.attention import make_slot_mover, prepare, rope_tables, tree_attention
+from swiftspec.backends.reference.delta import fold_state, gated_delta, prepare_delta
 from swiftspec.backends.reference.linear import embed, linear_residual, norm_head, norm_linear, norm_swiglu
 from swiftspec.backends.reference.mixture import mlp, pack_mixture
 from swiftspec.backends.reference.noise import gumbel_rows
@@ -40,7 +41,9 @@ __all__ = [
     "draw",
     "draw_keyed",
     "embed",
+    "fold_state",
     "fuse",
+    "gated_delta",
     "gumbel_rows",
     "linear_residual",
     "log_probs",
@@ -55,6 +58,7 @@ __all__ = [
     "pack_mixture",
     "pack_norm",
     "prepare",
+    "prepare_delta",
     "rope_tables",
     "tree_attention",
 ]  # fmt: skip

@@ -90,12 +90,12 @@ def sliding_window(fields: Fields) -> int | None:
     return fields.integer("sliding_window", ge=1, le=MOST_POSITIONS)
 
 
-def layer_kinds(fields: Fields, default: Sequence[str]) -> list[str]:
-    """Returns `layer_types`, or `default`: for each layer FULL or SLIDING."""
-    kinds = fields.strings("layer_types") or list(default)
-    unknown = next((kind for kind in kinds if kind not in (FULL, SLIDING)), None)
+def layer_kinds(fields: Fields, default: Sequence[str], allowed: tuple[str, str] = (FULL, SLIDING)) -> list[str]:
+    """Returns `layer_types`, or `default`: for each layer one of the `allowed` kinds."""
+    kinds = list(fields.strings("layer_types") or default)
+    unknown = next((kind for kind in kinds if kind not in allowed), None)
     if unknown is not None:
-        raise UserError(f"layer type {truncated_repr(unknown)} is not supported; {FULL} and {SLIDING} are")
+        raise UserError(f"layer type {truncated_repr(unknown)} is not supported; {' and '.join(allowed)} are")
     if len(kinds) != layer_count(fields):
         raise UserError(f"layer_types has {len(kinds)} entries for {layer_count(fields)} layers")
     return kinds

@@ -58,7 +58,7 @@ def gemma3_spec(fields: Fields) -> ModelSpec:
         SLIDING: parse_rope({**fields.data, "rope_theta": local.theta}, SLIDING) if nested else local,
     }
     mixers = (
-        replace(layer.mixer, rope=ropes[kind], scale=scale) for layer, kind in zip(spec.layers, kinds, strict=True)
+        replace(layer.attention, rope=ropes[kind], scale=scale) for layer, kind in zip(spec.layers, kinds, strict=True)
     )
     return replace(
         replace_mixers(spec, dict(enumerate(mixers))),

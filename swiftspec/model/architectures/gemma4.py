@@ -57,7 +57,7 @@ def gemma4_spec(fields: Fields) -> ModelSpec:
         windows=windows_of(fields, kinds),
     )  # fmt: skip
     mixers = {
-        index: _mixer(fields, layer.mixer, kind, index)
+        index: _mixer(fields, layer.attention, kind, index)
         for index, (layer, kind) in enumerate(zip(spec.layers, kinds, strict=True))
     }
     spec = replace_mixers(spec, mixers)

@@ -26,7 +26,7 @@ def glm_spec(fields: Fields) -> ModelSpec:
     """Returns the spec of a GlmForCausalLM."""
     refuse_sliding_windows(fields)
     spec = decoder_spec(fields, partial_rope=True, qkv_bias=fields.boolean("attention_bias"))
-    mixers = (replace(layer.mixer, rope=replace(layer.mixer.rope, interleaved=True)) for layer in spec.layers)
+    mixers = (replace(layer.attention, rope=replace(layer.attention.rope, interleaved=True)) for layer in spec.layers)
     return replace_mixers(spec, dict(enumerate(mixers)))
 
 

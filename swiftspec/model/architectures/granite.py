@@ -21,7 +21,7 @@ def granite_spec(fields: Fields) -> ModelSpec:
     bias = fields.boolean("attention_bias")
     spec = decoder_spec(fields, qkv_bias=bias, o_bias=bias, mlp_bias=fields.boolean("mlp_bias"))
     layers = (
-        replace(layer, mixer=replace(layer.mixer, scale=attention), residual_multiplier=residual)
+        replace(layer, mixer=replace(layer.attention, scale=attention), residual_multiplier=residual)
         for layer in spec.layers
     )
     return replace(spec, layers=tuple(layers), embedding_multiplier=embedding, logit_multiplier=1 / logits)

@@ -22,5 +22,5 @@ def ministral3_spec(fields: Fields) -> ModelSpec:
     """Returns the spec of a Ministral3ForCausalLM."""
     spec = mistral_spec(fields)
     beta = fields.object("rope_parameters").number("llama_4_scaling_beta", 0.0, ge=0.0, le=1e3)
-    mixers = (replace(layer.mixer, query_scale_beta=beta) for layer in spec.layers)
+    mixers = (replace(layer.attention, query_scale_beta=beta) for layer in spec.layers)
     return replace_mixers(spec, dict(enumerate(mixers)))

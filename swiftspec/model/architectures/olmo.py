@@ -37,7 +37,7 @@ def olmo3_spec(fields: Fields) -> ModelSpec:
     nested = SLIDING in fields.object("rope_parameters").data
     ropes = {FULL: full, SLIDING: parse_rope(fields.data, SLIDING) if nested else RopeSpec(full.theta)}
     spec = _olmo_spec(fields, windows_of(fields, kinds))
-    mixers = (replace(layer.mixer, rope=ropes[kind]) for layer, kind in zip(spec.layers, kinds, strict=True))
+    mixers = (replace(layer.attention, rope=ropes[kind]) for layer, kind in zip(spec.layers, kinds, strict=True))
     return replace_mixers(spec, dict(enumerate(mixers)))
 
 

@@ -38,7 +38,7 @@ def smollm3_spec(fields: Fields) -> ModelSpec:
     windows = windows_of(fields, kinds) if windowed else [None] * count
     spec = decoder_spec(fields, qkv_bias=bias, o_bias=bias, mlp_bias=fields.boolean("mlp_bias"), windows=windows)
     mixers = {
-        index: replace(layer.mixer, rope=replace(layer.mixer.rope, kind="none"))
+        index: replace(layer.attention, rope=replace(layer.attention.rope, kind="none"))
         for index, layer in enumerate(spec.layers)
         if not rotated[index]
     }

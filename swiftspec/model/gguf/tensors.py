@@ -41,7 +41,7 @@ class GgufTensors:
         self.facts = {path.name: file_facts(path)}  # attributes that change with the contents
         self._file, self._progress, self._dtype = GgufFile.read(path), progress, dtype
         config, architecture = gguf_config(self._file), gguf_architecture(self._file)
-        mixer, names = config.spec.layers[0].mixer, architecture.names
+        mixer, names = config.spec.layers[0].attention, architecture.names
         self._heads: dict[str, int] = {}  # of the modules whose rows are reordered
         if architecture.rotates_pairs:
             self._heads = {names.q: mixer.num_heads, names.k: mixer.num_kv_heads}

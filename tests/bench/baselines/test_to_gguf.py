@@ -53,7 +53,7 @@ def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
 
 def theirs(name: str, weights: Weights) -> np.ndarray:
     """The tensor of the checkpoint as its GGUF should contain it."""
-    mixer = read_config(TARGET).spec.layer.mixer
+    mixer = read_config(TARGET).spec.layer.attention
     dense = weights.dense(name, torch.float32).numpy()
     heads = {"q_proj": mixer.num_heads, "k_proj": mixer.num_kv_heads}.get(name.split(".")[-2])
     return dense if heads is None else neighbours(dense, heads)

@@ -27,7 +27,7 @@ def test_what_each_family_determines() -> None:
 
     def traits(name: str, **fields: Any) -> tuple[bool, ...]:
         found = layer(name, **fields)
-        return found.mixer.qkv_bias, found.mixer.o_bias, found.mlp.bias, found.mixer.qk_norm == "head"
+        return found.attention.qkv_bias, found.attention.o_bias, found.mlp.bias, found.attention.qk_norm == "head"
 
     biases = {"attention_bias": True, "mlp_bias": True}
     assert traits("LlamaForCausalLM") == (False, False, False, False)
@@ -48,8 +48,8 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones() -> Non
     with pytest.raises(UserError) as caught:
         architecture_of(Fields({"architectures": ["MambaForCausalLM"]}))
     known = (
-        "Llama, Qwen2, Qwen3, Qwen3Moe, Mistral, Ministral3, SmolLM3, Granite, Olmo2, Olmo3, Phi3, Glm, Glm4, Gemma3,"
-        " Gemma4, Gemma4Unified and Mistral3 are"
+        "Llama, Qwen2, Qwen3, Qwen3Moe, Qwen3_5, Mistral, Ministral3, SmolLM3, Granite, Olmo2, Olmo3, Phi3, Glm, Glm4,"
+        " Gemma3, Gemma4, Gemma4Unified and Mistral3 are"
     )
     assert str(caught.value) == f"architecture 'MambaForCausalLM' is not supported; {known}"
 
@@ -64,7 +64,7 @@ def test_sliding_windows_are_refused_by_families_without_them(name: str) -> None
 
 def windows(name: str, count: int = 8, **fields: Any) -> list[int | None]:
     data = Fields(SIZES | {"architectures": [name], "num_hidden_layers": count} | fields)
-    return [each.mixer.window for each in architecture_of(data).spec(data).layers]
+    return [each.attention.window for each in architecture_of(data).spec(data).layers]
 
 
 def test_which_layers_have_a_sliding_window() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from swiftspec.backends import reference, unfused
+from swiftspec.cache.delta import DeltaCache
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
@@ -102,7 +103,10 @@ def greedy_text(path: Path, group: TensorParallelGroup, count: int) -> list[int]
 
 def new_cache(model: Transformer, ops: Any, capacity: int = CAPACITY) -> ModelCache:
     kv, *further = (KVCache(*shape, capacity, ops.make_slot_mover, dtype=model.dtype) for shape in model.cache_shapes)
-    return ModelCache(kv, further=further)
+    delta = None
+    if model.delta_shape is not None:
+        delta = DeltaCache(*model.delta_shape, capacity, ops.fold_state, dtype=model.dtype)
+    return ModelCache(kv, further=further, delta=delta)
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -128,6 +132,7 @@ MULTIMODAL = {
     "Mistral3ForConditionalGeneration": "ministral3",
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
 }
 
 
@@ -187,8 +192,9 @@ def test_greedy_text_in_every_mode(tmp_path: Path, family: str) -> None:
 def test_a_float8_cache_holds_every_key_and_value(tmp_path: Path, family: str) -> None:
     target, draft = make_pair(tmp_path, family=family)
     options: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 96, "ops": "reference", "kv_cache_dtype": "fp8"}
-    if family.startswith("olmo"):
-        with pytest.raises(UserError, match="needs a norm before attention"):
+    if family.startswith("olmo") or family == "qwen3_5_text":
+        reason = "gated delta layers" if family == "qwen3_5_text" else "needs a norm before attention"
+        with pytest.raises(UserError, match=reason):
             LLM(target, **options)
         return
     want = LLM(target, **options).generate(TOKENS, GREEDY).token_ids

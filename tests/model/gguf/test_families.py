@@ -98,7 +98,7 @@ def changed(path: Path, changes: Mapping[str, object]) -> GgufFile:
 
 
 def mixers(file: GgufFile) -> list[AttentionSpec]:
-    return [layer.mixer for layer in gguf_config(file).spec.layers]
+    return [layer.attention for layer in gguf_config(file).spec.layers]
 
 
 def test_what_the_metadata_of_gemma3_leave_out(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_what_the_metadata_of_phi3_and_granite_leave_out(tmp_path: Path) -> None
     path = tmp_path / "granite.gguf"
     written(path, "F32", **CASES["granite"])
     spec = gguf_config(changed(path, {"attention.scale": 0.0, "residual_scale": None, "logit_scale": 8.0})).spec
-    assert (spec.layers[0].mixer.scale, spec.layers[0].residual_multiplier) == (8**-0.5, 1.0)
+    assert (spec.layers[0].attention.scale, spec.layers[0].residual_multiplier) == (8**-0.5, 1.0)
     assert spec.logit_multiplier == 1 / 8
 
 

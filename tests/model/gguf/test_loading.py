@@ -121,7 +121,7 @@ def test_the_rope_of_llama_3(tmp_path: Path) -> None:
     path, factors = tmp_path / "llama3.gguf", llama3_factors(64).numpy()
     assert len({*factors.tolist()}) > 3
     write_gguf(path, built, metadata=lambda writer: writer.add_tensor(ROPE_FREQS, factors))
-    found = read_config(path).spec.layer.mixer.rope
+    found = read_config(path).spec.layer.attention.rope
     assert (found.kind, found.factor, found.theta, found.original_max_position) == ("llama3", 32.0, 500000.0, 8192)
     logits(path, dtype=torch.float32)  # the tensor of factors is not left over
     write_gguf(path, built, metadata=lambda writer: writer.add_tensor(ROPE_FREQS, 2 * factors))

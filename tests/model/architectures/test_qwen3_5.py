@@ -1,0 +1,251 @@
+"""Qwen3.5, a hybrid of delta layers and attention: the text of transformers and of autoregressive decoding in every
+mode, and what does not support delta layers yet says so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from swiftspec.backends import reference
+from swiftspec.builder.memory_estimate import MemoryEstimate
+from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
+from swiftspec.lab.quantize import quantize
+from swiftspec.llm import LLM
+from swiftspec.model.checkpoint_files import Tensors, open_tensors, read_config
+from swiftspec.model.formats import format_of
+from swiftspec.model.loader import load_model
+from swiftspec.model.shard import Shard
+from swiftspec.model.spec import AttentionSpec
+from swiftspec.params import SamplingParams
+from tests.model.architectures.test_families import expected, logits, new_cache
+from tests.support.ranks import Pool
+from tests.support.roles import make_runner
+from tests.support.thread_group import on_ranks
+from tests.support.tiny_checkpoints import chain, make_checkpoint, make_pair
+
+FAMILY = "qwen3_5_text"
+PROMPT = [5, 17, 3, 29, 11, 8, 2]
+GREEDY = SamplingParams(temperature=0, max_tokens=110, ignore_eos=True)
+SEEDED = replace(GREEDY, temperature=0.9, seed=3)
+GUIDED = replace(SEEDED, guidance_scale=1.5, negative_prompt_ids=(4, 9, 11, 3))
+OPTIONS: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 160}
+Texts = dict[SamplingParams, list[int]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"), family=FAMILY)
+
+
+@pytest.fixture(scope="module")
+def texts(pair: tuple[Path, Path]) -> Texts:
+    """Texts of autoregressive decoding."""
+    llm = LLM(pair[0], **OPTIONS)
+    return {sampling: llm.generate(PROMPT, sampling).token_ids for sampling in (GREEDY, SEEDED, GUIDED)}
+
+
+@pytest.mark.parametrize("chunks", [[150], [*range(7, 150, 13), 150], [63, 64, 65, 95, 96, 97, 150], [*range(1, 151)]])
+def test_logits_equal_those_of_transformers_however_a_text_is_cut(tmp_path: Path, chunks: list[int]) -> None:
+    theirs = make_checkpoint(tmp_path, family=FAMILY, dtype=torch.float64)
+    tokens = [(7 * i * i + i) % 64 for i in range(150)]
+    model = load_model(tmp_path, dtype=torch.float64, ops=reference, max_positions=160)
+    cache, rows, first = new_cache(model, reference, 160), list[Tensor](), 0
+    for last in chunks:
+        cache.append_prefix(last - first)
+        out = model.forward(chain(tokens[first:last], first), cache).logits
+        assert out is not None
+        rows.append(out)
+        first = last
+    torch.testing.assert_close(torch.cat(rows), expected(theirs, tokens), rtol=0, atol=1e-9)
+
+
+def test_greedy_text_equals_that_of_transformers(tmp_path: Path) -> None:
+    theirs = make_checkpoint(tmp_path, family=FAMILY, dtype=torch.float64, seed=1)
+    got = LLM(tmp_path, **OPTIONS).generate(PROMPT, GREEDY).token_ids
+    want = expected(theirs, [*PROMPT, *got]).argmax(-1).tolist()  # a greedy text predicts itself
+    assert got == want[len(PROMPT) - 1 : -1] and len(set(got)) > 20
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        pytest.param({"draft_leaves": 1, "draft_steps": 8}, marks=pytest.mark.slow),
+        pytest.param({"verify_batch": 16, "draft_leaves": 6, "draft_steps": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["default", "deep", "wide"],
+)
+def test_a_draft_does_not_change_the_text(pair: tuple[Path, Path], texts: Texts, plan: dict[str, Any]) -> None:
+    assert all(len({*text}) > 20 for text in texts.values())
+    llm = LLM(*pair, EngineConfig("serial", **plan), **OPTIONS)
+    for sampling, want in texts.items():
+        answer = llm.generate(PROMPT, sampling)
+        assert answer.token_ids == want and answer.stats.accepted > 15
+
+
+def test_a_draft_that_is_always_rejected(tmp_path: Path, pair: tuple[Path, Path], texts: Texts) -> None:
+    make_checkpoint(tmp_path, family=FAMILY, dtype=torch.float64, seed=9)
+    for sampling, want in texts.items():
+        answer = LLM(pair[0], tmp_path, EngineConfig("serial"), **OPTIONS).generate(PROMPT, sampling)
+        assert answer.token_ids == want and answer.stats.accepted < 20
+
+
+@pytest.mark.parametrize("family", ["qwen3", FAMILY])
+def test_one_model_may_be_a_hybrid_and_the_other_not(tmp_path: Path, family: str) -> None:
+    other = FAMILY if family == "qwen3" else "qwen3"
+    make_checkpoint(tmp_path / "target", family=family, dtype=torch.float64, seed=1)
+    make_checkpoint(tmp_path / "draft", family=other, dtype=torch.float64, seed=2)
+    want = LLM(tmp_path / "target", **OPTIONS).generate(PROMPT, SEEDED).token_ids
+    answer = LLM(tmp_path / "target", tmp_path / "draft", EngineConfig("serial"), **OPTIONS).generate(PROMPT, SEEDED)
+    assert answer.token_ids == want
+
+
+def test_the_last_token_of_the_context(pair: tuple[Path, Path]) -> None:
+    for length in (63, 64, 65, 97):
+        options: dict[str, Any] = OPTIONS | {"max_model_len": length}
+        sampling = replace(SEEDED, max_tokens=None)
+        want = LLM(pair[0], **options).generate(PROMPT, sampling)
+        answer = LLM(*pair, EngineConfig("serial"), **options).generate(PROMPT, sampling)
+        assert answer.token_ids == want.token_ids and len(want.token_ids) == length - len(PROMPT)
+
+
+def test_a_batch_of_requests(pair: tuple[Path, Path], texts: Texts) -> None:
+    """Requests that start and end at different times; cache sequences are used again."""
+    llm = LLM(*pair, EngineConfig("serial", max_num_seqs=3), **OPTIONS)
+    kinds = [GREEDY, SEEDED, GUIDED, replace(GREEDY, max_tokens=40), SEEDED]
+    for _ in range(2):
+        answers = llm.generate_batch([PROMPT] * len(kinds), kinds)
+        for sampling, answer in zip(kinds, answers, strict=True):
+            want = texts[GREEDY][:40] if sampling.max_tokens == 40 else texts[sampling]
+            assert answer.token_ids == want
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"mode": "async", "target_tp": 1, "draft_tp": 1},
+        pytest.param({"mode": "async", "target_tp": 2, "draft_tp": 1}, marks=pytest.mark.slow),
+        pytest.param({"mode": "async", "target_tp": 1, "draft_tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"mode": "serial", "target_tp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=lambda plan: "-".join(map(str, plan.values())),
+)
+def test_ranks(pool: Pool, pair: tuple[Path, Path], texts: Texts, plan: dict[str, Any]) -> None:
+    kinds = (GREEDY, SEEDED)
+    values = [
+        {"temperature": kind.temperature, "seed": kind.seed, "max_tokens": 110, "ignore_eos": True} for kind in kinds
+    ]
+    ranks = plan["target_tp"] + plan.get("draft_tp", 0)
+    answers = pool.run(
+        ranks, "decode", target=str(pair[0]), draft=str(pair[1]), plan=plan, max_model_len=160,
+        requests=[(PROMPT, each) for each in values],
+    )[0]  # fmt: skip
+    assert [answer["tokens"] for answer in answers] == [texts[kind] for kind in kinds]
+    assert all(answer["lost"] is None and answer["rounds"] < 100 for answer in answers)
+
+
+def test_no_prefix_is_reused(pair: tuple[Path, Path], texts: Texts) -> None:
+    """The folded state is that of a later position, so a prompt is prefilled as a whole, and a line says so."""
+    notes = list[str]()
+    llm = LLM(*pair, EngineConfig("serial"), note=notes.append, **OPTIONS)
+    assert [note for note in notes if "delta" in note and "prefix" in note] == [
+        "the target has gated delta layers, which run without a prefix cache",
+        "the draft has gated delta layers, which run without a prefix cache",
+    ]
+    prompt = [*PROMPT, *texts[GREEDY][:60]]
+    for text in (PROMPT, prompt, PROMPT, prompt):
+        answer = llm.generate(text, replace(GREEDY, max_tokens=30))
+        first = len(text) - len(PROMPT)
+        assert answer.token_ids == texts[GREEDY][first : first + 30] and answer.stats.cached_tokens == 0
+
+
+def test_weights_of_multi_token_prediction_are_not_read(tmp_path: Path) -> None:
+    theirs = make_checkpoint(tmp_path, family=FAMILY, dtype=torch.float64)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(3)}, file)
+    model = load_model(tmp_path, dtype=torch.float64, ops=reference, max_positions=16)
+    ours = model.forward(chain(PROMPT), new_cache(model, reference, 16)).logits
+    torch.testing.assert_close(ours, expected(theirs, PROMPT), rtol=0, atol=1e-9)
+    save_file(tensors | {"model.layers.0.linear_attn.more.weight": torch.zeros(3)}, file)
+    with pytest.raises(UserError, match=r"linear_attn\.more\.weight is not part of the architecture"):
+        load_model(tmp_path, dtype=torch.float64, ops=reference, max_positions=16)
+
+
+def test_every_fourth_layer_has_attention_by_default(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family=FAMILY, layers=4)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["layer_types"]
+    for count, period, attention in ((8, None, [3, 7]), (6, 3, [2, 5])):
+        fields = {"num_hidden_layers": count} | ({} if period is None else {"full_attention_interval": period})
+        (tmp_path / "config.json").write_text(json.dumps(config | fields))
+        mixers = [layer.mixer for layer in read_config(tmp_path).spec.layers]
+        assert [index for index, mixer in enumerate(mixers) if isinstance(mixer, AttentionSpec)] == attention
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "without a layer of type full_attention"),
+        ({"layer_types": ["full_attention", "mamba"] * 2}, "layer type 'mamba'"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads 3 is not a multiple of linear_num_key_heads 2"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    make_checkpoint(tmp_path, family=FAMILY)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(UserError, match=message):
+        read_config(tmp_path)
+
+
+def test_key_heads_are_divided_equally(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(UserError, match="2 key heads of the delta layers cannot be sharded over 3 ranks"):
+        Shard.of(read_config(pair[0]), 0, 3)
+
+
+INT4_SHAPE: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}  # fmt: skip
+
+
+def test_int4_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """Rows that are reordered, of queries with their gates and of a shard, keep their codes."""
+    make_checkpoint(tmp_path / "dense", family=FAMILY, **INT4_SHAPE)
+    quantize(tmp_path / "dense", tmp_path / "int4", 32)
+    tensors, layout = open_tensors(tmp_path / "int4"), format_of(read_config(tmp_path / "int4"))
+    assert isinstance(tensors, Tensors) and layout is not None
+    expanded = dict[str, Tensor]()
+    for name, shape in tensors.shapes().items():
+        module, _, kind = name.rpartition(".")
+        if kind == "qweight":
+            weight = layout.linear(tensors, module, shape[1] * 8, shape[0], None)
+            expanded[f"{module}.weight"] = weight.dequantize(torch.float64)
+        elif kind not in ("qzeros", "scales"):
+            expanded[name] = tensors.take(name, *shape)
+    save_file(expanded, tmp_path / "dense" / "model.safetensors")
+    want, ours = (logits(tmp_path / name, reference) for name in ("dense", "int4"))
+    torch.testing.assert_close(ours, want, rtol=0, atol=1e-9)
+    one, two = on_ranks(2, lambda group: logits(tmp_path / "int4", reference, group))
+    assert torch.equal(one, two)
+    torch.testing.assert_close(one, want, rtol=0, atol=1e-9)
+
+
+def test_the_estimated_size_of_the_caches(pair: tuple[Path, Path]) -> None:
+    model = load_model(pair[0], dtype=torch.bfloat16, ops=reference, max_positions=400)
+    cache = make_runner(model, reference, context=380, tree_slots=20).cache
+    delta = cache.delta
+    assert delta is not None
+    buffers = (cache.kv.k, cache.kv.v, delta.state, delta.keys, delta.updates, delta.decays, delta.inputs)
+    need = MemoryEstimate(read_config(pair[0]), torch.bfloat16, 400, tree_slots=20, ops=reference)
+    assert need.cache == sum(buffer.nbytes for buffer in buffers)
