@@ -41,9 +41,6 @@ class ModelOps(Protocol):
     """
 
     def pack(self, weight: Weight, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
-    def pack_mixture(
-        self, weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, device: torch.device | str, /
-    ) -> PackedMixture: ...
     def pack_norm(self, weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
     def rope_tables(
         self, rope: Any, head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str, /
@@ -60,11 +57,19 @@ class ModelOps(Protocol):
         multiplier: float, /,
     ) -> Tensor: ...  # fmt: skip
     def mlp(
-        self, hidden: Tensor, norm: Any, weights: PackedMlp | PackedMixture, residual: Tensor,
+        self, hidden: Tensor, norm: Any, weights: Any, residual: Tensor,
         reduce: Callable[[Tensor], Tensor] | None, output_norm: Any, multiplier: float, /,
     ) -> Tensor: ...  # fmt: skip
     def norm_head(self, x: Tensor, norm: Any, packed: Any, multiplier: float, softcap: float | None, /) -> Tensor: ...
     def mask_outputs(self, packed: Any, outputs: Sequence[int], device: torch.device | str, /) -> Any: ...
+
+
+class MixtureOps(Protocol):
+    """The operator that packs mixtures of experts, for the `mlp` of the same backend; not every backend has it."""
+
+    def pack_mixture(
+        self, weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, device: torch.device | str, /
+    ) -> PackedMixture: ...
 
 
 class DeltaOps(Protocol):
@@ -229,7 +234,9 @@ class Transformer:
 
     def _pack_mlp(self, layer: LayerWeights, spec: MlpSpec) -> PackedMlp | PackedMixture:
         if spec.experts is not None:
-            return self._ops.pack_mixture(layer, spec, self.dtype, self.device)
+            operators: Any = self._ops
+            mixture_ops: MixtureOps = operators  # `check_supported` of other backends refuses mixtures
+            return mixture_ops.pack_mixture(layer, spec, self.dtype, self.device)
         gate_up, down = (self._ops.pack(matrix, self.dtype, self.device) for matrix in (layer.gate_up, layer.down))
         return PackedMlp(gate_up, down, spec.activation)
 

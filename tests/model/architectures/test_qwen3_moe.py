@@ -61,8 +61,8 @@ def test_which_layers_are_mixtures() -> None:
     assert dense == MlpSpec(6144) and sparse == MlpSpec(16, experts=ExpertsSpec(8, 8, False))
     assert spec(norm_topk_prob=True, num_experts_per_tok=2).layers[0].mlp.experts == ExpertsSpec(8, 2, True)
     assert spec(num_experts=None, num_local_experts=16) == spec(num_experts=16), "transformers 5 renames the field"
-    windows = [layer.mixer.window for layer in spec(use_sliding_window=True, sliding_window=9).layers]
-    assert windows == [9] * 4 and spec(sliding_window=9).layers[0].mixer.window is None
+    windows = [layer.attention.window for layer in spec(use_sliding_window=True, sliding_window=9).layers]
+    assert windows == [9] * 4 and spec(sliding_window=9).layers[0].attention.window is None
 
 
 @pytest.mark.parametrize(
