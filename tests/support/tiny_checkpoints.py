@@ -117,7 +117,8 @@ def make_model(
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # strong layers: with weak ones the residual stream repeats its token, especially with tied embeddings
-            scale = 1.0 if "embed" in name else 2.5 / weight.shape[-1] ** 0.5 if weight.ndim > 1 else 0.3
+            matrix = weight.ndim == 2 or "experts" in name
+            scale = 1.0 if "embed" in name else 2.5 / weight.shape[-1] ** 0.5 if matrix else 0.3
             drawn = scale * torch.randn(weight.shape, generator=noise, dtype=torch.float64)
             weight.copy_(1 + drawn if "norm" in name else drawn)
         for name, scale in model.named_buffers():
