@@ -1,7 +1,7 @@
 """Command `swiftspec quantize`: rounds the weights of a model to int4, in the layout of AutoAWQ ("gemm" version).
 
 Round-to-nearest: no calibration data, no scaling of channels, one scale and one zero point per group of inputs. The
-matrices of the layers are quantised; embedding, norms, biases, routers and LM head stay dense. Tensors are read,
+matrices of the layers are quantised; embedding, norms, biases, routers, rates and LM head stay dense. Tensors are read,
 quantised and written one after the other, so that memory does not depend on the size of the model.
 """
 
@@ -137,14 +137,15 @@ def quantized_tensors(tensors: Tensors, config: ModelConfig, group: int) -> Iter
             except ValueError as error:
                 raise UserError(f"{tensors.folder}: {name} cannot be quantised: {error}") from None
         else:
-            wide = tensor.dtype in WIDE_FLOATS
+            wide = tensor.dtype in WIDE_FLOATS and not name.endswith(f".{names.decay_log}")
             yield {name: (tensor.half() if wide else tensor).contiguous()}, False
 
 
 def _is_matrix(name: str, shape: Sequence[int], names: TensorNames) -> bool:
-    """Returns whether a tensor is the matrix of a linear layer of the decoder's layers, other than the router of a
-    mixture of experts, which stays dense."""
-    inside = name.startswith(f"{names.layers}.") and not name.endswith(f".{names.router}.weight")
+    """Returns whether a tensor is the matrix of a linear layer of the decoder's layers. The few rows of the router of a
+    mixture of experts and of the rates of a delta layer, to which outputs are sensitive, stay dense."""
+    dense = (names.router, names.update_rate, names.decay_rate)
+    inside = name.startswith(f"{names.layers}.") and not name.endswith(tuple(f".{module}.weight" for module in dense))
     return inside and name.endswith(".weight") and len(shape) == 2
 
 

@@ -142,6 +142,26 @@ def test_wide_weights_become_float16(tmp_path: Path) -> None:
     assert config["quantization_config"]["group_size"] == 64
 
 
+def test_routers_and_rates_stay_as_they_are(tmp_path: Path) -> None:
+    """The result of a hybrid with decays in float32 loads and decodes."""
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 8, "linear_value_head_dim": 16}
+    make_checkpoint(tmp_path / "hybrid", family="qwen3_5_text", hidden_size=64, intermediate_size=64, head_dim=32,
+                    linear_key_head_dim=16, **delta, dtype=torch.float32)  # fmt: skip
+    make_checkpoint(tmp_path / "mixture", family="qwen3_moe", hidden_size=64, intermediate_size=64,
+                    moe_intermediate_size=32, dtype=torch.bfloat16)  # fmt: skip
+    kept = {"hybrid": ("in_proj_a.weight", "in_proj_b.weight", "A_log"), "mixture": ("mlp.gate.weight",)}
+    for name, ends in kept.items():
+        quantize.quantize(tmp_path / name, tmp_path / f"{name}-int4", 32)
+        before, after = (load_file(tmp_path / each / "model.safetensors") for each in (name, f"{name}-int4"))
+        there = [key for key in before if key.endswith(ends)]
+        assert all(any(key.endswith(end) for key in there) for end in ends)
+        for key in there:
+            assert torch.allclose(after[key].float(), before[key].float(), rtol=1e-3, atol=1e-6)
+        assert all(after[key].dtype == before[key].dtype for key in there if key.endswith("A_log"))
+    text = LLM(tmp_path / "hybrid-int4", device="cpu", dtype="float32", ops="reference").generate([3, 1, 4], GREEDY)
+    assert len(text.token_ids) == GREEDY.max_tokens
+
+
 def test_the_result_may_be_an_empty_directory(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the current one, and the target of a symbolic link."""
     for name in ("here", "there"):
