@@ -153,8 +153,9 @@ class PairFinder:
         return None if line is None else line.removeprefix("the draft ")
 
     def _predict(self, draft: ModelConfig) -> tuple[Row | None, Row | None]:
-        """Returns the predictions of the best split with this draft and of autoregressive decoding."""
-        if self._machine is None:
+        """Returns the predictions of the best split with this draft and of autoregressive decoding; None if the latency
+        model does not know the machine or a kind of layer."""
+        if self._machine is None or self.config.spec.delta_mixers or draft.spec.delta_mixers:
             return None, None
         step_times = modelled_step_times(self.config, draft, self._machine.ends, W)
         rows = predict(self._machine.ranks, self._acceptance, BS, W, step_times)

@@ -13,10 +13,10 @@ from swiftspec.__main__ import main
 from swiftspec.lab import pair
 from swiftspec.lab.latency_model import GPUS, constants
 from swiftspec.lab.machine import PredictedMachine
-from swiftspec.lab.pair import LocalModel, PairedDraft, PairFinder, RefusedDraft, models_in, parameters
+from swiftspec.lab.pair import LocalModel, PairedDraft, PairFinder, RefusedDraft, format_pairs, models_in, parameters
 from swiftspec.model.checkpoint_files import read_config
 from tests.support.gguf_files import write_gguf
-from tests.support.tiny_checkpoints import make_model
+from tests.support.tiny_checkpoints import make_checkpoint, make_model
 from tests.support.toy_pair import (
     byte_fallback_tokenizer,
     byte_level_tokenizer,
@@ -72,6 +72,15 @@ def test_every_model_is_a_draft_or_has_a_reason(models: Path) -> None:
         assert each.best is not None and each.plain is not None
         assert each.best.mode != "ar" and each.plain.mode == "ar"
         assert 0 < each.best.low <= each.best.speed <= each.best.high
+
+
+def test_a_hybrid_is_a_draft_without_a_prediction(models: Path, tmp_path: Path) -> None:
+    kinds = ["linear_attention", "full_attention"]
+    make_checkpoint(tmp_path, family="qwen3_5_text", vocab=320, hidden_size=8, intermediate_size=8, head_dim=4, layers=2,
+                    layer_types=kinds)  # fmt: skip
+    found = PairFinder(models / "target", MACHINE).check(LocalModel("hybrid", tmp_path))
+    assert isinstance(found, PairedDraft) and found.best is None
+    assert "hybrid" in format_pairs([found], MACHINE)
 
 
 def test_the_number_of_parameters(models: Path) -> None:
