@@ -75,9 +75,9 @@ def test_every_model_is_a_draft_or_has_a_reason(models: Path) -> None:
 
 
 def test_a_hybrid_is_a_draft_without_a_prediction(models: Path, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "head_dim": 4, "layers": 2}
     kinds = ["linear_attention", "full_attention"]
-    make_checkpoint(tmp_path, family="qwen3_5_text", vocab=320, hidden_size=8, intermediate_size=8, head_dim=4, layers=2,
-                    layer_types=kinds)  # fmt: skip
+    make_checkpoint(tmp_path, family="qwen3_5_text", vocab=320, layer_types=kinds, **sizes)
     found = PairFinder(models / "target", MACHINE).check(LocalModel("hybrid", tmp_path))
     assert isinstance(found, PairedDraft) and found.best is None
     assert "hybrid" in format_pairs([found], MACHINE)
