@@ -119,7 +119,7 @@ class DraftGroupServer(SessionServer):
             for answer in self.answers():
                 self._target.send(*answer.frame())
         except ConnectionError as error:
-            if not received_shutdown(self._target):
+            if not received_shutdown(self._commands):  # a prefill may have buffered it
                 raise RankLost(str(error)) from None
 
     def _next(self) -> Frame | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +113,18 @@ def connection() -> Iterator[tuple[RemoteDrafter, FakeDraft, Transport]]:
 
 def result(request: int, round_: int, at: int) -> VerifyResult:
     return VerifyResult(request, round_, at, (0,), (9,))
+
+
+def test_a_shutdown_that_a_prefill_has_buffered_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's leader ends after SHUTDOWN, while the draft works: an answer to it then fails."""
+    near, far = connect(None)
+    server = serve(far, FakeDraft())
+    near.send(Opcode.SHUTDOWN)
+    near.close()
+    assert server._commands.request_ended()
+    answer = SimpleNamespace(frame=lambda: (Opcode.PROPOSAL, [0] * 1000))
+    monkeypatch.setattr(server, "answers", lambda: repeat(answer))
+    server.run()
 
 
 def test_a_request_from_end_to_end(connection: tuple[RemoteDrafter, FakeDraft, Transport]) -> None:
