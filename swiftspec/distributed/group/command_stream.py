@@ -3,6 +3,8 @@ during a prefill."""
 
 from __future__ import annotations
 
+import contextlib
+
 from swiftspec.distributed.transport.codec import Frame
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.transport import Receiver
@@ -49,3 +51,11 @@ class CommandStream:
             return False
         except (ConnectionError, ValueError):  # a lost connection raises again in the next `recv`
             return True
+
+    def received_shutdown(self) -> bool:
+        """Returns whether a lost leader has sent SHUTDOWN before its end. Discards its remaining messages."""
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            while True:
+                if self.recv(0.0)[0] == Opcode.SHUTDOWN:
+                    return True
+        return False

@@ -21,7 +21,7 @@ from swiftspec.distributed.launch.supervision import Heartbeat
 from swiftspec.distributed.transport.codec import Message, Words, pack_message
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.request_state import ModelLimits
-from swiftspec.distributed.transport.transport import Receiver, Transport
+from swiftspec.distributed.transport.transport import Transport
 from swiftspec.errors import NonFiniteLogits, RankLost, RequestFailed
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
@@ -281,15 +281,6 @@ def dispatch_loop(
             raise RankLost(f"{leader.peer} sent an invalid message: {error}") from None
         with contextlib.suppress(RequestFailed):  # the leader raises it too and ends the request
             act()
-
-
-def received_shutdown(peer: Receiver) -> bool:
-    """Returns whether a lost peer has sent SHUTDOWN before its end. Reads and discards its remaining messages."""
-    with contextlib.suppress(ConnectionError, TimeoutError):
-        while True:
-            if peer.recv(0.0)[0] == Opcode.SHUTDOWN:
-                return True
-    return False
 
 
 def wait_for_shutdown(leader: Transport) -> None:

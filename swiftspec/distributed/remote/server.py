@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 
 from swiftspec.distributed.group.command_stream import CommandStream
-from swiftspec.distributed.group.leader import LeaderDrafter, received_shutdown
+from swiftspec.distributed.group.leader import LeaderDrafter
 from swiftspec.distributed.launch.supervision import Heartbeat
 from swiftspec.distributed.remote.served_roles import DraftTraceSender, ServedDrafter, ServedRole
 from swiftspec.distributed.remote.session_messages import Answer, ErrorCode, pack_error
@@ -119,7 +119,7 @@ class DraftGroupServer(SessionServer):
             for answer in self.answers():
                 self._target.send(*answer.frame())
         except ConnectionError as error:
-            if not received_shutdown(self._commands):  # a prefill may have buffered it
+            if not self._commands.received_shutdown():  # a prefill may have buffered it
                 raise RankLost(str(error)) from None
 
     def _next(self) -> Frame | None:
