@@ -139,7 +139,7 @@ struct HeadNorm {
 // the order of positions, which is the order of a row's visible slots, so a row's result does not depend (bitwise) on
 // other rows or on the slots of its keys.
 struct AttentionArgs {
-  const void* qkv;       // [rows, (heads + 2 * kv_heads) * dim]
+  const void* qkv;       // [rows, stride], of which the first (heads + 2 * kv_heads) * dim are read
   const void* cos;       // [rows, dim]
   const void* sin;       // [rows, dim], negative in its first half
   const int64_t* slots;  // [rows]
@@ -148,7 +148,8 @@ struct AttentionArgs {
   void* values;          // the same
   void* out;             // [rows, heads * dim]
   int64_t rows, heads, kv_heads, capacity, length, width;
-  int64_t dim;  // head_dim, a multiple of 16, at most 256
+  int64_t dim;     // head_dim, a multiple of 16, at most 256
+  int64_t stride;  // elements of a row of qkv
   AttentionOptions options;
   HeadNorm norm;
 };
@@ -161,6 +162,78 @@ void projection_sums(const void* qkv, int64_t rows, int64_t heads, int64_t kv_he
 
 // KV commit: moves slots of one sequence's region, in every layer and head.
 void move_kv(const MoveArgs& args);
+
+// into *= sigmoid(gate), in T: rows of n elements. `stride`: elements between two rows of gates.
+void multiply_sigmoid(const void* gate, int64_t stride, int64_t rows, int64_t n, void* into, bool is_f32);
+
+// ---- delta layers (the gated delta rule; swiftspec/cache/delta.py documents states, slots and fold points)
+
+constexpr int64_t kFoldPositions = 32;  // FOLD_POSITIONS in swiftspec/cache/delta.py
+
+// Sizes of a delta layer. All heads have a multiple of 16 elements. Key heads have equal groups of value heads.
+struct DeltaShape {
+  int64_t k_heads, v_heads, k_dim, v_dim;
+  int64_t conv_width;  // positions that the convolution reads, its own included; at most kFoldPositions
+  int64_t v_size() const { return v_heads * v_dim; }
+  int64_t conv_size() const { return 2 * k_heads * k_dim + v_size(); }  // channels: queries, keys, values
+  bool operator==(const DeltaShape&) const = default;
+};
+
+// The delta cache of one layer and sequence. Slot 0 is the first one that is not folded.
+struct DeltaSlots {
+  float* state;    // [v_heads, k_dim, v_dim]
+  float* keys;     // [slots, k_heads, k_dim]
+  float* updates;  // [slots, v_heads, v_dim]
+  float* decays;   // [slots, v_heads]
+  void* inputs;    // [slots, conv_size] T
+};
+
+// What a row reads in every delta layer.
+struct DeltaRow {
+  int64_t row, slot;
+  int64_t first;         // its fold point as a slot: a multiple of kFoldPositions
+  int64_t begin, count;  // its ancestors from the fold point on and itself: entries of `DeltaPlan::visible`
+};
+
+// Rows that have the same fold point.
+struct DeltaGroup {
+  int64_t first;                // the fold point
+  int64_t begin, end;           // entries of `DeltaPlan::rows`
+  int64_t begin_slot, columns;  // the slots that any of these rows sees: entries of `DeltaPlan::slots`
+};
+
+// The rows of one sequence in a forward, by fold point, then by slot: ancestors come first.
+struct DeltaPlan {
+  std::vector<DeltaRow> rows;
+  std::vector<DeltaGroup> groups;
+  std::vector<int64_t> slots;    // of the groups, ascending in each
+  std::vector<int64_t> visible;  // of the rows, ascending: entries of `slots`, counted from `begin_slot`
+};
+
+// `slots`, `mask`, `width`, `length`: as in AttentionArgs. `folded`: slots of the sequence that are folded.
+DeltaPlan plan_delta(const int64_t* slots, const uint8_t* mask, int64_t rows, int64_t width, int64_t length,
+                     int64_t folded);
+
+// Convolution, gated delta rule, norm of each head and gate; writes the slots of the rows. Sums over ancestors are in
+// the order of positions from the fold point on, so a row's result does not depend (bitwise) on other rows or on slots.
+struct DeltaArgs {
+  const void* projected = nullptr;  // [rows, conv_size + v_size] T: queries, keys, values, gate
+  const void* rates = nullptr;      // [rows, 2 v_heads] T: of the update, before the sigmoid; of the decay
+  DeltaShape shape{};
+  DeltaSlots slots{};
+  const DeltaPlan* plan = nullptr;
+  const float* conv = nullptr;          // [conv_width, conv_size]
+  const float* decay_factor = nullptr;  // [v_heads]; a decay is this times softplus(rate + bias)
+  const float* decay_bias = nullptr;    // [v_heads]
+  const float* norm = nullptr;          // [v_dim]
+  float eps = 0.0f;                     // of that norm
+  void* out = nullptr;                  // [rows, v_size] T
+};
+void gated_delta(const DeltaArgs& args, bool is_f32);
+
+// Folds the first kFoldPositions slots into the state. Bitwise what `gated_delta` computes for rows whose fold point
+// lies behind these slots.
+void fold_delta(const DeltaShape& shape, const DeltaSlots& slots);
 
 // ---- noise
 

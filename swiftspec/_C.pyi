@@ -13,8 +13,9 @@ cuda_archs: tuple[int, ...]
 ROW_GROUP_WORDS: int
 
 class Cache:
-    """A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], which it keeps alive."""
-    def __init__(self, k: Array, v: Array) -> None: ...
+    """A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], and the delta cache of the same
+    model or None. Keeps them alive."""
+    def __init__(self, k: Array, v: Array, delta: DeltaCache | None) -> None: ...
     def move(self, sequence: int, source: Sequence[int], start: int) -> None:
         """Moves slots source[i] to start + i, in place and in every layer; see MoveArgs in common/arguments.h."""
 
@@ -25,7 +26,7 @@ class Decoder:
         embedding: Array,
         embedding_multiplier: float,
         kinds: Sequence[
-            tuple[Array, Array, int | None, float | None, float | None, Array | None, int, int, Array | None]
+            tuple[Array, Array, int | None, float | None, float | None, Array | None, int, int, Array | None, bool]
         ],
         norm: Array,
         eps: float,
@@ -45,6 +46,8 @@ class Decoder:
                 Array | None,
                 float,
                 float,
+                int,
+                tuple[Weights, Array, Array, Array, Array] | None,
             ]
         ],
         heads: int,
@@ -52,13 +55,16 @@ class Decoder:
         group: ShmGroup | None,
         timeout_s: float,
         hidden_layers: Sequence[int],
+        delta: tuple[int, int, int, int, int] | None,
     ) -> None:
         """`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the
-        projections that a norm covers or zeros, key heads that count. Each of `layers`: input norm, qkv, o, norm before
-        the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP, residual multiplier, scale of the
-        output. Each MLP: gate_up, down, gate, and of a mixture of experts its router, number of experts per token and
-        norm_topk_prob, otherwise None, 0, False. `hidden_layers`: the layers whose hidden states each forward keeps.
-        Keeps all arguments alive."""
+        projections that a norm covers or zeros, key heads that count, whether the output has a gate. Each of `layers`:
+        input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP,
+        residual multiplier, scale of the output, layer of its cache, and of a delta layer its rates, convolution,
+        factor and bias of the decay, and norm, otherwise None. Each MLP: gate_up, down, gate, and of a mixture of
+        experts its router, number of experts per token and norm_topk_prob, otherwise None, 0, False. `hidden_layers`:
+        the layers whose hidden states each forward keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the
+        delta layers, or None. Keeps all arguments alive."""
     def forward(
         self,
         tokens: Array,
@@ -74,6 +80,12 @@ class Decoder:
     def hidden_states(self, out: Array) -> None:
         """Copies the hidden states of the first rows of the last forward, that of a native round included, to `out`
         [rows, hidden_layers, hidden]."""
+
+class DeltaCache:
+    """Buffers of a delta cache, which it keeps alive; see swiftspec/cache/delta.py."""
+    def __init__(
+        self, state: Array, keys: Array, updates: Array, decays: Array, inputs: Array, folded: Array, conv_width: int
+    ) -> None: ...
 
 class FastReply:
     """The state from which a draft replies without Python; see host/decoder/fast_reply.h."""
@@ -305,6 +317,28 @@ def filter_scores(
 ) -> None:
     """Replaces logits by scores, and the scores that the filters exclude by -inf."""
 
+def fold_delta(state: Array, keys: Array, updates: Array, decays: Array) -> None:
+    """Folds 32 slots of one layer and sequence into its state, in place."""
+
+def gated_delta(
+    projected: Array,
+    rates: Array,
+    slots: Array,
+    mask: Array,
+    cache: DeltaCache,
+    layer: int,
+    sequence: int,
+    length: int,
+    conv: Array,
+    decay_factor: Array,
+    decay_bias: Array,
+    norm: Array,
+    eps: float,
+    out: Array,
+) -> None:
+    """Convolution, gated delta rule, norm and gate of the rows of one sequence with `length` slots in use; see
+    DeltaArgs in kernels_host.h."""
+
 def gumbel_keyed(keys: Array, first: int, out: Array) -> None:
     """As gumbel_rows, for the row keys [rows] int32."""
 
@@ -350,6 +384,12 @@ def mixture(
     out: Array,
 ) -> None:
     """RMSNorm and mixture of experts; see MixtureArgs in kernels_host.h."""
+
+def move_slots(buffer: Array, sequence: int, source: Sequence[int], start: int) -> None:
+    """The same for one buffer [layers, sequences, slots, ...] of any type."""
+
+def multiply_sigmoid(gate: Array, into: Array) -> None:
+    """into *= sigmoid(gate) [rows, n]; only the rows of `gate` must be contiguous."""
 
 def noise_bits(seed: int, stream: int, positions: Array, out: Array) -> None:
     """Fills `out` [rows, vocab] with noise bits of the positions [rows]; all int32."""

@@ -45,6 +45,7 @@ void attention(const Array& qkv, const Array& cos, const Array& sin, const Array
                                  length,
                                  width,
                                  dim,
+                                 (heads + 2 * cache.kv_heads) * dim,
                                  attention_options(window, scale, softcap, query_scale, rows),
                                  norm};
   check_range(args.slots, rows, length, "a slot is not in use");

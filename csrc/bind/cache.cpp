@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <vector>
 
 #include "bind/module.h"
@@ -12,9 +13,16 @@ namespace swiftspec::binding {
 
 namespace {
 
+Cache make_cache(const Array& k, const Array& v, std::optional<const host::DeltaCache*> delta) {
+  Cache cache(kCpu, k, v);
+  cache.delta = delta.value_or(nullptr);
+  check(cache.delta == nullptr || cache.delta->sequences == cache.sequences, "the caches have other sequences");
+  return cache;
+}
+
 void move(const Cache& cache, int64_t sequence, const std::vector<int64_t>& source, int64_t start) {
   const auto count = static_cast<int64_t>(source.size());
-  check_moves(cache, source, start);
+  check_moves(source, start, cache.capacity);
   const int64_t skipped = cache.offset(0, sequence);
   MoveArgs args{cache.keys + skipped, cache.layer_bytes(), cache.layers, cache.kv_heads, cache.capacity,
                 cache.slot_bytes(),   source.data(),       count,        start};
@@ -24,16 +32,30 @@ void move(const Cache& cache, int64_t sequence, const std::vector<int64_t>& sour
   host::move_kv(args);
 }
 
+// `buffer`: [layers, sequences, slots, ...] of any type.
+void move_slots(const Array& buffer, int64_t sequence, const std::vector<int64_t>& source, int64_t start) {
+  const int64_t layers = buffer.size(0), sequences = buffer.size(1), slots = buffer.size(2);
+  auto* data = static_cast<uint8_t*>(buffer.flat(buffer.type(), kCpu, "buffer"));
+  check(layers > 0 && sequence >= 0 && sequence < sequences && slots > 0, "a region that the buffer lacks");
+  check_moves(source, start, slots);
+  const int64_t region = buffer.bytes() / (layers * sequences);
+  py::gil_scoped_release unlocked;
+  host::move_kv({data + sequence * region, sequences * region, layers, 1, slots, region / slots, source.data(),
+                 static_cast<int64_t>(source.size()), start});
+}
+
 }  // namespace
 
 void bind_cache(py::module_& m) {
   py::class_<Cache>(m, "Cache",
-                    "A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], which it keeps "
-                    "alive.")
-      .def(py::init([](const Array& k, const Array& v) { return Cache(kCpu, k, v); }), py::arg("k"), py::arg("v"),
-           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+                    "A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], and the delta cache "
+                    "of the same model or None. Keeps them alive.")
+      .def(py::init(&make_cache), py::arg("k"), py::arg("v"), py::arg("delta"), py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
       .def("move", &move, py::arg("sequence"), py::arg("source"), py::arg("start"),
            "Moves slots source[i] to start + i, in place and in every layer; see MoveArgs in common/arguments.h.");
+  m.def("move_slots", &move_slots, py::arg("buffer"), py::arg("sequence"), py::arg("source"), py::arg("start"),
+        "The same for one buffer [layers, sequences, slots, ...] of any type.");
 }
 
 }  // namespace swiftspec::binding

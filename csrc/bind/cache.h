@@ -5,14 +5,16 @@
 #include <vector>
 
 #include "bind/arguments.h"
+#include "host/decoder/delta_cache.h"
 
 namespace swiftspec::binding {
 
-// Keys and values [layers, sequences, kv_heads, capacity, head_dim] of one type.
+// Keys and values [layers, sequences, kv_heads, capacity, head_dim] of one type, and the states of delta layers.
 struct Cache {
   uint8_t *keys, *values;
   Type type;
   int64_t layers, sequences, kv_heads, capacity, head_dim;
+  const host::DeltaCache* delta = nullptr;  // null: the model has no delta layers
 
   Cache(Device device, const Array& k, const Array& v)
       : type(k.type()),
@@ -35,12 +37,12 @@ struct Cache {
 };
 
 // Checks that slots source[i] can be moved to start + i in place; see MoveArgs.
-inline void check_moves(const Cache& cache, const std::vector<int64_t>& source, int64_t start) {
+inline void check_moves(const std::vector<int64_t>& source, int64_t start, int64_t capacity) {
   const auto count = static_cast<int64_t>(source.size());
-  check(start >= 0 && start + count <= cache.capacity, "the slots do not fit the region");
+  check(start >= 0 && start + count <= capacity, "the slots do not fit the region");
   for (int64_t i = 0; i < count; ++i) {
     const int64_t from = source[static_cast<size_t>(i)];
-    check(from >= start + i && from < cache.capacity, "a source lies before its destination or outside the region");
+    check(from >= start + i && from < capacity, "a source lies before its destination or outside the region");
     check(i == 0 || from > source[static_cast<size_t>(i - 1)], "sources must ascend");
   }
 }

@@ -24,7 +24,7 @@ CudaCache make_cache(const Array& k, const Array& v) {
 void move(const CudaCache& cache, int64_t sequence, const std::vector<int64_t>& source, int64_t start,
           uintptr_t stream) {
   const int64_t skipped = cache.offset(0, sequence);
-  check_moves(cache, source, start);
+  check_moves(source, start, cache.capacity);
   const MoveArgs args{cache.keys + skipped,
                       cache.layer_bytes(),
                       cache.layers,

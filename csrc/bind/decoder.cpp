@@ -15,6 +15,8 @@
 
 #include "bind/attention_options.h"
 #include "bind/cache.h"
+#include "bind/decoder_cache.h"
+#include "bind/delta_cache.h"
 #include "bind/module.h"
 
 namespace swiftspec::binding {
@@ -24,24 +26,47 @@ namespace {
 using host::Weights;
 // gate_up, down, gate; of a mixture of experts its router, number of experts per token and norm_topk_prob
 using MlpArgs = std::tuple<const Weights*, const Weights*, std::string, std::optional<const Weights*>, int64_t, bool>;
+// rates, convolution, factor and bias of the decay, norm
+using DeltaArgs = std::tuple<const Weights*, Array, Array, Array, Array>;
 // input norm, qkv, o, norm before the MLP, MLP, kind of attention, norm of heads, norms of the outputs of mixer and MLP,
-// residual multiplier, scale of the output
+// residual multiplier, scale of the output, layer of the cache, weights of a delta layer
 using LayerArgs = std::tuple<MaybeArray, const Weights*, const Weights*, MaybeArray, MlpArgs, int64_t, MaybeArray,
-                             MaybeArray, MaybeArray, float, float>;
+                             MaybeArray, MaybeArray, float, float, int64_t, std::optional<DeltaArgs>>;
 // cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the projections that a norm covers or zeros,
-// key heads that count
+// key heads that count, whether the output has a gate
 using KindArgs = std::tuple<Array, Array, std::optional<int64_t>, std::optional<float>, std::optional<float>, MaybeArray,
-                            int64_t, int64_t, MaybeArray>;
+                            int64_t, int64_t, MaybeArray, bool>;
+// k_heads, v_heads, k_dim, v_dim, conv_width
+using DeltaShapeArgs = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
 using Copies = std::list<std::vector<uint8_t>>;
+
+host::DeltaWeights delta_of(const DeltaArgs& args, const host::PackedModel& s) {
+  const auto& [rates, conv, factor, bias, norm] = args;
+  const host::DeltaShape& shape = s.delta;
+  check(has_shape(rates, 2 * shape.v_heads, s.hidden, s.is_f32), "the rates of a delta layer do not fit its heads");
+  return {rates, conv.at<float>(kCpu, "conv", {shape.conv_width, shape.conv_size()}),
+          factor.at<float>(kCpu, "decay_factor", {shape.v_heads}), bias.at<float>(kCpu, "decay_bias", {shape.v_heads}),
+          norm.at<float>(kCpu, "norm", {shape.v_dim})};
+}
+
+// Outputs of `qkv` and inputs of `o`.
+std::pair<int64_t, int64_t> mixer_sizes(const host::PackedModel& s, int64_t kind, bool is_delta) {
+  if (is_delta) {
+    check(s.delta.k_heads > 0, "a delta layer in a model without delta layers");
+    return {s.delta.conv_size() + s.delta.v_size(), s.delta.v_size()};
+  }
+  check(kind >= 0 && kind < static_cast<int64_t>(s.kinds.size()), "a layer's kind of attention is unknown");
+  const int64_t gates = s.kinds[static_cast<size_t>(kind)].output_gate ? s.heads : 0;
+  return {(s.heads + 2 * s.kv_heads + gates) * s.dim, s.heads * s.dim};
+}
 
 host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
   const auto& [input_norm, qkv, o, mlp_norm, mlp, kind, qk_norm, mixer_output_norm, mlp_output_norm,
-               residual_multiplier, output_scale] = args;
+               residual_multiplier, output_scale, cache_layer, delta] = args;
   const auto& [gate_up, down, gate, router, experts_per_token, norm_topk_prob] = mlp;
-  check(has_shape(qkv, (s.heads + 2 * s.kv_heads) * s.dim, s.hidden, s.is_f32) &&
-            has_shape(o, s.hidden, s.heads * s.dim, s.is_f32),
+  const auto [projected, mixed] = mixer_sizes(s, kind, delta.has_value());
+  check(has_shape(qkv, projected, s.hidden, s.is_f32) && has_shape(o, s.hidden, mixed, s.is_f32),
         "a layer's projections do not fit each other");
-  check(kind >= 0 && kind < static_cast<int64_t>(s.kinds.size()), "a layer's kind of attention is unknown");
   const auto norm = [&](const MaybeArray& weight, const char* name) {
     return at_or_null<float>(weight, kCpu, name, {s.hidden});
   };
@@ -55,7 +80,17 @@ host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
           norm(mixer_output_norm, "mixer_output_norm"),
           norm(mlp_output_norm, "mlp_output_norm"),
           residual_multiplier,
-          output_scale};
+          output_scale,
+          cache_layer,
+          delta ? delta_of(*delta, s) : host::DeltaWeights{}};
+}
+
+// Checks that the layers of each kind of cache count up from 0.
+void check_cache_layers(const std::vector<host::PackedLayer>& layers) {
+  int64_t next[2] = {0, 0};
+  for (const host::PackedLayer& layer : layers) {
+    check(layer.cache_layer == next[layer.delta.rates != nullptr]++, "the layers of a cache are not in order");
+  }
 }
 
 std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, float embedding_multiplier,
@@ -63,7 +98,8 @@ std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, float embedd
                                             const Weights& head, float logit_multiplier,
                                             std::optional<float> logit_softcap, const std::vector<LayerArgs>& layers,
                                             int64_t heads, int64_t kv_heads, std::optional<host::ShmGroup*> group,
-                                            double timeout_s, std::vector<int64_t> hidden_layers) {
+                                            double timeout_s, std::vector<int64_t> hidden_layers,
+                                            const std::optional<DeltaShapeArgs>& delta) {
   const bool is_f32 = embedding.type() == kFloat32;
   const Type type = model_type(is_f32);
   check(!kinds.empty(), "a model needs a kind of attention");
@@ -74,11 +110,17 @@ std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, float embedd
   check(has_shape(&head, head.n, hidden, is_f32), "the head does not fit the hidden size");
   check(!logit_softcap || *logit_softcap > 0.0f, "a soft cap must be above 0");
   std::vector<host::AttentionKind> made_kinds;
-  for (const auto& [cos, sin, window, scale, softcap, query_scale, q_size, k_size, counted] : kinds) {
+  for (const auto& [cos, sin, window, scale, softcap, query_scale, q_size, k_size, counted, output_gate] : kinds) {
     check(q_size >= 0 && (q_size > 0) == (k_size > 0), "the sizes of both projections must be given");
+    check(q_size == 0 || !output_gate, "a norm of whole projections and an output gate cannot be combined");
     made_kinds.push_back({cos.at(type, kCpu, "cos", {positions, dim}), sin.at(type, kCpu, "sin", {positions, dim}),
                           attention_options(window, scale, softcap, query_scale, positions), q_size, k_size,
-                          at_or_null<bool>(counted, kCpu, "counted", {kv_heads})});
+                          at_or_null<bool>(counted, kCpu, "counted", {kv_heads}), output_gate});
+  }
+  host::DeltaShape delta_shape{};
+  if (delta) {
+    delta_shape = std::make_from_tuple<host::DeltaShape>(*delta);
+    check_shape(delta_shape);
   }
   const host::PackedModel model{is_f32,
                                 eps,
@@ -96,11 +138,13 @@ std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, float embedd
                                 logit_multiplier,
                                 logit_softcap.value_or(0.0f),
                                 group.value_or(nullptr),
-                                timeout_s};
+                                timeout_s,
+                                delta_shape};
   check_range(hidden_layers.data(), static_cast<int64_t>(hidden_layers.size()), static_cast<int64_t>(layers.size()),
               "a hidden layer is not a layer of the model");
   std::vector<host::PackedLayer> made;
   for (const LayerArgs& layer : layers) made.push_back(layer_of(layer, model));
+  check_cache_layers(made);
   return std::make_unique<host::Decoder>(model, std::move(made), std::move(hidden_layers));
 }
 
@@ -131,7 +175,7 @@ void add_sequences(host::ForwardArgs& args, const int64_t* sequence, const Array
     check_range(args.slots + first, rows, length, "a slot is not in use");
     const int64_t width = std::min(mask.size(1), length);
     args.sequence_rows.push_back({first, rows, window(mask, first, rows, width, copies), width, length,
-                                  cache.keys + skipped, cache.values + skipped});
+                                  cache.keys + skipped, cache.values + skipped, mine});
   }
 }
 
@@ -140,9 +184,7 @@ void forward(host::Decoder& decoder, const Array& tokens, const Array& positions
              const MaybeArray& logits) {
   const host::PackedModel& model = decoder.model();
   const int64_t rows = size_arg("rows", tokens.size(0), 1);
-  check(cache.type == model_type(model.is_f32) && cache.layers == decoder.layers() &&
-            cache.kv_heads == model.kv_heads && cache.head_dim == model.dim,
-        "the cache does not fit the model");
+  check_cache(decoder, cache);
   host::ForwardArgs args{tokens.at<int64_t>(kCpu, "tokens", {kAny}),
                          positions.at<int64_t>(kCpu, "positions", {rows}),
                          slots.at<int64_t>(kCpu, "slots", {rows}),
@@ -151,7 +193,8 @@ void forward(host::Decoder& decoder, const Array& tokens, const Array& positions
                          cache.capacity,
                          cache.layer_bytes(),
                          0,
-                         at_or_null<float>(logits, kCpu, "logits", {rows, model.head->n})};
+                         at_or_null<float>(logits, kCpu, "logits", {rows, model.head->n}),
+                         cache.delta};
   check_range(args.tokens, rows, model.vocab, "a token lies outside the vocabulary");
   check_range(args.positions, rows, model.positions, "a position lies outside the context");
   check(mask.type() == kBool && mask.rank() == 2 && mask.size(0) == rows, "the mask must be bool [rows, width]");
@@ -177,14 +220,17 @@ void bind_decoder(py::module_& m) {
       .def(py::init(&make_decoder), py::arg("embedding"), py::arg("embedding_multiplier"), py::arg("kinds"),
            py::arg("norm"), py::arg("eps"), py::arg("head"), py::arg("logit_multiplier"), py::arg("logit_softcap"),
            py::arg("layers"), py::arg("heads"), py::arg("kv_heads"), py::arg("group"), py::arg("timeout_s"),
-           py::arg("hidden_layers"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(),
+           py::arg("hidden_layers"), py::arg("delta"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(),
            py::keep_alive<1, 7>(), py::keep_alive<1, 10>(), py::keep_alive<1, 13>(),
            "`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of "
-           "the projections that a norm covers or zeros, key heads that count. Each of `layers`: "
+           "the projections that a norm covers or zeros, key heads that count, whether the output has a gate. Each of "
+           "`layers`: "
            "input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP, "
-           "residual multiplier, scale of the output. Each MLP: gate_up, down, gate, and of a mixture of experts its "
+           "residual multiplier, scale of the output, layer of its cache, and of a delta layer its rates, convolution, "
+           "factor and bias of the decay, and norm, otherwise None. Each MLP: gate_up, down, gate, and of a mixture of experts its "
            "router, number of experts per token and norm_topk_prob, otherwise None, 0, False. `hidden_layers`: the "
-           "layers whose hidden states each forward keeps. Keeps all arguments alive.")
+           "layers whose hidden states each forward keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of "
+           "the delta layers, or None. Keeps all arguments alive.")
       .def("forward", &forward, py::arg("tokens"), py::arg("positions"), py::arg("slots"), py::arg("sequence"),
            py::arg("kv_len"), py::arg("mask"), py::arg("cache"), py::arg("logits"),
            "Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head without `logits`.")

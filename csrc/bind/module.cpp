@@ -50,6 +50,7 @@ PYBIND11_MODULE(_C, m) {
   bind_cpu(m);
   bind_linear(m);
   bind_pack(m);
+  bind_delta(m);  // before its uses
   bind_cache(m);
   bind_attention(m);
   bind_sampling(m);

@@ -14,6 +14,7 @@ void bind_linear(py::module_& m);
 void bind_pack(py::module_& m);
 void bind_attention(py::module_& m);
 void bind_cache(py::module_& m);
+void bind_delta(py::module_& m);
 void bind_sampling(py::module_& m);
 void bind_shm(py::module_& m);
 void bind_mailbox(py::module_& m);

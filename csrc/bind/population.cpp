@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "bind/cache.h"
+#include "bind/decoder_cache.h"
 #include "bind/module.h"
 
 namespace swiftspec::binding {
@@ -29,10 +29,8 @@ using SpanArgs = std::vector<std::tuple<int64_t, double, MaybeArray, TopArgs, Fa
 host::ModelWithCache side_of(host::Decoder& decoder, const Cache& cache) {
   const host::PackedModel& model = decoder.model();
   check(model.group == nullptr, "a rank of a group has only a part of the logits");
-  check(cache.type == model_type(model.is_f32) && cache.layers == decoder.layers() &&
-            cache.kv_heads == model.kv_heads && cache.head_dim == model.dim,
-        "the cache does not fit the model");
-  return {decoder, cache.keys, cache.values, cache.capacity, cache.layer_bytes(), cache.region_bytes()};
+  check_cache(decoder, cache);
+  return {decoder, cache.keys, cache.values, cache.capacity, cache.layer_bytes(), cache.region_bytes(), cache.delta};
 }
 
 // In the order of GroupRound.tensors (swiftspec/batching/round.py). Chains have no weights: 6 tensors fewer.

@@ -8,7 +8,7 @@
 #include <tuple>
 #include <utility>
 
-#include "bind/cache.h"
+#include "bind/decoder_cache.h"
 #include "bind/module.h"
 #include "host/decoder/tree.h"
 
@@ -22,13 +22,10 @@ using host::Scoring;
 using host::Tree;
 
 std::unique_ptr<Rounds> make_rounds(host::Decoder& decoder, const Cache& cache) {
-  const host::PackedModel& model = decoder.model();
   check(cache.sequences <= 2, "the cache must have one sequence, or two for guided requests");
-  check(cache.type == model_type(model.is_f32) && cache.layers == decoder.layers() &&
-            cache.kv_heads == model.kv_heads && cache.head_dim == model.dim,
-        "the cache does not fit the model");
+  check_cache(decoder, cache);
   return std::make_unique<Rounds>(decoder, host::Regions{cache.keys, cache.values, cache.capacity, cache.layer_bytes(),
-                                                         cache.sequences, cache.region_bytes()});
+                                                         cache.sequences, cache.region_bytes(), cache.delta});
 }
 
 // `bias` [vocab]; the columns of this rank are read.

@@ -13,17 +13,23 @@ the slots from the fold point on contain the window of the convolution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 FOLD_POSITIONS = 32  # positions that are folded together
 MAX_UNFOLDED_POSITIONS = 2 * FOLD_POSITIONS - 1  # verified positions that are not folded, after `settle`
-# folded state [v_heads, k_head_dim, v_head_dim], and of FOLD_POSITIONS slots the keys [slots, k_heads, k_head_dim],
-# updates [slots, v_heads, v_head_dim] and decays [slots, v_heads] -> the state after these slots
-FoldState = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class DeltaCacheOps(Protocol):
+    """The operators of a delta cache; swiftspec.backends.reference documents them."""
+
+    def fold_state(self, state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor, /) -> None: ...
+    def move_slots(self, buffer: Tensor, sequence: int, slots: Sequence[int], first: int, /) -> None: ...
 
 
 def fold_point(position: int) -> int:
@@ -50,18 +56,18 @@ class DeltaCache:
 
     def __init__(
         self, layers: int, k_heads: int, v_heads: int, k_head_dim: int, v_head_dim: int, conv_size: int,
-        conv_width: int, slots: int, fold: FoldState, *, dtype: torch.dtype = torch.float32,
+        conv_width: int, slots: int, ops: DeltaCacheOps, *, dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         """`conv_size`: channels of the convolution. `conv_width`: positions that it reads. `slots`: largest number of
         slots of a sequence that are in use and not folded. `dtype`: that of the model, for `inputs`; the other buffers
         are float32, or float64 in a float64 model."""
-        self.conv_width, self._layers, self._slots, self._fold = conv_width, layers, slots, fold
+        self.conv_width, self._layers, self._slots, self._ops = conv_width, layers, slots, ops
         # of a sequence, or of a slot
         self._shapes = (v_heads, k_head_dim, v_head_dim), (k_heads, k_head_dim), (v_heads, v_head_dim), (v_heads,)
         self._conv_size = conv_size
         self._dtype, self._device = dtype, device
-        self.folded: list[int] = []
+        self.folded = np.zeros(0, np.int64)  # [sequences], read by native code
         self.state = self.keys = self.updates = self.decays = self.inputs = torch.empty(0)
 
     def allocate(self, sequences: int) -> None:
@@ -73,37 +79,34 @@ class DeltaCache:
             torch.zeros(*size, self._slots, *shape, dtype=wide, device=self._device) for shape in by_slot
         )
         self.inputs = torch.zeros(*size, self._slots, self._conv_size, dtype=self._dtype, device=self._device)
-        self.folded = [0] * sequences
+        self.folded = np.zeros(sequences, np.int64)
 
     def _slot_buffers(self) -> tuple[Tensor, ...]:
         return self.keys, self.updates, self.decays, self.inputs
 
     def move(self, sequence: int, slots: Sequence[int], first: int) -> None:
-        folded = self.folded[sequence]
-        source = torch.tensor([slot - folded for slot in slots], dtype=torch.int64, device=self._device)
-        start = first - folded
+        folded = int(self.folded[sequence])
+        source = [slot - folded for slot in slots]
         for buffer in self._slot_buffers():
-            region = buffer[:, sequence]
-            region[:, start : start + len(slots)] = region.index_select(1, source)
+            self._ops.move_slots(buffer, sequence, source, first - folded)
 
     def settle(self, sequence: int, verified: int, used: int) -> None:
         """Folds what rows at position `verified` and later read in folded form."""
-        count = fold_point(verified) - self.folded[sequence]
+        folded = int(self.folded[sequence])
+        count = fold_point(verified) - folded
         if count <= 0:
             return
         for layer, state in enumerate(self.state[:, sequence]):
             keys, updates, decays, _ = (buffer[layer, sequence] for buffer in self._slot_buffers())
             for first in range(0, count, FOLD_POSITIONS):
                 part = slice(first, first + FOLD_POSITIONS)
-                state.copy_(self._fold(state, keys[part], updates[part], decays[part]))
-        left = used - self.folded[sequence] - count
+                self._ops.fold_state(state, keys[part], updates[part], decays[part])
         for buffer in self._slot_buffers():
-            region = buffer[:, sequence]
-            region[:, :left] = region[:, count : count + left].clone()
+            self._ops.move_slots(buffer, sequence, range(count, used - folded), 0)
         self.folded[sequence] += count
 
     def reusable(self, sequence: int, count: int) -> bool:
-        return self.folded[sequence] <= fold_point(count)
+        return bool(self.folded[sequence] <= fold_point(count))
 
     def clear(self, sequence: int) -> None:
         self.folded[sequence] = 0
@@ -115,9 +118,9 @@ class DeltaCache:
     def save_prefix(self, sequence: int, count: int) -> _SavedPrefix:
         """Returns copies of the folded state and of the later slots."""
         assert self.reusable(sequence, count)
-        left = count - self.folded[sequence]
+        left = count - int(self.folded[sequence])
         kept = [buffer[:, sequence, :left].clone() for buffer in self._slot_buffers()]
-        return _SavedPrefix(self.folded[sequence], [self.state[:, sequence].clone(), *kept])
+        return _SavedPrefix(int(self.folded[sequence]), [self.state[:, sequence].clone(), *kept])
 
     def load_prefix(self, sequence: int, saved: _SavedPrefix, count: int) -> None:
         assert saved.folded <= fold_point(count)

@@ -61,6 +61,15 @@ class ModelCache:
         self.prefix_len[sequence] += count
         return self.prefix_len[sequence] - count
 
+    def append_written(self, prefix: int, tree: int = 0) -> None:
+        """Counts slots of every sequence that native code has written already: `prefix` prefix slots, and `tree` tree
+        slots after them. The tree must be empty if `prefix` is above 0."""
+        assert prefix == 0 or self.tree_len == 0
+        self.tree_len += tree
+        for sequence in range(len(self.prefix_len)):
+            self.prefix_len[sequence] += prefix
+            self._settle(sequence, self.tree_len)
+
     def append_tree(self, count: int) -> int:
         """Allocates `count` tree slots in every sequence. Returns the first one, counted from the start of the tree
         region."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.model.batch import Batch, ForwardOutput
@@ -110,6 +112,18 @@ class PackedAttention:
     gate_size: int = 0  # elements of the gate of the output, which follow the values in the product of `qkv`
 
 
+class DeltaShape(NamedTuple):
+    """Sizes of a model's delta layers, or of one rank's shard of them."""
+
+    layers: int
+    k_heads: int
+    v_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    conv_size: int  # channels of the convolution
+    conv_width: int  # positions that the convolution reads, its own included
+
+
 @dataclass(frozen=True, slots=True)
 class PackedModel:
     """Packed weights and RoPE tables of a model, or of one rank's shard."""
@@ -124,6 +138,7 @@ class PackedModel:
     embedding_multiplier: float = 1.0  # rounded to the dtype of the model
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
+    delta: DeltaShape | None = None  # None: no layer is a delta layer
 
 
 class KVTensors(Protocol):
@@ -132,18 +147,6 @@ class KVTensors(Protocol):
 
     k: Tensor
     v: Tensor
-
-
-class DeltaShape(NamedTuple):
-    """Sizes of a model's delta layers, or of one rank's shard of them."""
-
-    layers: int
-    k_heads: int
-    v_heads: int
-    k_head_dim: int
-    v_head_dim: int
-    conv_size: int  # channels of the convolution
-    conv_width: int  # positions that the convolution reads, its own included
 
 
 class DeltaTensors(Protocol):
@@ -156,7 +159,7 @@ class DeltaTensors(Protocol):
     updates: Tensor
     decays: Tensor
     inputs: Tensor
-    folded: list[int]
+    folded: NDArray[np.int64]
 
 
 class LayerCaches(Protocol):
@@ -173,6 +176,6 @@ class LayerCaches(Protocol):
 class FusedModel(Protocol):
     """A model whose forward is one native call."""
 
-    def forward(self, batch: Batch, cache: Any, head: bool, /) -> ForwardOutput:
-        """Runs a forward, without the LM head if `head` is false, and writes its keys and values to `cache`."""
+    def forward(self, batch: Batch, cache: LayerCaches, head: bool, /) -> ForwardOutput:
+        """Runs a forward, without the LM head if `head` is false, and writes the states of its rows to `cache`."""
         ...

@@ -81,6 +81,13 @@ class DeltaOps(Protocol):
     ) -> Tensor: ...
 
 
+class GateOps(Protocol):
+    """The operator of the output gate of attention, which not every backend has; swiftspec.backends.reference documents
+    it."""
+
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor, /) -> Tensor: ...
+
+
 class HeadCounts(Protocol):
     """Heads of one rank's shard of a layer, including padding: query and KV heads of attention, value and key heads of
     a delta layer. `shard.LayerShard` implements it."""
@@ -122,6 +129,7 @@ class Transformer:
         self.head_rows = spec.vocab_size if shard is None else shard.head_rows  # of this rank, including padding
         self.group, self._ops, self.cache_dtype = group, ops, cache_dtype or dtype
         self.hidden_layers, self._shard = hidden_layers, shard
+        self.delta_shape = self._delta_shape()  # None: no layer is a delta layer
         kinds = list(dict.fromkeys(spec.attention_mixers))
         attention = [self._attention(kind) for kind in kinds]
         # by layer: index of its KV cache; of a delta layer -1
@@ -139,6 +147,7 @@ class Transformer:
         self.stack = PackedModel(
             embedding, layers, self._pack_norm(weights.norm), head, attention, group, hidden_layers,
             float(torch.tensor(spec.embedding_multiplier, dtype=dtype)), spec.logit_multiplier, spec.logit_softcap,
+            self.delta_shape,
         )  # fmt: skip
         # context of the layers of a prefill chunk
         self._prefill_chunk: Callable[[], AbstractContextManager[None]] = getattr(ops, "prefill_chunk", nullcontext)
@@ -148,7 +157,6 @@ class Transformer:
             (places.count(place), next(a.kv_heads for a in attention if a.cache == place), head_dim)
             for place, (_, head_dim) in enumerate(spec.cache_shapes)
         )
-        self.delta_shape = self._delta_shape()  # None: no layer is a delta layer
         operators: Any = ops
         self._delta_ops: DeltaOps | None = None if self.delta_shape is None else operators
 
@@ -262,7 +270,7 @@ class Transformer:
         In a group the logits [rows, head_rows] are those of this rank's part of the vocabulary; they are not gathered.
         """
         if self.fused is not None:
-            return self.fused.forward(batch, cache.kv, head)
+            return self.fused.forward(batch, cache, head)
         stack = self.stack
         with nullcontext() if batch.chain is None else self._prefill_chunk():
             hidden, kept = self._run_layers(batch, cache)
@@ -308,4 +316,6 @@ class Transformer:
         if count == 0:
             return self._ops.tree_attention(qkv, plan, layer.cache_layer, layer.qk_norm)
         qkv, gate = qkv.split((qkv.shape[1] - count, count), 1)
-        return self._ops.tree_attention(qkv, plan, layer.cache_layer, layer.qk_norm) * gate.sigmoid()
+        operators: Any = self._ops
+        gate_ops: GateOps = operators  # `check_supported` of other backends refuses output gates
+        return gate_ops.multiply_sigmoid(self._ops.tree_attention(qkv, plan, layer.cache_layer, layer.qk_norm), gate)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends import reference
-from swiftspec.cache.delta import MAX_UNFOLDED_POSITIONS, DeltaCache, FoldState
+from swiftspec.cache.delta import MAX_UNFOLDED_POSITIONS, DeltaCache, DeltaCacheOps
 from swiftspec.cache.kv import KVCache, MoveSlots
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import Chain, ForwardOutput, HostBatch, Ints
@@ -77,9 +77,9 @@ class Runner:
         delta = None
         if model.delta_shape is not None:
             operators: Any = ops
-            fold: FoldState = operators.fold_state  # optional operator
+            delta_ops: DeltaCacheOps = operators  # `check_supported` of other backends refuses delta layers
             slots = delta_slots(context, tree_slots)
-            delta = DeltaCache(*model.delta_shape, slots, fold, dtype=model.dtype, device=model.device)
+            delta = DeltaCache(*model.delta_shape, slots, delta_ops, dtype=model.dtype, device=model.device)
         self.cache = ModelCache(kv, further=further, delta=delta)
         self.busy = 0.0
         self.hooks: list[StepHook] = []

@@ -1,5 +1,6 @@
 """Cache truth for delta layers: after any sequence of prefills, expansions, commits, re-roots and compactions, the
-folded state, every live slot and the output of every row equal a recomputation of the recurrence, token by token."""
+folded state, every live slot and the output of every row equal a recomputation of the recurrence, token by token, on
+the reference operators and on those of the CPU."""
 
 from __future__ import annotations
 
@@ -14,18 +15,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from swiftspec.backends import reference
+from swiftspec.backends import cpu, reference
 from swiftspec.cache.delta import FOLD_POSITIONS, DeltaCache, fold_point
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import DeltaShape, PackedDelta
 
-SHAPE = DeltaShape(layers=2, k_heads=2, v_heads=4, k_head_dim=3, v_head_dim=5, conv_size=32, conv_width=4)
+SHAPE = DeltaShape(layers=2, k_heads=2, v_heads=4, k_head_dim=16, v_head_dim=16, conv_size=128, conv_width=4)
 TOKENS = 4  # few, so that siblings often have the same token
 CAPACITY, SLOTS = 400, 190
 POISON = 1e4  # in every slot that is free
-TOLERANCE: dict[str, Any] = {"rtol": 0, "atol": 1e-10}
 
 
 def drawn(*size: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -44,6 +44,20 @@ WEIGHTS = [
     )
     for layer in range(SHAPE.layers)
 ]
+native = pytest.mark.skipif(cpu.level() == "none", reason="there are no native operators here")
+OPS = [reference, pytest.param(cpu, marks=native)]
+
+
+def weights_in(ops: Any, dtype: torch.dtype) -> list[PackedDelta]:
+    """WEIGHTS for a model of this dtype."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return [
+        PackedDelta(
+            None, *(part.to(wide) for part in (w.conv, w.decay_factor, w.decay_bias)),
+            ops.pack_norm(w.norm.weight.to(dtype), 1e-6, dtype, "cpu"),
+        )
+        for w in WEIGHTS
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +121,12 @@ class Recurrence:
 class DeltaSequences:
     """Two sequences with unequal prefixes under one tree, as a runner keeps them."""
 
-    def __init__(self) -> None:
-        self.delta = DeltaCache(*SHAPE, SLOTS, reference.fold_state, dtype=torch.float64)
-        kv = KVCache(1, 1, 2, CAPACITY, reference.make_slot_mover)
+    def __init__(self, ops: Any = reference) -> None:
+        self.ops, self.dtype = ops, torch.float64 if ops is reference else torch.float32
+        self.tolerance: dict[str, Any] = {"rtol": 0, "atol": 1e-10 if ops is reference else 2e-5, "check_dtype": False}
+        self.weights = weights_in(ops, self.dtype)
+        self.delta = DeltaCache(*SHAPE, SLOTS, ops, dtype=self.dtype)
+        kv = KVCache(1, 1, 16, CAPACITY, ops.make_slot_mover)
         self.cache = ModelCache(kv, 2, delta=self.delta)
         self.truth = Recurrence()
         self.reset()
@@ -175,11 +192,12 @@ class DeltaSequences:
         batch = Batch(
             tokens, positions, torch.from_numpy(slots), torch.from_numpy(mask), rows, torch.tensor(self.cache.kv_len())
         )
-        plan = reference.prepare_delta(batch, self.delta)
-        for layer, weights in enumerate(WEIGHTS):
-            ours = reference.gated_delta(PROJECTED[layer, tokens], RATES[layer, tokens], plan, layer, weights)
+        plan = self.ops.prepare_delta(batch, self.delta)
+        for layer, weights in enumerate(self.weights):
+            projected, rates = (part[layer, tokens].to(self.dtype) for part in (PROJECTED, RATES))
+            ours = self.ops.gated_delta(projected, rates, plan, layer, weights)
             want = torch.stack([self.truth.steps(text)[layer].output for text in texts])
-            torch.testing.assert_close(ours, want, **TOLERANCE)
+            torch.testing.assert_close(ours, want, **self.tolerance)
 
     def poison_free(self, sequence: int, used: int) -> None:
         for buffer in (self.delta.keys, self.delta.updates, self.delta.decays, self.delta.inputs):
@@ -192,14 +210,14 @@ class DeltaSequences:
             assert folded % FOLD_POSITIONS == 0 and folded <= fold_point(len(prefix))
             for layer in range(SHAPE.layers):
                 want = self.truth.state(layer, (*prefix[:folded],))
-                torch.testing.assert_close(self.delta.state[layer, sequence], want, **TOLERANCE)
+                torch.testing.assert_close(self.delta.state[layer, sequence], want, **self.tolerance)
             for slot in range(folded, used):
                 for layer, step in enumerate(self.truth.steps(self.text(sequence, slot))):
                     at = layer, sequence, slot - folded
-                    torch.testing.assert_close(self.delta.keys[at], step.key, **TOLERANCE)
-                    torch.testing.assert_close(self.delta.updates[at], step.update, **TOLERANCE)
-                    torch.testing.assert_close(self.delta.decays[at], step.decay, **TOLERANCE)
-                    torch.testing.assert_close(self.delta.inputs[at], step.conv_input, **TOLERANCE)
+                    torch.testing.assert_close(self.delta.keys[at], step.key, **self.tolerance)
+                    torch.testing.assert_close(self.delta.updates[at], step.update, **self.tolerance)
+                    torch.testing.assert_close(self.delta.decays[at], step.decay, **self.tolerance)
+                    torch.testing.assert_close(self.delta.inputs[at], step.conv_input, **self.tolerance)
 
 
 TEXTS = st.integers(0, 2**32)
@@ -210,9 +228,11 @@ def text_of(seed: int, count: int) -> list[int]:
 
 
 class DeltaMachine(RuleBasedStateMachine):
+    ops: Any = reference
+
     def __init__(self) -> None:
         super().__init__()
-        self.sequences = DeltaSequences()
+        self.sequences = DeltaSequences(self.ops)
 
     @initialize(counts=st.tuples(*[st.sampled_from([1, 3, 31, 32, 33, 62, 64, 65, 95])] * 2), seed=TEXTS)
     def prompt(self, counts: tuple[int, int], seed: int) -> None:
@@ -276,6 +296,14 @@ DeltaMachine.TestCase.settings = settings(max_examples=16, stateful_step_count=2
 TestDeltaCache = DeltaMachine.TestCase
 
 
+class NativeDeltaMachine(DeltaMachine):
+    ops = cpu
+
+
+NativeDeltaMachine.TestCase.settings = settings(max_examples=8, stateful_step_count=20, deadline=None)
+TestNativeDeltaCache = native(NativeDeltaMachine.TestCase)
+
+
 @pytest.mark.parametrize("count", [31, 32, 33, 63, 64, 65, 95, 96, 97])
 def test_trees_and_chunks_around_a_fold(count: int) -> None:
     """A tree from each position around a multiple of the fold, whose paths cross it; then the accepted path, and
@@ -291,12 +319,13 @@ def test_trees_and_chunks_around_a_fold(count: int) -> None:
     for path, keep in (([0, 1, 3], [5]), ([0], [])):
         sequences.commit(path, keep)
         sequences.check()
-    assert sequences.delta.folded == [fold_point(count + 4)] * 2
+    assert sequences.delta.folded.tolist() == [fold_point(count + 4)] * 2
 
 
-def test_a_path_deeper_than_the_fold() -> None:
+@pytest.mark.parametrize("ops", OPS, ids=["reference", "cpu"])
+def test_a_path_deeper_than_the_fold(ops: Any) -> None:
     """Its rows would fold unverified slots; a branch hides some of them."""
-    sequences = DeltaSequences()
+    sequences = DeltaSequences(ops)
     for sequence in range(2):
         sequences.prefill(text_of(5, 40), sequence)
     sequences.open_tree([], 0)
@@ -308,9 +337,10 @@ def test_a_path_deeper_than_the_fold() -> None:
     sequences.check()
 
 
-def test_rows_that_share_a_slot_count_once() -> None:
+@pytest.mark.parametrize("ops", OPS, ids=["reference", "cpu"])
+def test_rows_that_share_a_slot_count_once(ops: Any) -> None:
     """Particles that are copies of each other compute a token several times, in the same slot."""
-    sequences = DeltaSequences()
+    sequences = DeltaSequences(ops)
     sequences.prefill([1, 2, 3], 0)
     sequences.prefill([1, 2, 3], 1)
     sequences.open_tree([], 0)
@@ -326,7 +356,7 @@ def test_a_prefix_is_copied_only_if_its_state_is_there() -> None:
     for sequence, count in ((0, 70), (1, 5)):
         sequences.prefill(text_of(7, count), sequence)
     sequences.prefill([1], 0)
-    assert delta.folded == [32, 0]
+    assert delta.folded.tolist() == [32, 0]
     assert [count for count in range(72) if cache.reusable(0, count)] == [0, *range(64, 72)]
     cache.set_prefix(1, 66, 0)
     sequences.prefix[1] = sequences.prefix[0][:66]
@@ -337,28 +367,21 @@ def test_a_prefix_is_copied_only_if_its_state_is_there() -> None:
     cache.wipe(0, 1)
     assert all(not part[:, 0].any() for part in (delta.state, delta.keys, delta.updates, delta.decays, delta.inputs))
     cache.set_prefix(1, 0)
-    assert delta.folded == [0, 0] and not delta.state.any()
+    assert delta.folded.tolist() == [0, 0] and not delta.state.any()
 
 
+@pytest.mark.parametrize("ops", OPS, ids=["reference", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_dtypes_are_close(dtype: torch.dtype) -> None:
+def test_narrow_dtypes_are_close(dtype: torch.dtype, ops: Any) -> None:
     """The states are float32 whatever the dtype of the model."""
     truth, text = Recurrence(), text_of(3, 150)
-    delta = DeltaCache(*SHAPE, SLOTS, reference.fold_state, dtype=dtype)
+    delta = DeltaCache(*SHAPE, SLOTS, ops, dtype=dtype)
     delta.allocate(1)
     assert delta.state.dtype == delta.updates.dtype == torch.float32 and delta.inputs.dtype == dtype
     tokens, places = torch.tensor(text), torch.arange(150)
     batch = Batch(tokens, places, places, torch.ones(150, 150).tril().bool(), 0 * places, torch.tensor([150]))
-    single = [
-        PackedDelta(
-            None, w.conv.float(), w.decay_factor.float(), w.decay_bias.float(),
-            reference.pack_norm(w.norm.weight, 1e-6, dtype, "cpu"),
-        )
-        for w in WEIGHTS
-    ]  # fmt: skip
-    ours = reference.gated_delta(
-        PROJECTED[0, tokens].to(dtype), RATES[0, tokens].to(dtype), reference.prepare_delta(batch, delta), 0, single[0]
-    )
+    plan, weights = ops.prepare_delta(batch, delta), weights_in(ops, dtype)
+    ours = ops.gated_delta(PROJECTED[0, tokens].to(dtype), RATES[0, tokens].to(dtype), plan, 0, weights[0])
     want = torch.stack([truth.steps((*text[: end + 1],))[0].output for end in range(150)])
     assert ours.dtype == dtype
     error = float((ours.double() - want).norm() / want.norm())

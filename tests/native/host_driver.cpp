@@ -138,19 +138,66 @@ struct Attention {
   std::vector<uint8_t> run() {
     std::vector<uint8_t> out(static_cast<size_t>(rows * heads * dim * (is_f32 ? 4 : 2)));
     attention({qkv.data(), cos.data(), sin.data(), slots.data(), mask.data(), keys.data(), values.data(),
-               out.data(), rows, heads, kv_heads, length, length, width, dim, options, head_norm},
+               out.data(), rows, heads, kv_heads, length, length, width, dim,
+               (heads + 2 * kv_heads) * dim, options, head_norm},
               is_f32);
     return out;
   }
 };
 
-// A model of two layers with random weights, of which the second one is a mixture of experts, and its KV cache.
+// The delta layer of a chunk or of a tree, after `folded` slots that are not in the buffers.
+struct Delta {
+  static constexpr DeltaShape kShape{2, 4, 16, 32, 4};
+  bool is_f32;
+  int64_t rows, length;
+  std::vector<uint8_t> projected, rates, conv, factors, biases, norm, states, keys, updates, decays, inputs, mask;
+  std::vector<int64_t> slots;
+  static constexpr int64_t kFolded = 64;
+
+  Delta(bool is_f32_, int64_t rows_, int64_t length_, bool chunk) : is_f32(is_f32_), rows(rows_), length(length_) {
+    const int64_t used = length - kFolded;
+    projected = numbers(rows * (kShape.conv_size() + kShape.v_size()), is_f32);
+    rates = numbers(rows * 2 * kShape.v_heads, is_f32);
+    conv = numbers(kShape.conv_width * kShape.conv_size(), true), norm = numbers(kShape.v_dim, true);
+    factors = numbers(kShape.v_heads, true), biases = numbers(kShape.v_heads, true);
+    states = numbers(kShape.v_heads * kShape.k_dim * kShape.v_dim, true);
+    keys = numbers(used * kShape.k_heads * kShape.k_dim, true), updates = numbers(used * kShape.v_size(), true);
+    decays = numbers(used * kShape.v_heads, true), inputs = numbers(used * kShape.conv_size(), is_f32);
+    for (std::vector<uint8_t>* each : {&factors, &decays}) {  // at most 0: sets the signs
+      for (size_t i = 3; i < each->size(); i += 4) (*each)[i] |= 0x80;
+    }
+    mask.resize(static_cast<size_t>(rows * rows));
+    for (int64_t r = 0; r < rows; ++r) {
+      slots.push_back(length - rows + r);
+      for (int64_t i = 0; i <= r; ++i) mask[static_cast<size_t>(r * rows + i)] = i == r || chunk || dice() % 2 == 0;
+    }
+  }
+
+  std::vector<uint8_t> run() {
+    std::vector<uint8_t> out(static_cast<size_t>(rows * kShape.v_size() * (is_f32 ? 4 : 2)));
+    std::vector<uint8_t> state = states, k = keys, u = updates, g = decays, x = inputs;  // the same in every run
+    const DeltaPlan plan = plan_delta(slots.data(), mask.data(), rows, rows, length, kFolded);
+    const auto as_floats = [](std::vector<uint8_t>& bytes) { return reinterpret_cast<float*>(bytes.data()); };
+    const DeltaSlots cache{as_floats(state), as_floats(k), as_floats(u), as_floats(g), x.data()};
+    gated_delta({projected.data(), rates.data(), kShape, cache, &plan, floats(conv), floats(factors), floats(biases),
+                 floats(norm), 1e-6f, out.data()},
+                is_f32);
+    fold_delta(kShape, cache);
+    out.insert(out.end(), state.begin(), state.end());
+    return out;
+  }
+};
+
+// A model with random weights: two attention layers, of which the second one has a mixture of experts, and a delta
+// layer; and its caches.
 struct Model {
+  static constexpr DeltaShape kDelta{1, 2, 16, 16, 3};
   static constexpr int64_t kHidden = 48, kHeads = 4, kKvHeads = 2, kDim = 16, kVocab = 50, kSlots = 120;
   static constexpr int64_t kWidth = 48, kExperts = 3;
+  static constexpr float kFactors[] = {-0.1f, -2.0f};
   bool is_f32;
-  std::vector<uint8_t> embedding, cos, sin, norm, head_norm, keys, values;
-  std::vector<Linear> weights;  // qkv, o, gate_up, down of each layer, then router and head
+  std::vector<uint8_t> embedding, cos, sin, norm, head_norm, keys, values, conv;
+  std::vector<Linear> weights;  // qkv, o, gate_up, down of each layer, then rates, router and head
 
   explicit Model(bool is_f32_) : is_f32(is_f32_) {
     embedding = numbers(kVocab * kHidden, is_f32), norm = numbers(kHidden, true);
@@ -163,7 +210,10 @@ struct Model {
       add(kHidden, (kHeads + 2 * kKvHeads) * kDim), add(kHeads * kDim, kHidden);
       add(kHidden, experts * 2 * kWidth), add(kWidth, experts * kHidden);
     }
-    add(kHidden, kExperts), add(kHidden, kVocab);
+    add(kHidden, kDelta.conv_size() + kDelta.v_size()), add(kDelta.v_size(), kHidden);
+    add(kHidden, 2 * kWidth), add(kWidth, kHidden);
+    add(kHidden, 2 * kDelta.v_heads), add(kHidden, kExperts), add(kHidden, kVocab);
+    conv = numbers(kDelta.conv_width * kDelta.conv_size(), true);
   }
 
   Decoder decoder() const {
@@ -173,13 +223,16 @@ struct Model {
       const bool all = i > 0;
       layers.push_back({floats(norm), &weights[i].weights, &weights[i + 1].weights, floats(norm),
                         {&weights[i + 2].weights, &weights[i + 3].weights, all ? Gate::gelu_tanh : Gate::silu,
-                         all ? &weights[8].weights : nullptr, all ? 2 : 0, all},
+                         all ? &weights[13].weights : nullptr, all ? 2 : 0, all},
                         all, all ? HeadNorm{floats(head_norm), false, 1e-5f} : HeadNorm{}, all ? floats(norm) : nullptr,
-                        all ? floats(norm) : nullptr, all ? 0.7f : 1.0f, all ? 0.9f : 1.0f});
+                        all ? floats(norm) : nullptr, all ? 0.7f : 1.0f, all ? 0.9f : 1.0f, all, {}});
     }
+    layers.push_back({floats(norm), &weights[8].weights, &weights[9].weights, floats(norm),
+                      {&weights[10].weights, &weights[11].weights, Gate::silu}, 0, {}, nullptr, nullptr, 1.0f, 1.0f, 0,
+                      {&weights[12].weights, floats(conv), kFactors, kFactors, floats(norm)}});
     const std::vector<AttentionKind> kinds = {{cos.data(), sin.data(), {}}, {sin.data(), cos.data(), {7, 0.3f, 20.0f}}};
     return {{is_f32, 1e-5f, kHidden, kHeads, kKvHeads, kDim, kVocab, kSlots, embedding.data(), 1.5f, kinds,
-             floats(norm), &weights.back().weights, 0.8f, 30.0f, nullptr, 0.0},
+             floats(norm), &weights.back().weights, 0.8f, 30.0f, nullptr, 0.0, kDelta},
             layers,
             {1}};
   }
@@ -193,7 +246,15 @@ struct Model {
     Tree tree{token.data(), parent.data(), slot.data(), logprob.data(), visible.data(), sizes.data(), kNodes, kTree};
     Decoder own_decoder = decoder();
     std::vector<uint8_t> k = keys, v = values;  // every run starts with the same cache
-    Rounds rounds(own_decoder, {k.data(), v.data(), kSlots, kKvHeads * kSlots * kDim * (is_f32 ? 4 : 2)});
+    std::vector<float> state(kDelta.v_heads * kDelta.k_dim * kDelta.v_dim, 0.1f),
+        k_slots(kSlots * kDelta.k_heads * kDelta.k_dim, 0.2f), updates(kSlots * kDelta.v_size(), 0.3f),
+        decays(kSlots * kDelta.v_heads, -0.4f);
+    std::vector<uint8_t> inputs(kSlots * kDelta.conv_size() * (is_f32 ? 4 : 2));
+    const int64_t folded = 0;
+    const DeltaCache delta{kDelta, state.data(), k_slots.data(), updates.data(), decays.data(), inputs.data(),
+                           is_f32 ? 4 : 2, &folded, 1, 1, kSlots};
+    const int64_t region = kKvHeads * kSlots * kDim * (is_f32 ? 4 : 2);
+    Rounds rounds(own_decoder, {k.data(), v.data(), kSlots, region, 1, region, &delta});
     Scoring scoring(rounds.columns(kVocab), 0.9f, nullptr, true, 7, 0);
     constexpr int64_t kBytes = (kVocab + 7) / 8;
     const std::vector<uint8_t> bits(6 * kBytes, 0xb5);  // token masks of every other round
@@ -274,6 +335,8 @@ void check_level() {
       Attention chunk(is_f32, rows, 8, 4, 200, std::max<int64_t>(rows, 3), 64);
       check(tree, "attention"), check(all_seen, "attention without a mask"),
           check(chunk, "attention of a chunk");
+      Delta delta_chunk(is_f32, rows, 64 + 50 + rows, true), delta_tree(is_f32, rows, 64 + 40 + rows, false);
+      check(delta_chunk, "a delta layer of a chunk"), check(delta_tree, "a delta layer of a tree");
       check(tree.with_options(9), "attention with a short window"),
           check(chunk.with_options(50), "attention of a chunk with a window");
     }

@@ -159,7 +159,7 @@ void compare_attention(int64_t rows, int64_t prefix, int64_t heads, int64_t kv_h
     const int64_t count = static_cast<int64_t>(which.size());
     cache.out.resize(static_cast<size_t>(count * heads * dim));
     AttentionArgs args{q.data(), c.data(), s.data(), slots.data(), seen.data(), cache.keys.data(), cache.values.data(),
-                       cache.out.data(), count, heads, kv_heads, capacity, end, end - prefix, dim, {}, {}};
+                       cache.out.data(), count, heads, kv_heads, capacity, end, end - prefix, dim, width, {}, {}};
     args.options.window = window;
     attention(args);
     return cache;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 namespace swiftspec::host {
@@ -24,6 +25,8 @@ Decoder::Decoder(const PackedModel& model, std::vector<PackedLayer> layers, std:
     : model_(model),
       layers_(std::move(layers)),
       hidden_layers_(std::move(hidden_layers)),
+      attention_layers_(std::count_if(layers_.begin(), layers_.end(),
+                                      [](const PackedLayer& layer) { return layer.delta.rates == nullptr; })),
       size_(model.is_f32 ? 4 : 2),
       cos_(model.kinds.size()),
       sin_(model.kinds.size()),
@@ -52,12 +55,39 @@ void Decoder::gather(const ForwardArgs& args) {
   }
 }
 
-// Attention of q, k and v in `projected_`; the result is in `attended_`.
-void Decoder::attend(const ForwardArgs& args, int64_t layer) {
+// The plan of each of the sequences; none without delta layers.
+std::vector<DeltaPlan> Decoder::plan_deltas(const ForwardArgs& args) const {
+  std::vector<DeltaPlan> plans;
+  if (args.delta == nullptr) return plans;
+  for (const SequenceRows& seq : args.sequence_rows) {
+    const int64_t folded = args.delta->folded[seq.sequence];
+    if (seq.length - folded > args.delta->slots) throw std::invalid_argument("more slots than the delta cache has");
+    plans.push_back(plan_delta(args.slots + seq.first, seq.mask, seq.rows, seq.width, seq.length, folded));
+  }
+  return plans;
+}
+
+// The token mixer of a layer, from `hidden_` to `mixed_`.
+void Decoder::mix(const ForwardArgs& args, const PackedLayer& layer, const std::vector<DeltaPlan>& plans) {
   const PackedModel& s = model_;
-  const auto kind = static_cast<size_t>(layers_[static_cast<size_t>(layer)].kind);
+  const auto project = [&](const Weights* weights, Buffer& to) {
+    linear({.weights = weights, .x = hidden_.data(), .norm = layer.input_norm, .eps = s.eps,
+            .out = reserve(to, args.rows * weights->n), .rows = args.rows},
+           s.is_f32);
+  };
+  project(layer.qkv, projected_);
+  reserve(mixed_, args.rows * layer.o->k);
+  if (layer.delta.rates == nullptr) return attend(args, layer);
+  project(layer.delta.rates, rates_);
+  apply_delta(args, layer, plans);
+}
+
+// Attention of q, k and v in `projected_`.
+void Decoder::attend(const ForwardArgs& args, const PackedLayer& layer) {
+  const PackedModel& s = model_;
+  const auto kind = static_cast<size_t>(layer.kind);
   const AttentionKind& traits = s.kinds[kind];
-  HeadNorm norm = layers_[static_cast<size_t>(layer)].head_norm;
+  HeadNorm norm = layer.head_norm;
   if (traits.q_size > 0) {
     projection_sums_.resize(static_cast<size_t>(2 * args.rows));
     projection_sums(projected_.data(), args.rows, s.heads, s.kv_heads, s.dim, traits.counted, projection_sums_.data(),
@@ -67,20 +97,42 @@ void Decoder::attend(const ForwardArgs& args, int64_t layer) {
     }
     norm.q_size = static_cast<float>(traits.q_size), norm.k_size = static_cast<float>(traits.k_size);
   }
-  const int64_t in = (s.heads + 2 * s.kv_heads) * s.dim * size_, out = s.heads * s.dim * size_;
-  const int64_t rope_bytes = s.dim * size_;
-  reserve(attended_, args.rows * s.heads * s.dim);
+  const int64_t stride = layer.qkv->n, size = s.heads * s.dim, rope_bytes = s.dim * size_;
   for (const SequenceRows& seq : args.sequence_rows) {
     const int64_t first = seq.first;
     AttentionOptions options = traits.options;
     if (traits.q_size > 0) norm.sums = projection_sums_.data() + 2 * first;
     if (options.query_scale != nullptr) options.query_scale = query_scale_[kind].data() + first;
-    attention({at(projected_.data(), first * in), at(cos_[kind].data(), first * rope_bytes),
+    attention({at(projected_.data(), first * stride * size_), at(cos_[kind].data(), first * rope_bytes),
                at(sin_[kind].data(), first * rope_bytes), args.slots + first, seq.mask,
-               at(seq.keys, layer * args.layer_stride), at(seq.values, layer * args.layer_stride),
-               at(attended_.data(), first * out), seq.rows, s.heads, s.kv_heads, args.capacity, seq.length, seq.width, s.dim,
-               options, norm},
+               at(seq.keys, layer.cache_layer * args.layer_stride), at(seq.values, layer.cache_layer * args.layer_stride),
+               at(mixed_.data(), first * size * size_), seq.rows, s.heads, s.kv_heads, args.capacity, seq.length,
+               seq.width, s.dim, stride, options, norm},
               s.is_f32);
+  }
+  if (!traits.output_gate) return;
+  const void* gates = at(projected_.data(), (s.heads + 2 * s.kv_heads) * s.dim * size_);
+  multiply_sigmoid(gates, stride, args.rows, size, mixed_.data(), s.is_f32);
+}
+
+// The gated delta rule for the product in `projected_` and the rates in `rates_`.
+void Decoder::apply_delta(const ForwardArgs& args, const PackedLayer& layer, const std::vector<DeltaPlan>& plans) {
+  const PackedModel& s = model_;
+  const DeltaWeights& weights = layer.delta;
+  for (size_t i = 0; i < plans.size(); ++i) {
+    const SequenceRows& seq = args.sequence_rows[i];
+    gated_delta({.projected = at(projected_.data(), seq.first * layer.qkv->n * size_),
+                 .rates = at(rates_.data(), seq.first * weights.rates->n * size_),
+                 .shape = s.delta,
+                 .slots = args.delta->at(layer.cache_layer, seq.sequence),
+                 .plan = &plans[i],
+                 .conv = weights.conv,
+                 .decay_factor = weights.decay_factor,
+                 .decay_bias = weights.decay_bias,
+                 .norm = weights.norm,
+                 .eps = s.eps,
+                 .out = at(mixed_.data(), seq.first * s.delta.v_size() * size_)},
+                s.is_f32);
   }
 }
 
@@ -142,13 +194,11 @@ void Decoder::forward(const ForwardArgs& args) {
   const int64_t rows = args.rows;
   hidden_rows_ = 0;
   gather(args);
+  const std::vector<DeltaPlan> plans = plan_deltas(args);
   for (size_t i = 0; i < layers_.size(); ++i) {
     const PackedLayer& layer = layers_[i];
-    linear({.weights = layer.qkv, .x = hidden_.data(), .norm = layer.input_norm, .eps = s.eps,
-            .out = reserve(projected_, rows * layer.qkv->n), .rows = rows},
-           s.is_f32);
-    attend(args, static_cast<int64_t>(i));
-    add_linear(*layer.o, attended_.data(), rows, layer.mixer_output_norm, layer.residual_multiplier);
+    mix(args, layer, plans);
+    add_linear(*layer.o, mixed_.data(), rows, layer.mixer_output_norm, layer.residual_multiplier);
     add_mlp(layer, rows);
     if (layer.output_scale != 1.0f) multiply(hidden_.data(), rows * s.hidden, layer.output_scale, s.is_f32);
     keep_hidden(static_cast<int64_t>(i), rows);

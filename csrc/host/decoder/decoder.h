@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "host/decoder/delta_cache.h"
 #include "host/shm/ll_shm.h"
 #include "kernels_host.h"
 
@@ -19,13 +20,20 @@ struct AttentionKind {
   // the key heads that count [kv_heads], null: all; otherwise 0
   int64_t q_size = 0, k_size = 0;
   const uint8_t* counted = nullptr;
+  bool output_gate = false;  // `qkv` has heads dim further outputs, whose sigmoid multiplies the output
+};
+
+// Weights of a delta layer besides its two projections; see DeltaArgs.
+struct DeltaWeights {
+  const Weights* rates = nullptr;  // hidden -> 2 v_heads; null: the layer is an attention layer
+  const float *conv = nullptr, *decay_factor = nullptr, *decay_bias = nullptr, *norm = nullptr;
 };
 
 // A norm is null if the layer does not have it.
 struct PackedLayer {
   const float* input_norm;  // [hidden]
-  const Weights* qkv;       // hidden -> (heads + 2 kv_heads) dim
-  const Weights* o;         // heads dim -> hidden
+  const Weights* qkv;       // hidden -> (heads + 2 kv_heads) dim, or conv_size + v_size in a delta layer
+  const Weights* o;         // heads dim -> hidden, or v_size -> hidden
   const float* mlp_norm;    // [hidden], before the MLP
   Mlp mlp;
   int64_t kind;  // index in `PackedModel::kinds`
@@ -34,6 +42,8 @@ struct PackedLayer {
   const float* mlp_output_norm;    // [hidden]
   float residual_multiplier;       // of the outputs of attention and MLP
   float output_scale;              // of the output of the layer
+  int64_t cache_layer;             // index of the layer in the KV cache, or in the delta cache
+  DeltaWeights delta;
 };
 
 // The weights of a model, or of one rank's shard. T is float32 or bfloat16.
@@ -50,6 +60,7 @@ struct PackedModel {
   float logit_multiplier, logit_softcap;  // a soft cap of 0: none
   ShmGroup* group;   // all-reduces the outputs of `o` and of the MLP, or null
   double timeout_s;  // limit of each all-reduce, in seconds
+  DeltaShape delta{};  // of all delta layers; all zeros: the model has none
 };
 
 // The consecutive rows of one sequence.
@@ -59,6 +70,7 @@ struct SequenceRows {
   int64_t width, length;  // `length`: slots in use
   void* keys;             // first layer: [kv_heads, capacity, dim]
   void* values;
+  int64_t sequence;  // index in the delta cache
 };
 
 struct ForwardArgs {
@@ -70,6 +82,7 @@ struct ForwardArgs {
   int64_t capacity, layer_stride;  // slots of a region; bytes between the regions of two layers
   int64_t logits_from;             // earlier rows have no logits
   float* logits;                   // [rows - logits_from, outputs of the head], or null
+  const DeltaCache* delta;         // null if the model has no delta layers
 };
 
 class Decoder {
@@ -77,12 +90,13 @@ class Decoder {
   // `hidden_layers`: the layers whose hidden states each forward keeps.
   Decoder(const PackedModel& model, std::vector<PackedLayer> layers, std::vector<int64_t> hidden_layers = {});
 
-  // Appends the keys and values of the rows to the cache and writes `logits`. Throws the exceptions of
-  // ShmGroup::all_reduce.
+  // Writes the states of the rows to the caches, and `logits`. Throws the exceptions of ShmGroup::all_reduce, and
+  // std::invalid_argument if a sequence has more slots in use than the delta cache.
   void forward(const ForwardArgs& args);
 
   const PackedModel& model() const { return model_; }
   int64_t layers() const { return static_cast<int64_t>(layers_.size()); }
+  int64_t attention_layers() const { return attention_layers_; }
 
   // The hidden states of the last forward, that of a native round included: [hidden_rows, num_hidden_layers, hidden] T,
   // the residual stream after each of the `hidden_layers`.
@@ -95,7 +109,10 @@ class Decoder {
 
   void* reserve(Buffer& buffer, int64_t elements) const;
   void gather(const ForwardArgs& args);
-  void attend(const ForwardArgs& args, int64_t layer);
+  std::vector<DeltaPlan> plan_deltas(const ForwardArgs& args) const;
+  void mix(const ForwardArgs& args, const PackedLayer& layer, const std::vector<DeltaPlan>& plans);
+  void attend(const ForwardArgs& args, const PackedLayer& layer);
+  void apply_delta(const ForwardArgs& args, const PackedLayer& layer, const std::vector<DeltaPlan>& plans);
   void add_linear(const Weights& weights, const void* x, int64_t rows, const float* norm, float multiplier);
   void add_product(int64_t rows, const float* norm, float multiplier);
   void add_mlp(const PackedLayer& layer, int64_t rows);
@@ -104,12 +121,12 @@ class Decoder {
   PackedModel model_;
   std::vector<PackedLayer> layers_;
   std::vector<int64_t> hidden_layers_;
-  int64_t hidden_rows_ = 0;
+  int64_t attention_layers_, hidden_rows_ = 0;
   int64_t size_;                    // sizeof(T)
   std::vector<Buffer> cos_, sin_;   // by kind of attention layer
   std::vector<std::vector<float>> query_scale_;
   std::vector<float> projection_sums_;
-  Buffer hidden_, projected_, attended_, product_, hidden_states_;
+  Buffer hidden_, projected_, rates_, mixed_, product_, hidden_states_;
 };
 
 }  // namespace swiftspec::host

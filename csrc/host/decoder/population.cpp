@@ -94,7 +94,8 @@ void Population::end_group(int64_t group, bool target) {
   const auto rows = static_cast<int64_t>(tokens_.size()) - first;
   const int64_t width = particles_.width(group), skipped = particles_.sequences[group] * side.region_stride;
   sequence_rows_.push_back({first, rows, mask_.data() + mask_.size() - rows * width, width,
-                            particles_.prefix[group] + width, side.keys + skipped, side.values + skipped});
+                            particles_.prefix[group] + width, side.keys + skipped, side.values + skipped,
+                            particles_.sequences[group]});
 }
 
 void Population::forward(bool target, int64_t logits_from, std::vector<float>& logits,
@@ -105,7 +106,7 @@ void Population::forward(bool target, int64_t logits_from, std::vector<float>& l
   float* wanted = logits_from < rows ? logits.data() : nullptr;
   const auto began = std::chrono::steady_clock::now();
   side.decoder.forward({tokens_.data(), positions_.data(), slots_.data(), rows, sequence_rows_, side.capacity,
-                        side.layer_stride, logits_from, wanted});
+                        side.layer_stride, logits_from, wanted, side.delta});
   on_forward(target, rows, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
 }
 

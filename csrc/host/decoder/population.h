@@ -14,11 +14,12 @@
 
 namespace swiftspec::host {
 
-// One of the two models with its KV cache.
+// One of the two models with its caches.
 struct ModelWithCache {
   Decoder& decoder;
   uint8_t *keys, *values;                         // of the first layer and sequence
   int64_t capacity, layer_stride, region_stride;  // slots of a region; bytes to the next layer and to the next sequence
+  const DeltaCache* delta;                        // null if the model has no delta layers
 };
 
 // How draft tokens are verified (swiftspec/batching/chains.py and swiftspec/smc/verification.py). weigh: all are

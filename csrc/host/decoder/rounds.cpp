@@ -70,7 +70,8 @@ VocabShard Rounds::columns(int64_t vocab) const {
 // The rows from `first` on, whose mask is `mask_` [rows, width].
 SequenceRows Rounds::rows_of(int64_t sequence, int64_t first, int64_t prefix, int64_t width) const {
   const int64_t rows = static_cast<int64_t>(mask_.size()) / width, skipped = sequence * regions_.sequence_stride;
-  return {first, rows, mask_.data(), width, prefix + width, regions_.keys + skipped, regions_.values + skipped};
+  return {first, rows, mask_.data(), width, prefix + width, regions_.keys + skipped, regions_.values + skipped,
+          sequence};
 }
 
 // Runs the rows in `tokens_`, `positions_` and `slots_`; logits of rows from `logits_from` on.
@@ -86,7 +87,8 @@ void Rounds::forward(std::vector<SequenceRows> sequence_rows, int64_t logits_fro
                     regions_.capacity,
                     regions_.layer_stride,
                     logits_from,
-                    logits_.data()});
+                    logits_.data(),
+                    regions_.delta});
   seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
@@ -288,9 +290,11 @@ void Rounds::commit(int64_t sequence, int64_t prefix, const Nodes& path) {
   const PackedModel& model = decoder_.model();
   const int64_t slot_bytes = model.dim * (model.is_f32 ? 4 : 2);
   for (uint8_t* cache : {regions_.keys, regions_.values}) {
-    move_kv({cache + sequence * regions_.sequence_stride, regions_.layer_stride, decoder_.layers(), model.kv_heads,
+    move_kv({cache + sequence * regions_.sequence_stride, regions_.layer_stride, decoder_.attention_layers(),
+             model.kv_heads,
              regions_.capacity, slot_bytes, slots_.data(), static_cast<int64_t>(path.size()), prefix});
   }
+  if (regions_.delta != nullptr) regions_.delta->move(sequence, slots_, prefix);
 }
 
 }  // namespace swiftspec::host

@@ -57,11 +57,12 @@ struct TokenMask {
 // Computes the masks of these leaves; called before their forward.
 using TokenMaskFn = std::function<TokenMask(const Nodes& leaves)>;
 
-// The regions of the sequences of a KV cache.
+// The regions of the sequences of a model's caches.
 struct Regions {
   uint8_t *keys, *values;  // first layer, first sequence
   int64_t capacity, layer_stride;
   int64_t sequences, sequence_stride;
+  const DeltaCache* delta;  // null if the model has no delta layers
 };
 
 // The unconditional sequence of a guided request, which is the second one of the KV cache.

@@ -118,6 +118,25 @@ void projection_sums(const void* qkv, int64_t rows, int64_t heads, int64_t kv_he
   require_kernel(k.projection_sums_bf16)(static_cast<const uint16_t*>(qkv), rows, heads, kv_heads, dim, counted, sums);
 }
 
+void multiply_sigmoid(const void* gate, int64_t stride, int64_t rows, int64_t n, void* into, bool is_f32) {
+  const Kernels& k = kernels();
+  if (is_f32) {
+    return require_kernel(k.multiply_sigmoid_f32)(static_cast<const float*>(gate), stride, rows, n,
+                                                  static_cast<float*>(into));
+  }
+  require_kernel(k.multiply_sigmoid_bf16)(static_cast<const uint16_t*>(gate), stride, rows, n,
+                                          static_cast<uint16_t*>(into));
+}
+
+void gated_delta(const DeltaArgs& args, bool is_f32) {
+  const Kernels& k = kernels();
+  require_kernel(is_f32 ? k.gated_delta_f32 : k.gated_delta_bf16)(args);
+}
+
+void fold_delta(const DeltaShape& shape, const DeltaSlots& slots) {
+  require_kernel(kernels().fold_delta)(shape, slots);
+}
+
 void gumbel(const uint32_t* bits, int64_t count, float* out) {
   require_kernel(kernels().gumbel)(bits, count, out);
 }

@@ -45,6 +45,11 @@ struct Kernels {
                               const uint8_t* counted, float* sums);
   void (*projection_sums_bf16)(const uint16_t* qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
                                const uint8_t* counted, float* sums);
+  void (*multiply_sigmoid_f32)(const float* gate, int64_t stride, int64_t rows, int64_t n, float* into);
+  void (*multiply_sigmoid_bf16)(const uint16_t* gate, int64_t stride, int64_t rows, int64_t n, uint16_t* into);
+  void (*gated_delta_f32)(const DeltaArgs&);
+  void (*gated_delta_bf16)(const DeltaArgs&);
+  void (*fold_delta)(const DeltaShape&, const DeltaSlots&);
   void (*gumbel)(const uint32_t* bits, int64_t count, float* out);
   void (*gumbel_row)(uint32_t key, uint32_t first, int64_t count, float* out);
   void (*draw)(const ScoreArgs&, int64_t* tokens, float* values);

@@ -19,6 +19,7 @@ namespace {
 #include "host/ops/linear.h"
 #include "host/ops/mixture.h"
 #include "host/ops/attention.h"
+#include "host/ops/delta.h"
 #include "host/ops/sampling.h"
 #include "host/ops/filters.h"
 // clang-format on
@@ -42,6 +43,11 @@ Kernels avx2_kernels() {
           avx2::attention<uint16_t>,
           avx2::projection_sums<float>,
           avx2::projection_sums<uint16_t>,
+          avx2::multiply_sigmoid<float>,
+          avx2::multiply_sigmoid<uint16_t>,
+          avx2::gated_delta<float>,
+          avx2::gated_delta<uint16_t>,
+          avx2::fold_delta,
           avx2::gumbel,
           avx2::gumbel_row,
           avx2::draw,

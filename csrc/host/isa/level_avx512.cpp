@@ -19,6 +19,7 @@ namespace {
 #include "host/ops/linear.h"
 #include "host/ops/mixture.h"
 #include "host/ops/attention.h"
+#include "host/ops/delta.h"
 #include "host/ops/sampling.h"
 #include "host/ops/filters.h"
 // clang-format on
@@ -42,6 +43,11 @@ Kernels avx512_kernels() {
           avx512::attention<uint16_t>,
           avx512::projection_sums<float>,
           avx512::projection_sums<uint16_t>,
+          avx512::multiply_sigmoid<float>,
+          avx512::multiply_sigmoid<uint16_t>,
+          avx512::gated_delta<float>,
+          avx512::gated_delta<uint16_t>,
+          avx512::fold_delta,
           avx512::gumbel,
           avx512::gumbel_row,
           avx512::draw,

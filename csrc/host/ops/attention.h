@@ -69,9 +69,8 @@ constexpr int64_t kProbStep = 1;
 
 template <class T>
 void append(const AttentionArgs& a) {
-  const int64_t width = (a.heads + 2 * a.kv_heads) * a.dim;
   for (int64_t row = 0; row < a.rows; ++row) {
-    const T* k = static_cast<const T*>(a.qkv) + row * width + a.heads * a.dim;
+    const T* k = static_cast<const T*>(a.qkv) + row * a.stride + a.heads * a.dim;
     const T *cos = static_cast<const T*>(a.cos) + row * a.dim,
             *sin = static_cast<const T*>(a.sin) + row * a.dim;
     for (int64_t g = 0; g < a.kv_heads; ++g) {
@@ -375,11 +374,10 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
   probs.resize(scores.size());
   totals.resize(static_cast<size_t>(queries));
   out.assign(static_cast<size_t>(queries * out_stride), 0.0f);
-  const int64_t width = (a.heads + 2 * a.kv_heads) * dim;
   for (int64_t q = 0; q < queries; ++q) {
     const int64_t r = row + q / group, head = g * group + q % group;
     T normed[kMaxDim];
-    const T* query = norm_head(a, static_cast<const T*>(a.qkv) + r * width + head * dim, r, head, normed);
+    const T* query = norm_head(a, static_cast<const T*>(a.qkv) + r * a.stride + head * dim, r, head, normed);
     rotate(query, static_cast<const T*>(a.cos) + r * dim, static_cast<const T*>(a.sin) + r * dim, dim,
            x.data() + q * dim);
   }

@@ -7,7 +7,7 @@ its batch, on their number, or on the slots of its keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends import reference
-from swiftspec.backends.cpu.decoder import fuse
+from swiftspec.backends.cpu.decoder import fuse, native_delta_cache
 from swiftspec.backends.cpu.packing import BLOCK_OUTPUTS, PackedLinear, mask_outputs, pack, pack_mixture
 from swiftspec.backends.reference import (
     DEFAULT_SCORES,
@@ -37,7 +37,9 @@ from swiftspec.file_io import file_facts
 from swiftspec.model.packed_model import (
     PLAIN_ATTENTION,
     AttentionOptions,
+    DeltaTensors,
     KVTensors,
+    PackedDelta,
     PackedMixture,
     PackedMlp,
     ProjectionNorm,
@@ -61,7 +63,9 @@ __all__ = [
     "draw",
     "draw_keyed",
     "embed",
+    "fold_state",
     "fuse",
+    "gated_delta",
     "gumbel_rows",
     "level",
     "linear_residual",
@@ -71,6 +75,8 @@ __all__ = [
     "make_slot_mover",
     "mask_outputs",
     "mlp",
+    "move_slots",
+    "multiply_sigmoid",
     "norm_head",
     "norm_linear",
     "norm_swiglu",
@@ -79,6 +85,7 @@ __all__ = [
     "pack_norm",
     "peak",
     "prepare",
+    "prepare_delta",
     "resample",
     "rope_tables",
     "set_threads",
@@ -88,10 +95,12 @@ __all__ = [
 ]
 
 MAX_HEAD_DIM = 256
+DELTA_HEAD_UNIT = 16  # elements
 # optional fields of a spec that these operators implement
 KNOWN_FIELDS = (
-    "activation", "embedding_multiplier", "experts", "logit_multiplier", "logit_softcap", "norm_unit_offset", "norms",
-    "output_scale", "qk_norm", "query_scale_beta", "residual_multiplier", "scale", "softcap", "v_norm", "window",
+    "activation", "embedding_multiplier", "experts", "gated_delta", "logit_multiplier", "logit_softcap",
+    "norm_unit_offset", "norms", "output_gate", "output_scale", "qk_norm", "query_scale_beta", "residual_multiplier",
+    "scale", "softcap", "v_norm", "window",
 )  # fmt: skip
 
 level = _C.level  # returns the ISA level in use, such as "avx512_bf16"; "none" if the CPU lacks AVX2
@@ -127,6 +136,10 @@ def check_spec(spec: ModelSpec, dtype: torch.dtype) -> None:
         if head_dim % 16 or head_dim > MAX_HEAD_DIM:
             limits = f"a head dimension that is a multiple of 16 and at most {MAX_HEAD_DIM}"
             raise UserError(f"the CPU operators need {limits}, not {head_dim}")
+    for delta in spec.delta_mixers:
+        if delta.k_head_dim % DELTA_HEAD_UNIT or delta.v_head_dim % DELTA_HEAD_UNIT:
+            sizes = f"{delta.k_head_dim} and {delta.v_head_dim}"
+            raise UserError(f"the CPU operators need delta heads of a multiple of {DELTA_HEAD_UNIT}, not {sizes}")
     mixtures = {layer.mlp.intermediate_size for layer in spec.layers if layer.mlp.experts is not None}
     for size in (spec.hidden_size, *mixtures) if mixtures else ():
         if size % BLOCK_OUTPUTS:
@@ -269,29 +282,25 @@ def prepare(
     options: AttentionOptions = PLAIN_ATTENTION,
 ) -> CpuAttentionPlan:  # fmt: skip
     """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`."""
-    sequences, head_dim = cache.k.shape[1], cache.k.shape[4]
+    parts: list[CpuSequenceRows] = []
+    for rows, slots, mask, length, sequence in _sequence_rows(batch, cache.k.shape[1]):
+        positions = batch.positions if rows is None else batch.positions[rows]
+        scale = None if options.query_scale is None else options.query_scale.index_select(0, positions)
+        tables = cos.index_select(0, positions), sin.index_select(0, positions)
+        parts.append(CpuSequenceRows(rows, *tables, slots, mask, length, sequence, scale))
+    return CpuAttentionPlan(parts, _C.Cache(cache.k, cache.v, None), num_heads * cache.k.shape[4], options)
+
+
+def _sequence_rows(batch: Batch, sequences: int) -> Iterator[tuple[Tensor | None, Tensor, Tensor, int, int]]:
+    """Yields for each sequence of a batch the indices of its rows (None: all), their slots and mask, the number of
+    slots in use and the sequence. `sequences`: number of sequences of the cache."""
     present = [0] if sequences == 1 else sorted(set(batch.sequence.tolist()))
     lengths = batch.kv_len.tolist()
-    parts: list[CpuSequenceRows] = []
     for sequence in present:
         rows = None if len(present) == 1 else (batch.sequence == sequence).nonzero().squeeze(1)
-        positions, slots, mask = batch.positions, batch.slots, batch.mask
-        if rows is not None:
-            positions, slots, mask = positions[rows], slots[rows], mask[rows]
+        slots, mask = (batch.slots, batch.mask) if rows is None else (batch.slots[rows], batch.mask[rows])
         length = lengths[sequence]
-        parts.append(
-            CpuSequenceRows(
-                rows,
-                cos.index_select(0, positions),
-                sin.index_select(0, positions),
-                slots.contiguous(),
-                mask[:, max(mask.shape[1] - length, 0) :].contiguous(),
-                length,
-                sequence,
-                None if options.query_scale is None else options.query_scale.index_select(0, positions),
-            )
-        )
-    return CpuAttentionPlan(parts, _C.Cache(cache.k, cache.v), num_heads * head_dim, options)
+        yield rows, slots.contiguous(), mask[:, max(mask.shape[1] - length, 0) :].contiguous(), length, sequence
 
 
 def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int, qk_norm: CpuNorm | None = None) -> Tensor:
@@ -301,6 +310,7 @@ def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int, qk_norm: Cpu
     `layer`: index of the layer in the cache. `qk_norm`: RMSNorm of each query and key head before RoPE, with weight
     [heads + kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim] also of each value head.
     """
+    qkv = qkv.contiguous()  # with an output gate it is a part of the product
     options, (weight, eps) = plan.options, (None, 0.0) if qk_norm is None else (qk_norm.weight, qk_norm.eps)
     sums, sizes = None, (0, 0)
     if options.projection_norm is not None:
@@ -332,7 +342,62 @@ def _projection_sums(qkv: Tensor, plan: CpuAttentionPlan, whole: ProjectionNorm)
 def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
     """Returns `move(sequence, source, start)`, which moves slot source[i] of a sequence to slot start + i, in place and
     in all layers of the KV cache `k`, `v`. `source` must be ascending, with source[i] >= start + i."""
-    return _C.Cache(k, v).move
+    return _C.Cache(k, v, None).move
+
+
+def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """Applies the output gate of attention, in place: x [rows, size] times sigmoid(gate [rows, size])."""
+    _C.multiply_sigmoid(gate, x)
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class CpuDeltaRows:
+    """Inputs of the delta layers for the m rows of one sequence in a batch."""
+
+    rows: Tensor | None  # [m] int64, indices of the rows in the batch; None: all rows of the batch
+    slots: Tensor  # [m] int64, slots to write
+    mask: Tensor  # [m, window] bool; window is at most `length`
+    length: int  # slots in use
+    sequence: int  # index in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class CpuDeltaPlan:
+    """Inputs of the delta layers that are the same in every layer of a forward."""
+
+    parts: list[CpuDeltaRows]
+    cache: _C.DeltaCache
+
+
+def prepare_delta(batch: Batch, cache: DeltaTensors) -> CpuDeltaPlan:
+    """Prepares the delta layers of a forward."""
+    parts = [CpuDeltaRows(*part) for part in _sequence_rows(batch, cache.state.shape[1])]
+    return CpuDeltaPlan(parts, native_delta_cache(cache))
+
+
+def gated_delta(projected: Tensor, rates: Tensor, plan: CpuDeltaPlan, layer: int, weights: PackedDelta) -> Tensor:
+    """Applies the convolution, the gated delta rule, the norm of each head and the gate, and writes the states of the
+    rows to the cache: projected [rows, conv_size + v_size] and rates [rows, 2 * v_heads] -> [rows, v_size].
+
+    `layer`: index of the layer in the cache. Contract: a row's bits depend on its own inputs and those of its
+    ancestors, never on the other rows, their number or their slots.
+    """
+    tensors = weights.conv, weights.decay_factor, weights.decay_bias, weights.norm.weight, weights.norm.eps
+    out = projected.new_empty(len(projected), len(weights.decay_factor) * len(weights.norm.weight))
+    for part in plan.parts:
+        mine = (projected, rates) if part.rows is None else (projected[part.rows], rates[part.rows])
+        result = out if part.rows is None else out.new_empty(len(part.rows), out.shape[1])
+        _C.gated_delta(
+            *mine, part.slots, part.mask, plan.cache, layer, part.sequence, part.length, *tensors, result,
+        )  # fmt: skip
+        if part.rows is not None:
+            out[part.rows] = result
+    return out
+
+
+fold_state = _C.fold_delta  # fold_state(state, keys, updates, decays); see reference
+move_slots = _C.move_slots  # move_slots(buffer, sequence, slots, first); see reference
 
 
 def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:

@@ -13,7 +13,16 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends.cpu.shm import ShmCollectives
 from swiftspec.model.batch import ForwardOutput
-from swiftspec.model.packed_model import KVTensors, PackedAttention, PackedMixture, PackedMlp, PackedModel
+from swiftspec.model.packed_model import (
+    DeltaShape,
+    DeltaTensors,
+    LayerCaches,
+    PackedAttention,
+    PackedDelta,
+    PackedMixture,
+    PackedMlp,
+    PackedModel,
+)
 
 if TYPE_CHECKING:
     from swiftspec.config import NativeRoundParams
@@ -40,7 +49,8 @@ class HostDecoder:
                 _weight(layer.input_norm), layer.qkv.native, layer.o.native, _weight(layer.mlp_norm),
                 _mlp_args(layer.mlp), layer.attention, _weight(layer.qk_norm), _weight(layer.mixer_output_norm),
                 _weight(layer.mlp_output_norm), layer.residual_multiplier,
-                1.0 if layer.output_scale is None else float(layer.output_scale),
+                1.0 if layer.output_scale is None else float(layer.output_scale), layer.cache_layer,
+                None if layer.delta is None else _delta_args(layer.delta),
             )
             for layer in stack.layers
         ]  # fmt: skip
@@ -50,11 +60,12 @@ class HostDecoder:
             stack.logit_multiplier, stack.logit_softcap, layers, stack.attention[0].num_heads,
             stack.attention[0].kv_heads, None if shared is None else shared.native,
             0.0 if shared is None else shared.timeout_s, [*stack.hidden_layers],
+            None if stack.delta is None else _delta_shape_args(stack.delta),
         )  # fmt: skip
 
-    def rounds(self, cache: KVTensors) -> _C.Rounds:
+    def rounds(self, cache: LayerCaches) -> _C.Rounds:
         """Returns native expansion and verification on a cache with one sequence."""
-        return _C.Rounds(self._native, _C.Cache(cache.k, cache.v))
+        return _C.Rounds(self._native, _cache_args(cache))
 
     @staticmethod
     def tree(arrays: Sequence[NDArray]) -> _C.Tree:
@@ -63,16 +74,15 @@ class HostDecoder:
 
     def population(
         self,
-        cache: KVTensors,
+        cache: LayerCaches,
         draft: HostDecoder,
-        draft_cache: KVTensors,
+        draft_cache: LayerCaches,
         tensors: Sequence[Tensor],
         params: NativeRoundParams,
     ) -> _C.Population:
         """Returns native rounds of a population with this model as target. `tensors`: `GroupRound.tensors`."""
-        caches = _C.Cache(draft_cache.k, draft_cache.v), _C.Cache(cache.k, cache.v)
         return _C.Population(
-            draft._native, caches[0], self._native, caches[1], [*tensors], params.draft_tokens,
+            draft._native, _cache_args(draft_cache), self._native, _cache_args(cache), [*tensors], params.draft_tokens,
             params.verify_mode, params.power, params.ess_threshold, params.deferred_bonus,
         )  # fmt: skip
 
@@ -85,16 +95,16 @@ class HostDecoder:
         self._native.hidden_states(out)
         return out
 
-    def forward(self, batch: Batch, cache: KVTensors, head: bool) -> ForwardOutput:
-        """Runs a forward, without the LM head if `head` is false, and writes its keys and values to `cache`. Logits are
-        float32. If a peer is lost, raises the exception of `TensorParallelGroup.lost`."""
+    def forward(self, batch: Batch, cache: LayerCaches, head: bool) -> ForwardOutput:
+        """Runs a forward, without the LM head if `head` is false, and writes the states of its rows to `cache`. Logits
+        are float32. If a peer is lost, raises the exception of `TensorParallelGroup.lost`."""
         order = None
-        if cache.k.shape[1] > 1 and bool((batch.sequence.diff() < 0).any()):
+        if cache.kv.k.shape[1] > 1 and bool((batch.sequence.diff() < 0).any()):
             order = batch.sequence.argsort(stable=True)  # the rows of a sequence must be consecutive
             rows = ("tokens", "positions", "slots", "mask", "sequence")
             batch = replace(batch, **{name: getattr(batch, name)[order] for name in rows})
         logits = torch.empty(len(batch), self.num_logits) if head else None
-        native = _C.Cache(cache.k, cache.v)
+        native = _cache_args(cache)
         try:
             self._native.forward(
                 batch.tokens, batch.positions, batch.slots, batch.sequence, batch.kv_len, batch.mask, native, logits
@@ -111,13 +121,13 @@ class HostDecoder:
 
 def _kind_args(
     kind: PackedAttention,
-) -> tuple[Tensor, Tensor, int | None, float | None, float | None, Tensor | None, int, int, Tensor | None]:
+) -> tuple[Tensor, Tensor, int | None, float | None, float | None, Tensor | None, int, int, Tensor | None, bool]:
     """Returns the arguments of one kind of attention; see `_C.Decoder`."""
     options, whole = kind.options, kind.options.projection_norm
     q_size, k_size, counted = (0, 0, None) if whole is None else (whole.q_size, whole.k_size, whole.counted)
     return (
         kind.cos, kind.sin, options.window, options.scale, options.softcap, options.query_scale, q_size, k_size,
-        counted,
+        counted, kind.gate_size > 0,
     )  # fmt: skip
 
 
@@ -129,6 +139,29 @@ def _mlp_args(
     if isinstance(mlp, PackedMixture):
         return *projections, mlp.router.native, mlp.experts.experts_per_token, mlp.experts.norm_topk_prob
     return *projections, None, 0, False
+
+
+def _delta_args(delta: PackedDelta) -> tuple[_C.Weights, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the arguments of a delta layer; see `_C.Decoder`."""
+    return delta.rates.native, delta.conv, delta.decay_factor, delta.decay_bias, delta.norm.weight
+
+
+def _delta_shape_args(shape: DeltaShape) -> tuple[int, int, int, int, int]:
+    """Returns the sizes of the delta layers; see `_C.Decoder`."""
+    return shape.k_heads, shape.v_heads, shape.k_head_dim, shape.v_head_dim, shape.conv_width
+
+
+def _cache_args(cache: LayerCaches) -> _C.Cache:
+    """Returns the native view of a model's caches."""
+    delta = None if cache.delta is None else native_delta_cache(cache.delta)
+    return _C.Cache(cache.kv.k, cache.kv.v, delta)
+
+
+def native_delta_cache(cache: DeltaTensors) -> _C.DeltaCache:
+    """Returns the native view of a delta cache."""
+    return _C.DeltaCache(
+        cache.state, cache.keys, cache.updates, cache.decays, cache.inputs, cache.folded, cache.conv_width
+    )
 
 
 def _weight(norm: Any) -> Tensor | None:

@@ -12,7 +12,13 @@ from __future__ import annotations
 import torch
 
 from swiftspec.backends.reference.attention import make_slot_mover, prepare, rope_tables, tree_attention
-from swiftspec.backends.reference.delta import fold_state, gated_delta, prepare_delta
+from swiftspec.backends.reference.delta import (
+    fold_state,
+    gated_delta,
+    move_slots,
+    multiply_sigmoid,
+    prepare_delta,
+)
 from swiftspec.backends.reference.linear import embed, linear_residual, norm_head, norm_linear, norm_swiglu
 from swiftspec.backends.reference.mixture import mlp, pack_mixture
 from swiftspec.backends.reference.noise import gumbel_rows
@@ -51,6 +57,8 @@ __all__ = [
     "make_slot_mover",
     "mask_outputs",
     "mlp",
+    "move_slots",
+    "multiply_sigmoid",
     "norm_head",
     "norm_linear",
     "norm_swiglu",

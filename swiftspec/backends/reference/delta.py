@@ -13,7 +13,7 @@ reference/__init__.py; `slots` are those of the delta cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +67,7 @@ def prepare_delta(batch: Batch, cache: DeltaTensors) -> ReferenceDeltaPlan:
     slots, mask = batch.slots.cpu().numpy(), batch.mask.cpu().numpy()
     parts: list[_SequenceRows] = []
     for sequence in sorted(set(sequences.tolist())):
-        folded = cache.folded[sequence]
+        folded = int(cache.folded[sequence])
         used = lengths[sequence] - folded
         assert used <= cache.keys.shape[2], "more slots than the delta cache has"
         rows = np.flatnonzero(sequences == sequence)
@@ -123,9 +123,27 @@ def _group_of(rows: NDArray, first: int, slots: NDArray, visible: NDArray, devic
     )
 
 
-def fold_state(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor) -> Tensor:
-    """Returns the state after some slots of a chain: state [v_heads, k_head_dim, v_head_dim], keys [slots, k_heads,
-    k_head_dim], updates [slots, v_heads, v_head_dim], decays [slots, v_heads] -> [v_heads, k_head_dim, v_head_dim]."""
+def fold_state(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor) -> None:
+    """Folds FOLD_POSITIONS slots of a chain into the state of one layer and sequence, in place: state [v_heads,
+    k_head_dim, v_head_dim], keys [slots, k_heads, k_head_dim], updates [slots, v_heads, v_head_dim], decays [slots,
+    v_heads]."""
+    state.copy_(_folded(state, keys, updates, decays))
+
+
+def move_slots(buffer: Tensor, sequence: int, slots: Sequence[int], first: int) -> None:
+    """Moves `slots` of a sequence, which ascend, to the consecutive slots from `first` on, none of which is above its
+    source, in place and in all layers: buffer [layers, sequences, slots, ...]."""
+    region, source = buffer[:, sequence], torch.tensor(slots, dtype=torch.int64, device=buffer.device)
+    region[:, first : first + len(slots)] = region.index_select(1, source)
+
+
+def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """Applies the output gate of attention: x [rows, size] times sigmoid(gate [rows, size])."""
+    return x * gate.sigmoid()
+
+
+def _folded(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor) -> Tensor:
+    """Returns the state that `fold_state` computes."""
     total, after = _decay_sums(decays)
     keys = keys.repeat_interleave(updates.shape[1] // keys.shape[1], 1)
     added = keys.permute(1, 2, 0) @ (updates * after.exp().unsqueeze(2)).transpose(0, 1)
@@ -209,7 +227,7 @@ def _folded_states(cached: _LayerSlots, groups: list[_FoldGroup]) -> Iterator[Te
     for group in groups:
         while at < group.first:
             part = slice(at, at + FOLD_POSITIONS)
-            state, at = fold_state(state, cached.keys[part], cached.updates[part], cached.decays[part]), part.stop
+            state, at = _folded(state, cached.keys[part], cached.updates[part], cached.decays[part]), part.stop
         yield state
 
 

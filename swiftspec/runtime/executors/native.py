@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swiftspec.config import NativeRoundParams
 from swiftspec.messages import Proposal
-from swiftspec.model.packed_model import FusedModel
+from swiftspec.model.packed_model import FusedModel, LayerCaches
 from swiftspec.runtime.executors import Accepted, ExecutorRequest, Features
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.native_population import NativePopulation
@@ -72,8 +72,8 @@ class NativeModel(FusedModel, Protocol):
         that of a round included, or None if the model keeps none."""
         ...
 
-    def rounds(self, cache: Any, /) -> NativeTreeRounds:
-        """Returns the phases of a round on a KV cache with one sequence."""
+    def rounds(self, cache: LayerCaches, /) -> NativeTreeRounds:
+        """Returns the phases of a round on a cache with one sequence."""
         ...
 
     def tree(self, arrays: Sequence[NDArray], /) -> Any:
@@ -81,9 +81,10 @@ class NativeModel(FusedModel, Protocol):
         ...
 
     def population(
-        self, cache: Any, draft: Any, draft_cache: Any, tensors: Sequence[Tensor], params: NativeRoundParams, /
-    ) -> NativePopulation:
-        """Returns the native rounds of a population, with this model as the target, on the KV caches of both models.
+        self, cache: LayerCaches, draft: Any, draft_cache: LayerCaches, tensors: Sequence[Tensor],
+        params: NativeRoundParams, /,
+    ) -> NativePopulation:  # fmt: skip
+        """Returns the native rounds of a population, with this model as the target, on the caches of both models.
         `tensors`: `RoundProgram.tensors`."""
         ...
 
@@ -141,10 +142,10 @@ class NativeExecutor(EagerExecutor):
 
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)
-        kv = self.runner.cache.kv
-        if self._bound is not kv.k:
-            self._rounds: NativeTreeRounds = self._fused.rounds(kv)
-            self._bound = kv.k
+        cache = self.runner.cache
+        if self._bound is not cache.kv.k:  # all buffers of a cache are allocated together
+            self._rounds: NativeTreeRounds = self._fused.rounds(cache)
+            self._bound = cache.kv.k
         sampler = request.sampler
         p = sampler.params
         temperature = 1.0 if p.greedy else p.temperature
@@ -177,10 +178,8 @@ class NativeExecutor(EagerExecutor):
                 )  # fmt: skip
             except OSError as error:
                 raise self._reason(error) from None
-            if pending:
-                runner.cache.append_prefix(len(pending))
-                pending.clear()
-            runner.cache.append_tree(expanded)
+            runner.cache.append_written(len(pending), expanded)
+            pending.clear()
             runner.record_step(began, rows, seconds)
 
     def verify(self, proposal: Proposal) -> Accepted:
@@ -193,10 +192,8 @@ class NativeExecutor(EagerExecutor):
             )
         except OSError as error:
             raise self._reason(error) from None
-        sequences = range(len(runner.cache.prefix_len))
-        for sequence in sequences:
-            runner.cache.append_prefix(len(path), sequence)
-        runner.record_step(began, len(proposal.tokens) * len(sequences), seconds)
+        runner.cache.append_written(len(path))
+        runner.record_step(began, len(proposal.tokens) * len(runner.cache.prefix_len), seconds)
         return Accepted(path, tokens)
 
     def _guidance(self, root: int) -> tuple[int, int, float] | None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.config import NativeRoundParams
+from swiftspec.model.packed_model import LayerCaches
 from swiftspec.runtime.executors import FEATURES, Features
 from swiftspec.runtime.executors.population_rounds import RoundProgram, SamplingSpan
 from swiftspec.runtime.runner import Runner
@@ -37,8 +38,9 @@ class NativePopulationModel(Protocol):
     `NativeModel.population`."""
 
     def population(
-        self, cache: Any, draft: Any, draft_cache: Any, tensors: Sequence[Tensor], params: NativeRoundParams, /
-    ) -> NativePopulation: ...
+        self, cache: LayerCaches, draft: Any, draft_cache: LayerCaches, tensors: Sequence[Tensor],
+        params: NativeRoundParams, /,
+    ) -> NativePopulation: ...  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,10 @@ class NativePopulationExecutor:
         self._native_of(program).compact(group, len(path), keep)
 
     def _native_of(self, program: RoundProgram) -> NativePopulation:
-        target, draft = (runner.cache.kv for runner in self._runners)
-        if self._program is not program or self._target is not target.k or self._draft is not draft.k:
+        target, draft = (runner.cache for runner in self._runners)
+        if self._program is not program or self._target is not target.kv.k or self._draft is not draft.kv.k:
             self._native = self._models[0].population(target, self._models[1], draft, program.tensors, self._params)
-            self._program, self._target, self._draft = program, target.k, draft.k
+            self._program, self._target, self._draft = program, target.kv.k, draft.kv.k
         return self._native
 
     def _record_forward(self, of_target: bool, rows: int, seconds: float) -> None:

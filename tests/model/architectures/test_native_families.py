@@ -12,6 +12,7 @@ from torch import Tensor
 
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
+from swiftspec.cache.delta import DeltaCache
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
@@ -32,7 +33,7 @@ TOKENS = [(7 * i * i + i) % 64 for i in range(70)]
 # the widths that the native operators need; windows that end in the middle of a block of 16 keys
 SHAPE: dict[str, Any] = {"head_dim": 16, "vocab": 65, "dtype": torch.float32, "seed": 4}
 WINDOWS = {"mistral": 21, "phi3": 37, "gemma3_text": 19, "olmo3": 18}
-NATIVE = [family for family in ALL_FAMILIES if family not in ("gemma4_text", "qwen3_5_text")]
+NATIVE = [family for family in ALL_FAMILIES if family != "gemma4_text"]
 
 
 def checkpoint(path: Path, family: str, **more: Any) -> Path:
@@ -40,6 +41,8 @@ def checkpoint(path: Path, family: str, **more: Any) -> Path:
     shape = SHAPE | more | ({"sliding_window": WINDOWS[family]} if family in WINDOWS else {})
     if family.startswith("olmo"):  # whose head dimension is that of the hidden size
         shape["hidden_size"] = 64
+    if family == "qwen3_5_text":
+        shape["linear_key_head_dim"] = 16
     if family == "phi3":
         shape["rope"] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
     make_checkpoint(path, family=family, **shape)
@@ -48,7 +51,10 @@ def checkpoint(path: Path, family: str, **more: Any) -> Path:
 
 def new_cache(model: Transformer, ops: Any) -> ModelCache:
     (shape,) = model.cache_shapes
-    return ModelCache(KVCache(*shape, CAPACITY, ops.make_slot_mover, dtype=model.dtype))
+    delta = None
+    if model.delta_shape is not None:
+        delta = DeltaCache(*model.delta_shape, CAPACITY, ops, dtype=model.dtype)
+    return ModelCache(KVCache(*shape, CAPACITY, ops.make_slot_mover, dtype=model.dtype), delta=delta)
 
 
 def logits(
@@ -101,6 +107,8 @@ def test_a_draft_does_not_change_the_text(tmp_path: Path, family: str, dtype: st
     shape: dict[str, Any] = {"head_dim": 16, "tie": False, **(rope if family == "phi3" else {})}
     if family.startswith("olmo"):
         shape["hidden_size"] = 64
+    if family == "qwen3_5_text":
+        shape["linear_key_head_dim"] = 16
     target, draft = make_pair(tmp_path, family=family, **shape)
     options: dict[str, Any] = {"dtype": dtype, "max_model_len": 128}
     for temperature in (0.0, 0.9):
