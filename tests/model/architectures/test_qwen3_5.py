@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swiftspec.backends import reference
+from swiftspec.backends import cpu, reference
 from swiftspec.builder.memory_estimate import MemoryEstimate
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
@@ -249,3 +249,26 @@ def test_the_estimated_size_of_the_caches(pair: tuple[Path, Path]) -> None:
     buffers = (cache.kv.k, cache.kv.v, delta.state, delta.keys, delta.updates, delta.decays, delta.inputs)
     need = MemoryEstimate(read_config(pair[0]), torch.bfloat16, 400, tree_slots=20, ops=reference)
     assert need.cache == sum(buffer.nbytes for buffer in buffers)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cpu.level() == "none", reason="there are no native operators here")
+def test_20_000_tokens_in_bfloat16_on_the_native_operators(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"head_dim": 16, "linear_key_head_dim": 16, "max_position_embeddings": 20_480}
+    pair = make_pair(tmp_path, family=FAMILY, tie=False, **shape)
+    options: dict[str, Any] = {"dtype": "bfloat16"}
+    sampling = SamplingParams(temperature=0.9, seed=5, max_tokens=20_000, ignore_eos=True)
+    want = LLM(pair[0], **options).generate(PROMPT, sampling).token_ids
+    answer = LLM(*pair, EngineConfig("serial"), **options).generate(PROMPT, sampling)
+    assert answer.token_ids == want and answer.stats.accepted > 2_000
+
+
+@pytest.mark.skipif(cpu.level() == "none", reason="there are no native operators here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batches_on_the_native_operators(tmp_path: Path, dtype: str) -> None:
+    pair = make_pair(tmp_path, family=FAMILY, head_dim=16, linear_key_head_dim=16, tie=False)
+    options: dict[str, Any] = {"dtype": dtype, "max_model_len": 160}
+    one, kinds = LLM(pair[0], **options), [GREEDY, SEEDED, GUIDED, replace(SEEDED, seed=8)]
+    want = [one.generate(PROMPT, kind).token_ids for kind in kinds]
+    llm = LLM(*pair, EngineConfig("serial", max_num_seqs=3), **options)
+    assert [answer.token_ids for answer in llm.generate_batch([PROMPT] * len(kinds), kinds)] == want
