@@ -8,10 +8,11 @@ additional memory. The contents follow from the requests and their tokens alone,
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import numpy as np
 
-from swiftspec.cache.model_cache import ModelCache
+from swiftspec.cache.model_cache import ModelCache, longest
 from swiftspec.cache.prefix_cache import MIN_CACHED_TOKENS, Tokens, common_prefix_len
 
 
@@ -62,8 +63,10 @@ class SequencePrefixes:
         self._touch(sequence)
 
     def _shared_len(self, sequence: int, wanted: Tokens, count: int) -> int:
-        """Returns the length of the prefix of `wanted` that a sequence holds in the first `count` caches."""
-        return min(common_prefix_len(self._cached(sequence, index), wanted) for index in range(count))
+        """Returns the length of the longest prefix of `wanted` that a sequence holds in the first `count` caches and
+        that can be the prefix of another text."""
+        shared = min(common_prefix_len(self._cached(sequence, index), wanted) for index in range(count))
+        return longest(shared, [partial(cache.reusable_len, sequence) for cache in self._caches[:count]])
 
     def _touch(self, sequence: int) -> None:
         self._lru.remove(sequence)

@@ -26,6 +26,7 @@ class LoadedModel:
     vocab: int  # size of the base vocabulary
     context: int  # maximum tokens of a sequence, including the overshoot of its last round
     prefix_cache_tokens: int  # budget of each runner; 0 disables the prefix cache
+    snapshot_tokens: int  # size of a snapshot in tokens; 0 unless a model has delta layers
     make_constraint: Callable[[str], TokenConstraint]  # compiles a grammar
     eos_token_ids: tuple[int, ...]  # end-of-text tokens of the target
     hook: StepHook | None  # prolongs steps, for emulated step times
@@ -38,7 +39,8 @@ class LoadedModel:
         shard = None if group is None else VocabShard(group, self.model.head_rows, self.vocab)
         sizes: Any = {"context": self.context, "tree_slots": tree_slots, "shard": shard}
         if self.prefix_cache_tokens > 0:
-            runner = PrefixCachingRunner(self.model, self.ops, self.vocab, budget=self.prefix_cache_tokens, **sizes)
+            sizes |= {"budget": self.prefix_cache_tokens, "snapshot_tokens": self.snapshot_tokens}
+            runner = PrefixCachingRunner(self.model, self.ops, self.vocab, **sizes)
         else:
             runner = Runner(self.model, self.ops, self.vocab, **sizes)
         runner.make_constraint, runner.cancel_check = self.make_constraint, cancel_check

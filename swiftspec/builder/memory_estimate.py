@@ -8,8 +8,8 @@ What no shape determines, such as the buffers of libraries, is a constant below.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from swiftspec.backends import cuda, unfused
 from swiftspec.backends.cuda.attention import scratch_bytes
 from swiftspec.backends.cuda.large_m import MAX_KERNEL_ROWS, SCRATCH_BYTES
 from swiftspec.backends.cuda.linear import tile_group_size
+from swiftspec.cache.delta import MAX_SNAPSHOTS, MAX_UNFOLDED_POSITIONS
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats import format_of
@@ -50,6 +51,20 @@ MIN_CONTEXT = 2048  # tokens; a shorter context is not selected without being as
 def kv_bytes_per_token(spec: ModelSpec, cache_dtype: torch.dtype) -> int:
     """Returns the size of one token's keys and values in all attention layers, in bytes."""
     return sum(2 * mixer.kv_size for mixer in spec.attention_mixers) * cache_dtype.itemsize
+
+
+def delta_sequence_bytes(mixers: Iterable[GatedDeltaSpec], slots: int, dtype: torch.dtype) -> int:
+    """Returns the size of a sequence in a delta cache with `slots` slots, in bytes."""
+    total = 0
+    for mixer in mixers:
+        state, slot = mixer.v_size * mixer.k_head_dim, mixer.k_size + mixer.v_size + mixer.num_v_heads
+        total += (state + slots * slot) * FLOAT_BYTES + slots * mixer.conv_size * dtype.itemsize
+    return total
+
+
+def snapshot_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Returns the size of a snapshot of the delta layers of a model; 0 if it has none."""
+    return delta_sequence_bytes(spec.delta_mixers, MAX_UNFOLDED_POSITIONS, dtype)
 
 
 @dataclass(frozen=True)
@@ -144,20 +159,17 @@ class MemoryEstimate:
 
     @property
     def cache(self) -> int:
-        """Bytes of the KV cache and of the delta cache."""
-        return (self.kv_token * self.capacity + self._delta_sequence) * self.sequences
-
-    @property
-    def _delta_sequence(self) -> int:
-        """Bytes of a sequence in the delta cache: folded states, and the slots after them."""
+        """Bytes of the KV cache and of the delta cache with its snapshots."""
+        mixers = [
+            replace(layer.mixer, num_k_heads=part.kv_heads, num_v_heads=part.num_heads)
+            for layer, part in zip(self.config.spec.layers, self.shard.layers, strict=True)
+            if isinstance(layer.mixer, GatedDeltaSpec)
+        ]
         slots = delta_slots(self.capacity - self.tree_slots, self.tree_slots)
-        total = 0
-        for layer, part in zip(self.config.spec.layers, self.shard.layers, strict=True):
-            if isinstance(layer.mixer, GatedDeltaSpec) and part.conv is not None:
-                values, width = part.num_heads * part.head_dim, layer.mixer.k_head_dim
-                floats = values * width + slots * (part.kv_heads * width + values + part.num_heads)
-                total += floats * FLOAT_BYTES + slots * len(part.conv) * self.dtype.itemsize
-        return total
+        delta = delta_sequence_bytes(mixers, slots, self.dtype)
+        if self.prefix_tokens > 0:
+            delta += MAX_SNAPSHOTS * delta_sequence_bytes(mixers, MAX_UNFOLDED_POSITIONS, self.dtype)
+        return (self.kv_token * self.capacity + delta) * self.sequences
 
     @property
     def prefix_cache(self) -> int:

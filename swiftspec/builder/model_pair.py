@@ -45,7 +45,7 @@ from swiftspec.builder.load_options import (
     why_not_native,
 )
 from swiftspec.builder.loaded_model import LoadedModel
-from swiftspec.builder.memory_estimate import MemoryEstimate, fit_context, kv_bytes_per_token
+from swiftspec.builder.memory_estimate import MemoryEstimate, fit_context, kv_bytes_per_token, snapshot_bytes
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile, VerdictRecord
 from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
@@ -63,6 +63,7 @@ from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.gguf.file import GgufFile, is_gguf
 from swiftspec.model.gguf.tokenizer import tokenizer_json
 from swiftspec.model.loader import load_model
+from swiftspec.model.spec import ModelSpec
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.observe import step_time_emulation
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
@@ -178,9 +179,8 @@ class ModelPair:
             why = why_not_native(config.spec, self.dtype, self.device) if self.ops == "auto" else None
             if why is not None:
                 note(f"the {side} runs on torch's own operators: {why}")
-            if config.spec.delta_mixers:
-                graphs = " and without CUDA graphs" if self.device.type == "cuda" else ""
-                note(f"the {side} has gated delta layers, which run without a prefix cache{graphs}")
+            if config.spec.delta_mixers and self.device.type == "cuda":
+                note(f"the {side} has gated delta layers, which run without CUDA graphs")
             layout = format_of(config)
             expanded = ops is unfused and (self.dtype != torch.bfloat16 or not unfused.has_int4_kernels(self.device))
             if layout is not None and layout.is_int4 and expanded and self.device.type == "cuda":
@@ -196,7 +196,6 @@ class ModelPair:
             ops = select_operators(self.ops, config.spec, self.dtype, self.device)
             if ops is cuda and "projections" in self.verdict.on_library:
                 ops = unfused
-            hybrid = bool(config.spec.delta_mixers)
             needs[side] = MemoryEstimate(
                 config,
                 self.dtype,
@@ -206,7 +205,7 @@ class ModelPair:
                 ops=ops,
                 cache_dtype=self.cache_dtype,
                 int4_head=self._quantization(side, ops).head == "int4",
-                prefix_tokens=0 if plan.num_sequences > 1 or hybrid else self._prefix_cache_tokens(plan),
+                prefix_tokens=0 if plan.num_sequences > 1 else self._prefix_cache_tokens(plan),
                 tree_slots=self.tree_slots(side, plan),
                 clusters=major in cuda.CLUSTER_MAJORS,
                 int4_kernels=unfused.has_int4_kernels(self.device),
@@ -416,9 +415,7 @@ class ModelPair:
         lag = 1 if self.device.type == "cuda" else 0  # on a CPU rounds are synchronous
         method = make_group_method(plan.batch or plan.population, target, draft, self.max_model_len)
         executors = available.population_executors(target, draft, deps, draft_deps, method.shape, method.native_params)
-        # the folded state of a delta cache cannot go back to an earlier position
-        reuse = self.prefix_cache_memory > 0 and target.cache.delta is None and draft.cache.delta is None
-        return BatchScheduler(target, draft, executors, method, lag=lag, reuse_prefixes=reuse)
+        return BatchScheduler(target, draft, executors, method, lag=lag, reuse_prefixes=self.prefix_cache_memory > 0)
 
     def _runner(
         self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
@@ -448,11 +445,10 @@ class ModelPair:
         captures = self.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0 and self.verdict.graphs and not hybrid
         priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
         capture = partial(self._new_capture, priority) if captures else None
-        cached = plan.num_sequences == 1 and not hybrid
-        prefix_tokens = self._prefix_cache_tokens(plan) // self.sessions if cached else 0
+        prefix_tokens = self._prefix_cache_tokens(plan) // self.sessions if plan.num_sequences == 1 else 0
         return LoadedModel(
-            model, ops, self.vocab_size, context, prefix_tokens, self.grammars.compile, self.grammars.eos_token_ids,
-            hook, capture,
+            model, ops, self.vocab_size, context, prefix_tokens, self._snapshot_tokens(plan), self.grammars.compile,
+            self.grammars.eos_token_ids, hook, capture,
         )  # fmt: skip
 
     def _new_capture(self, priority: int) -> CudaCapture:
@@ -492,10 +488,19 @@ class ModelPair:
     def _prefix_cache_tokens(self, plan: EngineConfig) -> int:
         """Returns the budget of the prefix cache in tokens. The KV of both models is counted for each token, so that
         all ranks have the same budget."""
-        size = 0  # bytes of one token's keys and values
-        for path in self._paths(target=True, draft=plan.mode != "ar"):
-            size += kv_bytes_per_token(read_config(path).spec, self.cache_dtype or self.dtype)
-        return self.prefix_cache_memory * 2**20 // size
+        return self.prefix_cache_memory * 2**20 // self._token_bytes(plan)
+
+    def _snapshot_tokens(self, plan: EngineConfig) -> int:
+        """Returns the size of a snapshot of the delta layers of both models in tokens."""
+        size = sum(snapshot_bytes(spec, self.dtype) for spec in self._specs(plan))
+        return -(-size // self._token_bytes(plan))
+
+    def _token_bytes(self, plan: EngineConfig) -> int:
+        """Returns the bytes of one token's keys and values in both models."""
+        return sum(kv_bytes_per_token(spec, self.cache_dtype or self.dtype) for spec in self._specs(plan))
+
+    def _specs(self, plan: EngineConfig) -> list[ModelSpec]:
+        return [read_config(path).spec for path in self._paths(target=True, draft=plan.mode != "ar")]
 
     def _paths(self, *, target: bool, draft: bool) -> list[Path]:
         """Returns the directories of the models that this process loads. `target`, `draft`: whether to include the

@@ -23,6 +23,7 @@ from torch import Tensor
 
 FOLD_POSITIONS = 32  # positions that are folded together
 MAX_UNFOLDED_POSITIONS = 2 * FOLD_POSITIONS - 1  # verified positions that are not folded, after `settle`
+MAX_SNAPSHOTS = 3  # of a sequence
 
 
 class DeltaCacheOps(Protocol):
@@ -38,11 +39,18 @@ def fold_point(position: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _SavedPrefix:
-    """The states of a sequence's first slots."""
+class _Snapshot:
+    """The states of a sequence's first `count` slots: the state of the first `folded` ones, and the later slots."""
 
     folded: int
-    tensors: list[Tensor]
+    count: int
+    state: Tensor  # [layers, v_heads, k_head_dim, v_head_dim]
+    slots: tuple[Tensor, ...]  # of each buffer [layers, count - folded, ...]
+
+    def reusable_len(self, count: int) -> int:
+        """Returns the largest number of slots, at most `count`, that can be the prefix of another text."""
+        count = min(count, self.count)
+        return count if self.folded <= fold_point(count) else 0
 
 
 class DeltaCache:
@@ -52,6 +60,9 @@ class DeltaCache:
     slots, k_heads, k_head_dim], `updates` [layers, sequences, slots, v_heads, v_head_dim], `decays` [layers, sequences,
     slots, v_heads] and `inputs` [layers, sequences, slots, conv_size] is slot `folded[sequence] + i` of the model
     cache.
+
+    A fold cannot be undone, so another text can begin with the first slots of a sequence only if none of them that its
+    rows read are folded, or if a snapshot has them.
     """
 
     def __init__(
@@ -68,6 +79,7 @@ class DeltaCache:
         self._conv_size = conv_size
         self._dtype, self._device = dtype, device
         self.folded = np.zeros(0, np.int64)  # [sequences], read by native code
+        self._snapshots: list[list[_Snapshot]] = []  # by sequence, ascending
         self.state = self.keys = self.updates = self.decays = self.inputs = torch.empty(0)
 
     def allocate(self, sequences: int) -> None:
@@ -80,6 +92,7 @@ class DeltaCache:
         )
         self.inputs = torch.zeros(*size, self._slots, self._conv_size, dtype=self._dtype, device=self._device)
         self.folded = np.zeros(sequences, np.int64)
+        self._snapshots = [[] for _ in range(sequences)]
 
     def _slot_buffers(self) -> tuple[Tensor, ...]:
         return self.keys, self.updates, self.decays, self.inputs
@@ -105,30 +118,64 @@ class DeltaCache:
             self._ops.move_slots(buffer, sequence, range(count, used - folded), 0)
         self.folded[sequence] += count
 
-    def reusable(self, sequence: int, count: int) -> bool:
-        return bool(self.folded[sequence] <= fold_point(count))
+    def reusable_len(self, sequence: int, count: int) -> int:
+        live = count if self.folded[sequence] <= fold_point(count) else 0
+        return max([live, *(each.reusable_len(count) for each in self._snapshots[sequence])])
+
+    def saved_len(self, saved: Sequence[_Snapshot], count: int) -> int:
+        return max(each.reusable_len(count) for each in saved)
+
+    def snapshot(self, sequence: int, count: int) -> None:
+        """As in `LayerCache`; keeps at most MAX_SNAPSHOTS. The first one stays, because most texts share it, and then
+        the latest ones."""
+        kept = [each for each in self._snapshots[sequence] if each.count != count]
+        if len(kept) == MAX_SNAPSHOTS:
+            del kept[1]
+        self._snapshots[sequence] = sorted([*kept, self._copy(sequence, count)], key=lambda each: each.count)
+
+    def num_snapshots(self, sequence: int, count: int) -> int:
+        return len(self._earlier(sequence, count)) + 1
+
+    def truncate(self, sequence: int, count: int) -> None:
+        if count == 0:
+            self.clear(sequence)
+        elif self.folded[sequence] > fold_point(count):
+            self.load_prefix(sequence, self._snapshots[sequence], count)
+        else:
+            self._snapshots[sequence] = [each for each in self._snapshots[sequence] if each.count <= count]
 
     def clear(self, sequence: int) -> None:
         self.folded[sequence] = 0
         self.state[:, sequence].zero_()
+        self._snapshots[sequence] = []
 
     def copy_prefix(self, source: int, destination: int, count: int) -> None:
         self.load_prefix(destination, self.save_prefix(source, count), count)
 
-    def save_prefix(self, sequence: int, count: int) -> _SavedPrefix:
-        """Returns copies of the folded state and of the later slots."""
-        assert self.reusable(sequence, count)
-        left = count - int(self.folded[sequence])
-        kept = [buffer[:, sequence, :left].clone() for buffer in self._slot_buffers()]
-        return _SavedPrefix(int(self.folded[sequence]), [self.state[:, sequence].clone(), *kept])
+    def save_prefix(self, sequence: int, count: int) -> list[_Snapshot]:
+        """Returns the snapshots of the first `count` slots, and one after all of them."""
+        last = next((each for each in self._snapshots[sequence] if each.reusable_len(count) == count), None)
+        if self.folded[sequence] <= fold_point(count):
+            last = self._copy(sequence, count)
+        assert last is not None, "the state after these slots is gone"
+        return [*self._earlier(sequence, count), last]
 
-    def load_prefix(self, sequence: int, saved: _SavedPrefix, count: int) -> None:
-        assert saved.folded <= fold_point(count)
-        left, (state, *kept) = count - saved.folded, saved.tensors
-        self.state[:, sequence] = state
-        for buffer, part in zip(self._slot_buffers(), kept, strict=True):
-            buffer[:, sequence, :left] = part[:, :left]
-        self.folded[sequence] = saved.folded
+    def load_prefix(self, sequence: int, saved: Sequence[_Snapshot], count: int) -> None:
+        source = next(each for each in saved if each.reusable_len(count) == count)
+        self.state[:, sequence] = source.state
+        for buffer, part in zip(self._slot_buffers(), source.slots, strict=True):
+            buffer[:, sequence, : count - source.folded] = part[:, : count - source.folded]
+        self.folded[sequence] = source.folded
+        self._snapshots[sequence] = [each for each in saved if each.count <= count]
+
+    def _earlier(self, sequence: int, count: int) -> list[_Snapshot]:
+        return [each for each in self._snapshots[sequence] if each.count < count]
+
+    def _copy(self, sequence: int, count: int) -> _Snapshot:
+        folded = int(self.folded[sequence])
+        assert folded <= fold_point(count)
+        slots = tuple(buffer[:, sequence, : count - folded].clone() for buffer in self._slot_buffers())
+        return _Snapshot(folded, count, self.state[:, sequence].clone(), slots)
 
     def wipe(self, sequence: int, count: int) -> None:
         for buffer in self._slot_buffers():

@@ -42,8 +42,20 @@ class KVCache:
     def settle(self, sequence: int, verified: int, used: int) -> None:
         pass
 
-    def reusable(self, sequence: int, count: int) -> bool:
-        return True
+    def reusable_len(self, sequence: int, count: int) -> int:
+        return count
+
+    def saved_len(self, saved: tuple[Tensor, Tensor], count: int) -> int:
+        return min(count, saved[0].shape[2])
+
+    def snapshot(self, sequence: int, count: int) -> None:
+        pass  # every slot has its own state
+
+    def num_snapshots(self, sequence: int, count: int) -> int:
+        return 0
+
+    def truncate(self, sequence: int, count: int) -> None:
+        pass  # attention reads only slots that were written since
 
     def clear(self, sequence: int) -> None:
         pass  # attention reads only slots that were written since

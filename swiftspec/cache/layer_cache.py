@@ -27,8 +27,26 @@ class LayerCache(Protocol):
         example after a commit. `used`: slots in use."""
         ...
 
-    def reusable(self, sequence: int, count: int) -> bool:
-        """Returns whether a text can continue after the first `count` slots of a sequence, as if it had no more."""
+    def reusable_len(self, sequence: int, count: int) -> int:
+        """Returns the largest number of slots, at most `count`, that can be the prefix of another text. The sequence
+        has at least `count` verified slots."""
+        ...
+
+    def saved_len(self, saved: Any, count: int) -> int:
+        """As `reusable_len`, for what `save_prefix` has returned."""
+        ...
+
+    def snapshot(self, sequence: int, count: int) -> None:
+        """Keeps the state after the first `count` slots of a sequence, all of which are verified, so that
+        `reusable_len` includes this number until the sequence is cleared or truncated."""
+        ...
+
+    def num_snapshots(self, sequence: int, count: int) -> int:
+        """Returns the number of states that `save_prefix` would return in addition to those of the slots."""
+        ...
+
+    def truncate(self, sequence: int, count: int) -> None:
+        """Makes the first `count` slots of a sequence all of its slots. `count`: a result of `reusable_len`."""
         ...
 
     def clear(self, sequence: int) -> None:
@@ -36,15 +54,18 @@ class LayerCache(Protocol):
         ...
 
     def copy_prefix(self, source: int, destination: int, count: int) -> None:
-        """Copies the first `count` slots of the sequence `source` to the sequence `destination`."""
+        """Copies the first `count` slots of the sequence `source` to the sequence `destination`. `count`: a result of
+        `reusable_len`."""
         ...
 
     def save_prefix(self, sequence: int, count: int) -> Any:
-        """Returns a copy of the first `count` slots of a sequence, for `load_prefix` of this kind of layer."""
+        """Returns a copy of the first `count` slots of a sequence, for `load_prefix` of this kind of layer. `count`: a
+        result of `reusable_len`."""
         ...
 
     def load_prefix(self, sequence: int, saved: Any, count: int) -> None:
-        """Copies the first `count` slots of a copy that `save_prefix` has returned to the start of a sequence."""
+        """Copies the first `count` slots of a copy that `save_prefix` has returned to the start of a sequence.
+        `count`: a result of `saved_len`."""
         ...
 
     def wipe(self, sequence: int, count: int) -> None:

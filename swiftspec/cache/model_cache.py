@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -109,33 +110,67 @@ class ModelCache:
         for kind in self.kinds:
             kind.settle(sequence, verified, verified + tree_slots)
 
-    def reusable(self, sequence: int, count: int) -> bool:
-        """Returns whether `count` verified tokens that a sequence holds can be its prefix, or be copied."""
-        return count == 0 or all(kind.reusable(sequence, count) for kind in self.kinds)
+    def reusable_len(self, sequence: int, count: int) -> int:
+        """Returns the largest number of verified tokens of a sequence, at most `count`, that can be the prefix of
+        another text, or be copied. The sequence holds at least `count`."""
+        return longest(count, [partial(kind.reusable_len, sequence) for kind in self.kinds])
+
+    def saved_len(self, saved: Sequence[Any], count: int) -> int:
+        """As `reusable_len`, for copies from `save_prefix`."""
+        return longest(count, [partial(kind.saved_len, copy) for kind, copy in zip(self.kinds, saved, strict=True)])
+
+    def take_snapshot(self, sequence: int) -> None:
+        """Keeps the states after the verified tokens of a sequence, so that `reusable_len` includes their number until
+        the prefix is replaced. The tree must be empty."""
+        assert self.tree_len == 0
+        self._settle(sequence, 0)
+        for kind in self.kinds:
+            kind.snapshot(sequence, self.prefix_len[sequence])
+
+    def num_snapshots(self, sequence: int, count: int) -> int:
+        """Returns the number of states that `save_prefix` returns in addition to those of the tokens, by which the size
+        of the copies grows; 0 if every kind of layer has a state for each token."""
+        return sum(kind.num_snapshots(sequence, count) for kind in self.kinds)
 
     def set_prefix(self, sequence: int, count: int, source: int | None = None) -> None:
         """Makes `count` verified tokens the prefix of a sequence: those that it holds already, or, with `source`,
-        copies of the first `count` tokens of that sequence."""
-        if source is not None and source != sequence and count > 0:
-            for kind in self.kinds:
+        copies of the first `count` tokens of that sequence. `count`: a result of `reusable_len`. The tree must be
+        empty."""
+        for kind in self.kinds:
+            if source is not None and source != sequence and count > 0:
                 kind.copy_prefix(source, sequence, count)
-        if count == 0:
-            for kind in self.kinds:
-                kind.clear(sequence)
+            else:
+                kind.truncate(sequence, count)
         self.prefix_len[sequence] = count
 
     def save_prefix(self, sequence: int, count: int) -> tuple[Any, ...]:
-        """Returns copies of the states of the first `count` tokens of a sequence, one for each kind of layer."""
+        """Returns copies of the states of the first `count` tokens of a sequence, one for each kind of layer. `count`:
+        a result of `reusable_len`."""
         return tuple(kind.save_prefix(sequence, count) for kind in self.kinds)
 
     def load_prefix(self, sequence: int, saved: Sequence[Any], count: int) -> None:
-        """Writes the states of the first `count` tokens from `save_prefix` to the start of a sequence. The caller
-        allocates the slots."""
+        """Makes copies of the states of the first `count` tokens from `save_prefix` the prefix of a sequence. `count`:
+        a result of `saved_len`. The tree must be empty."""
         for kind, copy in zip(self.kinds, saved, strict=True):
             kind.load_prefix(sequence, copy, count)
+        self.prefix_len[sequence] = count
+
+    def drop_tree(self) -> None:
+        """Frees all tree slots."""
+        self.tree_len = 0
 
     def wipe(self, sequence: int, tree_slots: int) -> None:
         """Zeroes the prefix and the first `tree_slots` tree slots of a sequence, and empties its prefix."""
         for kind in self.kinds:
             kind.wipe(sequence, self.prefix_len[sequence] + tree_slots)
         self.prefix_len[sequence] = 0
+
+
+def longest(count: int, limits: Sequence[Callable[[int], int]]) -> int:
+    """Returns the largest number, at most `count`, that each of `limits` returns for itself; each returns a number that
+    is at most its argument."""
+    while True:
+        least = min((limit(count) for limit in limits), default=count)
+        if least == count:
+            return count
+        count = least

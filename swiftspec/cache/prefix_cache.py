@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,23 @@ class CachedPrefix:
     """A token sequence with the states that the layers of a model have computed for it.
 
     `states`: what `ModelCache.save_prefix` has returned for all of `tokens`.
+    `saved_len`: largest number of tokens, at most its argument, of which these states can become the prefix of a text.
+    `size`: memory in units of a token's states.
     """
 
     tokens: Tokens
     states: Sequence[Any]
+    saved_len: Callable[[int], int]
+    size: int
+
+    def reusable_len(self, text: Tokens) -> int:
+        """Returns the length of the longest prefix of `text` that the states can become."""
+        return self.saved_len(common_prefix_len(self.tokens, text))
 
 
 class PrefixCache:
-    """LRU cache of prefixes with at most `budget` tokens in total. Sequences of fewer than `min_tokens` tokens are not
-    worth an entry. `entries`: the most recently used one is last."""
+    """LRU cache of prefixes with a total size of at most `budget` tokens. Sequences of fewer than `min_tokens` tokens
+    are not worth an entry. `entries`: the most recently used one is last."""
 
     def __init__(self, budget: int, min_tokens: int) -> None:
         self.budget, self.min_tokens = budget, min_tokens
@@ -34,16 +42,16 @@ class PrefixCache:
 
     @property
     def size(self) -> int:
-        """Number of tokens of all entries."""
-        return sum(len(entry.tokens) for entry in self.entries)
+        """Size of all entries."""
+        return sum(entry.size for entry in self.entries)
 
-    def fits(self, text: Tokens) -> bool:
-        """Returns whether a sequence has at least `min_tokens` and at most `budget` tokens."""
-        return self.min_tokens <= len(text) <= self.budget
+    def fits(self, text: Tokens, size: int) -> bool:
+        """Returns whether a sequence has at least `min_tokens` tokens, and a size of at most `budget`."""
+        return len(text) >= self.min_tokens and size <= self.budget
 
     def contains(self, text: Tokens) -> bool:
-        """Returns whether an entry begins with this sequence."""
-        return any(common_prefix_len(entry.tokens, text) == len(text) for entry in self.entries)
+        """Returns whether an entry can become this sequence."""
+        return any(entry.reusable_len(text) == len(text) for entry in self.entries)
 
     def update(self, new: Sequence[CachedPrefix], used: Sequence[tuple[CachedPrefix, int]]) -> None:
         """Inserts the entries `new` and evicts old ones.

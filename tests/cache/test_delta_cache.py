@@ -357,7 +357,7 @@ def test_a_prefix_is_copied_only_if_its_state_is_there() -> None:
         sequences.prefill(text_of(7, count), sequence)
     sequences.prefill([1], 0)
     assert delta.folded.tolist() == [32, 0]
-    assert [count for count in range(72) if cache.reusable(0, count)] == [0, *range(64, 72)]
+    assert [count for count in range(72) if cache.reusable_len(0, count) == count] == [0, *range(64, 72)]
     cache.set_prefix(1, 66, 0)
     sequences.prefix[1] = sequences.prefix[0][:66]
     sequences.prefix[0] = sequences.prefix[0][:66]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from swiftspec import _C
+from swiftspec.cache.delta import DeltaCache
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import NonFiniteLogits
 from swiftspec.llm import LLM
@@ -77,6 +78,7 @@ class Requests(RuleBasedStateMachine):
 
     pair: Pair
     makers: ClassVar[dict[str, LLM]] = {}
+    first_text: ClassVar[list[int]] = A
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,11 +87,11 @@ class Requests(RuleBasedStateMachine):
         self.caching, self.fresh = self.makers["keeps"], self.makers["reads"]
         for runner in runners(self.caching):
             runner.prefix_cache.entries, runner._sequences = [], []
-        self.texts = [A]
+        self.texts = [self.first_text]
 
     @rule(budget=st.sampled_from([0, 30, 60, 100, 1000]))
     def give(self, budget: int) -> None:
-        set_budget(self.caching, budget)
+        set_budget(self.caching, budget * (1 + runners(self.caching)[0]._snapshot_tokens // 20))
         for runner in runners(self.caching):
             runner.prefix_cache.update([], [])
 
@@ -116,30 +118,56 @@ class Requests(RuleBasedStateMachine):
             for s, count in enumerate(ours.cache.prefix_len):
                 for mine, fresh in ((ours.cache.kv.k, theirs.cache.kv.k), (ours.cache.kv.v, theirs.cache.kv.v)):
                     torch.testing.assert_close(mine[:, s, :, :count], fresh[:, s, :, :count], atol=1e-9, rtol=1e-9)
+                if ours.cache.delta is not None:
+                    same_delta(ours.cache.delta, theirs.cache.delta, s, count)
 
     @invariant()
     def within_the_budget(self) -> None:
         for runner in runners(self.caching):
             copies = runner.prefix_cache.entries
-            assert sum(len(copy.tokens) for copy in copies) == runner.prefix_cache.size <= runner.prefix_cache.budget
+            assert sum(copy.size for copy in copies) == runner.prefix_cache.size <= runner.prefix_cache.budget
             for copy in copies:
-                ((k, v),) = copy.states
-                assert k.shape == v.shape and k.shape[2] == len(copy.tokens)
+                (k, v), *delta = copy.states
+                assert k.shape == v.shape and k.shape[2] == len(copy.tokens) <= copy.size
+                assert copy.size - len(copy.tokens) == runner._snapshot_tokens * sum(map(len, delta))
+
+
+def same_delta(ours: DeltaCache, theirs: DeltaCache, sequence: int, count: int) -> None:
+    """Compares the folded states and the slots after them."""
+    folded = int(ours.folded[sequence])
+    assert folded == theirs.folded[sequence]
+    pairs = [(ours.state[:, sequence], theirs.state[:, sequence])]
+    for mine, fresh in zip(ours._slot_buffers(), theirs._slot_buffers(), strict=True):
+        pairs.append((mine[:, sequence, : count - folded], fresh[:, sequence, : count - folded]))
+    for mine, fresh in pairs:
+        torch.testing.assert_close(mine, fresh, atol=1e-9, rtol=1e-9)
+
+
+class HybridRequests(Requests):
+    """With delta layers, and texts that are longer than a fold."""
+
+    first_text: ClassVar[list[int]] = [(7 * i * i + i) % VOCAB for i in range(75)]
 
 
 def every(llm: LLM) -> list[Any]:
     return [verifier_of(llm).runner, drafter_of(llm).runner]
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("hybrid"), vocab=VOCAB, family="qwen3_5_text")
+
+
 @pytest.mark.parametrize(
     "examples", [5, pytest.param(40, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.long)]
 )
-def test_random_sequences_of_requests(pair: Pair, examples: int) -> None:
-    Requests.pair = pair
-    Requests.makers = {}
+@pytest.mark.parametrize("machine", [Requests, HybridRequests])
+def test_random_sequences_of_requests(pair: Pair, hybrid: Pair, machine: type[Requests], examples: int) -> None:
+    machine.pair = pair if machine is Requests else hybrid
+    machine.makers = {}
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     run_state_machine_as_test(
-        Requests,
+        machine,
         settings=settings(max_examples=examples, stateful_step_count=10, deadline=None, suppress_health_check=checks),
     )
 
@@ -200,6 +228,20 @@ def test_a_repeated_prompt_is_prefilled_once(pair: Pair) -> None:
     for sampling in (GREEDY, WARM, replace(WARM, seed=4), PENALISED):
         assert ask(llm, A, sampling) == ask(fresh, A, sampling)
         assert llm.stats.cached_tokens == (0 if sampling is GREEDY else len(A) - 1)
+
+
+def test_a_hybrid_continues_where_texts_branch_off(hybrid: Pair) -> None:
+    """Snapshots are at the end of each prompt and where it stops to equal an earlier one; the last few tokens before a
+    snapshot can be replaced, too."""
+    llm, fresh = make(hybrid, cache_memory=64), make(hybrid, cache_memory=0)
+    system, found = HybridRequests.first_text, list[int]()
+    questions = [[1, 2, 3] * 8, [4, 5] * 12, [6] * 9, [1, 2, 3] * 8, [*[1, 2, 3] * 7, 1, 9, 9], [1, 9] * 3]
+    for question in questions:
+        assert ask(llm, [*system, *question], GREEDY) == ask(fresh, [*system, *question], GREEDY)
+        found.append(llm.stats.cached_tokens)
+    whole = len(system) + 24 - 1
+    assert found == [0, 0, len(system), whole, whole - 1, len(system)]
+    assert ask(llm, system[:40], GREEDY) == ask(fresh, system[:40], GREEDY) and llm.stats.cached_tokens == 0
 
 
 def test_the_least_recently_used_entry_is_evicted(pair: Pair) -> None:

@@ -152,19 +152,16 @@ def test_ranks(pool: Pool, pair: tuple[Path, Path], texts: Texts, plan: dict[str
     assert all(answer["lost"] is None and answer["rounds"] < 100 for answer in answers)
 
 
-def test_no_prefix_is_reused(pair: tuple[Path, Path], texts: Texts) -> None:
-    """The folded state is that of a later position, so a prompt is prefilled as a whole, and a line says so."""
-    notes = list[str]()
-    llm = LLM(*pair, EngineConfig("serial"), note=notes.append, **OPTIONS)
-    assert [note for note in notes if "delta" in note and "prefix" in note] == [
-        "the target has gated delta layers, which run without a prefix cache",
-        "the draft has gated delta layers, which run without a prefix cache",
-    ]
-    prompt = [*PROMPT, *texts[GREEDY][:60]]
-    for text in (PROMPT, prompt, PROMPT, prompt):
-        answer = llm.generate(text, replace(GREEDY, max_tokens=30))
+def test_prefixes_of_batches_and_particles(pair: tuple[Path, Path], texts: Texts) -> None:
+    """A sequence of a scheduler is reused only where its folded state allows it."""
+    llm, prompt = LLM(*pair, EngineConfig("serial", max_num_seqs=2), **OPTIONS), [*PROMPT, *texts[GREEDY][:70]]
+    found = list[int]()
+    for text in (prompt, prompt[:60], [*prompt, *texts[GREEDY][70:75]], prompt):
+        answer = llm.generate(text, replace(GREEDY, max_tokens=9))
         first = len(text) - len(PROMPT)
-        assert answer.token_ids == texts[GREEDY][first : first + 30] and answer.stats.cached_tokens == 0
+        assert answer.token_ids == texts[GREEDY][first : first + 9]
+        found.append(answer.stats.cached_tokens)
+    assert found[:2] == [0, 0] and found[2] >= len(prompt) and found[3] == len(prompt) - 1
 
 
 def test_weights_of_multi_token_prediction_are_not_read(tmp_path: Path) -> None:
