@@ -25,6 +25,7 @@ from torch import Tensor
 from swiftspec.backends import cpu as host
 from swiftspec.backends.cpu.packing import PackedLinear
 from swiftspec.cache.kv import KVCache
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import PackedAttention, PackedLayer, PackedMixture, PackedModel
 from swiftspec.model.spec import ExpertsSpec, RopeSpec
@@ -64,8 +65,7 @@ class RandomMixture:
         embedding, head = torch.randn(VOCAB, hidden).to(BF16), random_int4(VOCAB, hidden)
         self.stack = PackedModel(embedding, self.layers, norm(hidden), head, [self.attention], None)
         self._fused = host.fuse(self.stack)
-        self.cache = KVCache(layers, KV_HEADS, HEAD_DIM, CAPACITY, host.make_slot_mover, dtype=BF16)
-        self.cache.allocate(1)
+        self.cache = ModelCache(KVCache(layers, KV_HEADS, HEAD_DIM, CAPACITY, host.make_slot_mover, dtype=BF16))
         self.forward(self.chain(CONTEXT, 0))
 
     def chain(self, rows: int, first: int = CONTEXT) -> Batch:
@@ -91,7 +91,7 @@ class RandomMixture:
 
     def used_by_forward(self, batch: Batch) -> float:
         """Returns the average number of experts of a layer that the rows of a forward use."""
-        plan, found = host.prepare(batch, self.cache, self.attention.cos, self.attention.sin, HEADS), list[int]()
+        plan, found = host.prepare(batch, self.cache.kv, self.attention.cos, self.attention.sin, HEADS), list[int]()
         hidden = host.embed(batch.tokens, self.stack.embedding)
         for index, layer in enumerate(self.layers):
             qkv = host.norm_linear(hidden, layer.input_norm, layer.qkv)
