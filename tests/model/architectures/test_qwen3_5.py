@@ -4,12 +4,15 @@ mode, and what does not support delta layers yet says so."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,6 +20,7 @@ from swiftspec.backends import cpu, reference
 from swiftspec.builder.memory_estimate import MemoryEstimate
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
+from swiftspec.lab.exactness.command import main
 from swiftspec.lab.quantize import quantize
 from swiftspec.llm import LLM
 from swiftspec.model.checkpoint_files import Tensors, open_tensors, read_config
@@ -25,11 +29,14 @@ from swiftspec.model.loader import load_model
 from swiftspec.model.shard import Shard
 from swiftspec.model.spec import AttentionSpec
 from swiftspec.params import SamplingParams
+from swiftspec.sampling.sampler import Paths
 from tests.model.architectures.test_families import expected, logits, new_cache
 from tests.support.ranks import Pool
-from tests.support.roles import make_runner
+from tests.support.roles import drafter_of, make_runner, verifier_of
 from tests.support.thread_group import on_ranks
 from tests.support.tiny_checkpoints import chain, make_checkpoint, make_pair
+from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
+from tests.support.workers import client_on_workers, started
 
 FAMILY = "qwen3_5_text"
 PROMPT = [5, 17, 3, 29, 11, 8, 2]
@@ -38,6 +45,7 @@ SEEDED = replace(GREEDY, temperature=0.9, seed=3)
 GUIDED = replace(SEEDED, guidance_scale=1.5, negative_prompt_ids=(4, 9, 11, 3))
 OPTIONS: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 160}
 Texts = dict[SamplingParams, list[int]]
+NATIVE = pytest.mark.skipif(cpu.level() == "none", reason="there are no native operators here")
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +257,7 @@ def test_the_estimated_size_of_the_caches(pair: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cpu.level() == "none", reason="there are no native operators here")
+@NATIVE
 def test_20_000_tokens_in_bfloat16_on_the_native_operators(tmp_path: Path) -> None:
     shape: dict[str, Any] = {"head_dim": 16, "linear_key_head_dim": 16, "max_position_embeddings": 20_480}
     pair = make_pair(tmp_path, family=FAMILY, tie=False, **shape)
@@ -260,7 +268,7 @@ def test_20_000_tokens_in_bfloat16_on_the_native_operators(tmp_path: Path) -> No
     assert answer.token_ids == want and answer.stats.accepted > 2_000
 
 
-@pytest.mark.skipif(cpu.level() == "none", reason="there are no native operators here")
+@NATIVE
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_batches_on_the_native_operators(tmp_path: Path, dtype: str) -> None:
     pair = make_pair(tmp_path, family=FAMILY, head_dim=16, linear_key_head_dim=16, tie=False)
@@ -269,3 +277,59 @@ def test_batches_on_the_native_operators(tmp_path: Path, dtype: str) -> None:
     want = [one.generate(PROMPT, kind).token_ids for kind in kinds]
     llm = LLM(*pair, EngineConfig("serial", max_num_seqs=3), **options)
     assert [answer.token_ids for answer in llm.generate_batch([PROMPT] * len(kinds), kinds)] == want
+
+
+class OneHalf:
+    """Allows the upper or the lower half of a vocabulary of 300 tokens."""
+
+    def __init__(self, upper: bool) -> None:
+        self._row = np.arange(300) >= 150 if upper else np.arange(300) < 150
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def allowed_mask(self, paths: Paths) -> Tensor:
+        return torch.from_numpy(np.stack([self._row] * len(paths)))
+
+    def bitmask(self, paths: Paths) -> NDArray[np.uint8]:
+        return np.packbits(self.allowed_mask(paths).numpy(), axis=-1, bitorder="little")
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=NATIVE)])
+def test_a_grammar_that_forbids_every_draft(tmp_path: Path, native: bool) -> None:
+    """The draft proposes only tokens that the target's grammar forbids: no state of a rejected node remains."""
+    pair = make_pair(tmp_path, family=FAMILY, vocab=300, head_dim=16, linear_key_head_dim=16, tie=False)
+    write_tokenizer(pair[0], byte_level_tokenizer())
+    options = OPTIONS | ({"dtype": "bfloat16"} if native else {})
+    sampling = replace(SEEDED, grammar="start: /[a-z]*/")  # in its place OneHalf
+    plain, tree = LLM(pair[0], **options), LLM(*pair, EngineConfig("serial", self_switch=False), **options)
+    for llm in (plain, tree):
+        verifier_of(llm).runner.make_constraint = lambda grammar: OneHalf(upper=True)
+    drafter_of(tree).runner.make_constraint = lambda grammar: OneHalf(upper=False)
+    answer = tree.generate(PROMPT, sampling)
+    assert answer.token_ids == plain.generate(PROMPT, sampling).token_ids and min(answer.token_ids) >= 150
+    assert answer.stats.accepted == 0 and answer.stats.drafted > 100
+
+
+@pytest.mark.parametrize("mode", ["serial", pytest.param("async", marks=pytest.mark.slow)])
+def test_workers(pair: tuple[Path, Path], texts: Texts, mode: str) -> None:
+    with (
+        started("target", pair[0]) as target,
+        started("draft", pair[1]) as draft,
+        client_on_workers(target.client_address(), draft.client_address(), mode=mode) as running,
+    ):
+        for sampling in (replace(GREEDY, max_tokens=80), replace(SEEDED, max_tokens=80)):
+            answer = running.generate(PROMPT, sampling)
+            assert answer.token_ids == texts[replace(sampling, max_tokens=110)][:80]
+            assert answer.stats.drafter_lost is None and answer.stats.accepted > 10
+
+
+@pytest.mark.slow
+def test_the_exactness_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, draft = make_pair(tmp_path, family=FAMILY, vocab=300, head_dim=16, linear_key_head_dim=16)
+    for folder in (target, draft):
+        write_tokenizer(folder, byte_level_tokenizer())
+    flags = ["--model", str(target), "--draft-model", str(draft), "--raw", "--temperature", "0.7", "--top-k", "4"]
+    assert main([*flags, "--samples", "60", "--greedy-tokens", "90"]) == 0
+    out = capsys.readouterr().out
+    assert "greedy: 8 of 8 answers are identical" in out and "no difference found" in out
