@@ -69,16 +69,23 @@ FORMATS: dict[str, Callable[[int, int, int], Weight]] = {
 
 
 class Mixture:
-    """A mixture of experts and a norm, packed for several backends."""
+    """A mixture of experts and a norm, packed for several backends. `biased`: router and experts have biases."""
 
     def __init__(
         self, make: Callable[[int, int, int], Weight], *, chosen: int = 3, norm_topk_prob: bool = True,
-        activation: Activation = "silu",
+        activation: Activation = "silu", biased: bool = False,
     ) -> None:  # fmt: skip
-        self.spec = MlpSpec(INNER, activation=activation, experts=ExpertsSpec(EXPERTS, chosen, norm_topk_prob))
+        experts = ExpertsSpec(EXPERTS, chosen, norm_topk_prob)
+        self.spec = MlpSpec(INNER, bias=biased, activation=activation, experts=experts)
         gate_up, down = make(EXPERTS * 2 * INNER, HIDDEN, 1), make(EXPERTS * HIDDEN, INNER, 2)
+        matrices: list[Any] = [gate_up, down, dense(EXPERTS, HIDDEN, 3)]
+        if biased:
+            matrices = [
+                replace(matrix, bias=random(matrix.shape[0], seed=6 + i).to(BF16)) for i, matrix in enumerate(matrices)
+            ]
+        gate_up, down, router = matrices
         unused: Any = None
-        self.weights = LayerWeights(unused, unused, unused, None, gate_up, down, router=dense(EXPERTS, HIDDEN, 3))
+        self.weights = LayerWeights(unused, unused, unused, None, gate_up, down, router=router)
 
     def packed(self, ops: Any, dtype: torch.dtype) -> tuple[Any, Any]:
         scale = random(HIDDEN, seed=4).to(BF16) + 1
@@ -184,10 +191,11 @@ def test_an_expert_whose_router_is_not_finite_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("make", [dense, int4])
+@pytest.mark.parametrize("biased", [False, True])
 def test_the_library_gathers_experts_or_computes_all_without_host_reads(
-    monkeypatch: pytest.MonkeyPatch, make: Any
+    monkeypatch: pytest.MonkeyPatch, make: Any, biased: bool
 ) -> None:
-    mixture, (x, residual) = Mixture(make), rows_of(F64)
+    mixture, (x, residual) = Mixture(make, biased=biased), rows_of(F64)
     norm, packed = mixture.packed(unfused, F64)
     want = reference.mlp(x, *mixture.packed(reference, F64), residual)
     found = list[Tensor]()

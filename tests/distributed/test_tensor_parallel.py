@@ -142,9 +142,9 @@ def test_padding_contributes_nothing(tmp_path: Path) -> None:
         def __init__(self, shard: Shard) -> None:
             self.shard = shard.layers[0]
 
-        def tree_attention(self, qkv: Tensor, plan: Any, layer: int, qk_norm: Any) -> Tensor:
+        def tree_attention(self, qkv: Tensor, plan: Any, layer: int, *rest: Any) -> Tensor:
             assert (qkv[:, self.shard.qkv < 0] == 0).all()
-            out = reference.tree_attention(qkv, plan, layer, qk_norm)
+            out = reference.tree_attention(qkv, plan, layer, *rest)
             out[:, self.shard.o < 0] = 1e30
             seen.append("heads")
             return out

@@ -294,7 +294,9 @@ def prepare(
     return CpuAttentionPlan(parts, _C.Cache(cache.k, cache.v), num_heads * head_dim, options)
 
 
-def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int, qk_norm: CpuNorm | None = None) -> Tensor:
+def tree_attention(
+    qkv: Tensor, plan: CpuAttentionPlan, layer: int, qk_norm: CpuNorm | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
     kv_heads) * head_dim] -> [rows, heads * head_dim].
 
