@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,15 @@ class Int8Source(Protocol):
 
     @property
     def group_size(self) -> int: ...
+
+
+@runtime_checkable
+class Mxfp4Source(Protocol):
+    """Weights in float4 codes; see model.formats.mxfp4.Mxfp4Weight."""
+
+    exponents: Tensor  # [outputs, groups] uint8
+
+    def unpacked(self) -> Any: ...  # an Int8Source
 
 
 class BlockKind(Protocol):
@@ -131,7 +140,7 @@ class PackedLinear:
 
 
 def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device | str) -> PackedLinear:
-    """Packs a dense, int4 or int8 matrix [outputs, inputs] of a checkpoint. Returns a PackedLinear unchanged."""
+    """Packs a dense, int4, int8 or MXFP4 matrix [outputs, inputs] of a checkpoint. Returns a PackedLinear unchanged."""
     if isinstance(weight, PackedLinear):
         return weight
     bias = None if weight.bias is None else weight.bias.to(device, torch.float32, copy=True)
@@ -145,6 +154,8 @@ def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device
     if isinstance(weight, UnquantizedSource):
         outputs, inputs = weight.dense.shape
         return PackedLinear.create(inputs, outputs, True, *_quantize(weight.dense, weight.group_size), None, bias)
+    if isinstance(weight, Mxfp4Source):
+        weight = weight.unpacked()
     if isinstance(weight, Int8Source) and weight.group_size % 16 == 0 and weight.group_size <= MAX_GROUP:
         outputs, inputs = weight.codes.shape
         data, scales = _pack_bytes(weight.codes), _by_blocks(weight.scales.T)
