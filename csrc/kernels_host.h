@@ -57,8 +57,11 @@ struct Weights {
   bool int8_activations;     // rows are quantised to int8 per group, sums are integers
 };
 
-// Gate of an MLP: the first n / 2 outputs of a projection are gates of the others, activation(gate) * up.
-enum class Gate : uint8_t { none, silu, gelu_tanh };
+// Gate of an MLP: the first n / 2 outputs of a projection are gates of the others, activation(gate) * up. With
+// clamped_swiglu gates are at most kSwigluLimit and ups between -kSwigluLimit and kSwigluLimit, and the output is
+// gate sigmoid(kSwigluAlpha gate) (up + 1).
+enum class Gate : uint8_t { none, silu, gelu_tanh, clamped_swiglu };
+constexpr float kSwigluLimit = 7.0f, kSwigluAlpha = 1.702f;
 
 // out = epilogue(norm(x) W^T + bias), sums in float32. T is float32 or bfloat16, the model's type; float32 weights need
 // a float32 model. A row's result does not depend on other rows (bitwise). Exactly one of out and logits is set.
@@ -151,6 +154,7 @@ struct AttentionArgs {
   int64_t dim;  // head_dim, a multiple of 16, at most 256
   AttentionOptions options;
   HeadNorm norm;
+  const float* sinks = nullptr;  // [heads], logits whose exponentials are added to the denominators; null: none
 };
 void attention(const AttentionArgs& args, bool is_f32);
 

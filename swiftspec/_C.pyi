@@ -45,6 +45,7 @@ class Decoder:
                 Array | None,
                 float,
                 float,
+                Array | None,
             ]
         ],
         heads: int,
@@ -56,9 +57,9 @@ class Decoder:
         """`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the
         projections that a norm covers or zeros, key heads that count. Each of `layers`: input norm, qkv, o, norm before
         the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP, residual multiplier, scale of the
-        output. Each MLP: gate_up, down, gate, and of a mixture of experts its router, number of experts per token and
-        norm_topk_prob, otherwise None, 0, False. `hidden_layers`: the layers whose hidden states each forward keeps.
-        Keeps all arguments alive."""
+        output, attention sinks. Each MLP: gate_up, down, gate, and of a mixture of experts its router, number of
+        experts per token and norm_topk_prob, otherwise None, 0, False. `hidden_layers`: the layers whose hidden states
+        each forward keeps. Keeps all arguments alive."""
     def forward(
         self,
         tokens: Array,
@@ -251,6 +252,7 @@ def attention(
     norm_sums: Array | None,
     q_size: int,
     k_size: int,
+    sinks: Array | None,
 ) -> None:
     """RoPE, KV append and masked attention of the rows of one sequence with `length` slots in use; see AttentionArgs in
     kernels_host.h."""
@@ -332,7 +334,7 @@ def linear(
     softcap: float,
 ) -> None:
     """RMSNorm, product and epilogue; see LinearArgs in kernels_host.h. A float32 `out` of a bfloat16 model receives
-    logits, which are not rounded. `gate`: none, silu or gelu_tanh."""
+    logits, which are not rounded. `gate`: none, silu, gelu_tanh or clamped_swiglu."""
 
 def log_probs(logits: Array, vocab: int, bias: Array | None, temperature: float, tokens: Array, out: Array) -> None:
     """Per row log_softmax(scores) at its token."""

@@ -25,9 +25,9 @@ using host::Weights;
 // gate_up, down, gate; of a mixture of experts its router, number of experts per token and norm_topk_prob
 using MlpArgs = std::tuple<const Weights*, const Weights*, std::string, std::optional<const Weights*>, int64_t, bool>;
 // input norm, qkv, o, norm before the MLP, MLP, kind of attention, norm of heads, norms of the outputs of mixer and MLP,
-// residual multiplier, scale of the output
+// residual multiplier, scale of the output, attention sinks
 using LayerArgs = std::tuple<MaybeArray, const Weights*, const Weights*, MaybeArray, MlpArgs, int64_t, MaybeArray,
-                             MaybeArray, MaybeArray, float, float>;
+                             MaybeArray, MaybeArray, float, float, MaybeArray>;
 // cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the projections that a norm covers or zeros,
 // key heads that count
 using KindArgs = std::tuple<Array, Array, std::optional<int64_t>, std::optional<float>, std::optional<float>, MaybeArray,
@@ -36,7 +36,7 @@ using Copies = std::list<std::vector<uint8_t>>;
 
 host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
   const auto& [input_norm, qkv, o, mlp_norm, mlp, kind, qk_norm, mixer_output_norm, mlp_output_norm,
-               residual_multiplier, output_scale] = args;
+               residual_multiplier, output_scale, sinks] = args;
   const auto& [gate_up, down, gate, router, experts_per_token, norm_topk_prob] = mlp;
   check(has_shape(qkv, (s.heads + 2 * s.kv_heads) * s.dim, s.hidden, s.is_f32) &&
             has_shape(o, s.hidden, s.heads * s.dim, s.is_f32),
@@ -55,7 +55,8 @@ host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
           norm(mixer_output_norm, "mixer_output_norm"),
           norm(mlp_output_norm, "mlp_output_norm"),
           residual_multiplier,
-          output_scale};
+          output_scale,
+          at_or_null<float>(sinks, kCpu, "sinks", {s.heads})};
 }
 
 std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, float embedding_multiplier,
@@ -182,7 +183,7 @@ void bind_decoder(py::module_& m) {
            "`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of "
            "the projections that a norm covers or zeros, key heads that count. Each of `layers`: "
            "input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP, "
-           "residual multiplier, scale of the output. Each MLP: gate_up, down, gate, and of a mixture of experts its "
+           "residual multiplier, scale of the output, attention sinks. Each MLP: gate_up, down, gate, and of a mixture of experts its "
            "router, number of experts per token and norm_topk_prob, otherwise None, 0, False. `hidden_layers`: the "
            "layers whose hidden states each forward keeps. Keeps all arguments alive.")
       .def("forward", &forward, py::arg("tokens"), py::arg("positions"), py::arg("slots"), py::arg("sequence"),

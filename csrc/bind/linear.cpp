@@ -144,7 +144,7 @@ void bind_linear(py::module_& m) {
   m.def("linear", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),
         py::arg("out"), py::arg("gate"), py::arg("scale"), py::arg("softcap"),
         "RMSNorm, product and epilogue; see LinearArgs in kernels_host.h. A float32 `out` of a bfloat16 model receives "
-        "logits, which are not rounded. `gate`: none, silu or gelu_tanh.");
+        "logits, which are not rounded. `gate`: none, silu, gelu_tanh or clamped_swiglu.");
   m.def("mixture", &mixture, py::arg("router"), py::arg("gate_up"), py::arg("down"), py::arg("experts_per_token"),
         py::arg("norm_topk_prob"), py::arg("gate"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("out"),
         "RMSNorm and mixture of experts; see MixtureArgs in kernels_host.h.");

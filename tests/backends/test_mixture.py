@@ -103,10 +103,12 @@ def error(ours: Tensor, exact: Tensor) -> float:
 
 @native
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_native_mixtures(level: str, kind: str, dtype: torch.dtype) -> None:
-    """Close to the reference; a row is bitwise identical in batches of any size."""
-    mixture, (x, residual) = Mixture(FORMATS[kind]), rows_of(dtype)
+def test_native_mixtures(level: str, kind: str, activation: Activation, dtype: torch.dtype) -> None:
+    """Close to the reference; a row is bitwise identical in batches of any size. Clamped SwiGLU with biases."""
+    biased = activation == "clamped_swiglu"
+    mixture, (x, residual) = Mixture(FORMATS[kind], activation=activation, biased=biased), rows_of(dtype)
     norm, packed = mixture.packed(host, dtype)
     alone = torch.cat([host.mlp(x[r : r + 1], norm, packed, residual[r : r + 1]) for r in range(ROWS)])
     for count in (1, 2, 5, 8, 13, ROWS):
@@ -118,6 +120,19 @@ def test_native_mixtures(level: str, kind: str, dtype: torch.dtype) -> None:
     assert error(alone, want) < (1.2e-2 if dtype == BF16 else 2e-6)
     doubled = host.mlp(x, norm, packed, residual, lambda product: product * 2, None, 0.5)
     assert error(doubled, want) < (1.2e-2 if dtype == BF16 else 2e-6)
+
+
+@native
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_gates_beyond_the_limits(level: str, dtype: torch.dtype) -> None:
+    """Of clamped SwiGLU. NaN stays NaN."""
+    weight, x = dense(2 * INNER, HIDDEN, 1), random(5, HIDDEN, seed=5, scale=8.0).to(dtype)
+    x[3] = torch.nan
+    ours = host.norm_swiglu(x, None, host.pack(weight, dtype, "cpu"), "clamped_swiglu")
+    want = reference.norm_swiglu(x.double(), None, reference.pack(weight, F64, "cpu"), "clamped_swiglu")
+    assert ours[3].isnan().all() and (want.abs() > 55).any(), "both limits together give 56"
+    finite = [0, 1, 2, 4]
+    assert error(ours[finite], want[finite]) < (1e-2 if dtype == BF16 else 1e-6)
 
 
 @pytest.fixture

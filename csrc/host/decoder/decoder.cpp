@@ -79,7 +79,7 @@ void Decoder::attend(const ForwardArgs& args, int64_t layer) {
                at(sin_[kind].data(), first * rope_bytes), args.slots + first, seq.mask,
                at(seq.keys, layer * args.layer_stride), at(seq.values, layer * args.layer_stride),
                at(attended_.data(), first * out), seq.rows, s.heads, s.kv_heads, args.capacity, seq.length, seq.width, s.dim,
-               options, norm},
+               options, norm, layers_[static_cast<size_t>(layer)].sinks},
               s.is_f32);
   }
 }

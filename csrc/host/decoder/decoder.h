@@ -34,6 +34,7 @@ struct PackedLayer {
   const float* mlp_output_norm;    // [hidden]
   float residual_multiplier;       // of the outputs of attention and MLP
   float output_scale;              // of the output of the layer
+  const float* sinks;              // [heads], see AttentionArgs
 };
 
 // The weights of a model, or of one rank's shard. T is float32 or bfloat16.

@@ -91,7 +91,8 @@ MAX_HEAD_DIM = 256
 # optional fields of a spec that these operators implement
 KNOWN_FIELDS = (
     "activation", "embedding_multiplier", "experts", "logit_multiplier", "logit_softcap", "norm_unit_offset", "norms",
-    "output_scale", "qk_norm", "query_scale_beta", "residual_multiplier", "scale", "softcap", "v_norm", "window",
+    "output_scale", "qk_norm", "query_scale_beta", "residual_multiplier", "scale", "sinks", "softcap", "v_norm",
+    "window",
 )  # fmt: skip
 
 level = _C.level  # returns the ISA level in use, such as "avx512_bf16"; "none" if the CPU lacks AVX2
@@ -301,7 +302,8 @@ def tree_attention(
     kv_heads) * head_dim] -> [rows, heads * head_dim].
 
     `layer`: index of the layer in the cache. `qk_norm`: RMSNorm of each query and key head before RoPE, with weight
-    [heads + kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim] also of each value head.
+    [heads + kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim] also of each value head. `sinks`: [heads]
+    float32, a logit of each query head that adds its exponential to the denominator of the softmax (attention sink).
     """
     options, (weight, eps) = plan.options, (None, 0.0) if qk_norm is None else (qk_norm.weight, qk_norm.eps)
     sums, sizes = None, (0, 0)
@@ -314,7 +316,7 @@ def tree_attention(
         _C.attention(
             mine, part.cos, part.sin, part.slots, part.mask, plan.cache, layer, part.sequence, part.length, result,
             weight, eps, options.window, options.scale, options.softcap, part.query_scale,
-            sums if sums is None or part.rows is None else sums[part.rows], *sizes,
+            sums if sums is None or part.rows is None else sums[part.rows], *sizes, sinks,
         )  # fmt: skip
         if part.rows is not None:
             out[part.rows] = result

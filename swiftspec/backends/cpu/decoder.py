@@ -40,7 +40,7 @@ class HostDecoder:
                 _weight(layer.input_norm), layer.qkv.native, layer.o.native, _weight(layer.mlp_norm),
                 _mlp_args(layer.mlp), layer.attention, _weight(layer.qk_norm), _weight(layer.mixer_output_norm),
                 _weight(layer.mlp_output_norm), layer.residual_multiplier,
-                1.0 if layer.output_scale is None else float(layer.output_scale),
+                1.0 if layer.output_scale is None else float(layer.output_scale), layer.sinks,
             )
             for layer in stack.layers
         ]  # fmt: skip

@@ -155,7 +155,7 @@ def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device
         outputs, inputs = weight.dense.shape
         return PackedLinear.create(inputs, outputs, True, *_quantize(weight.dense, weight.group_size), None, bias)
     if isinstance(weight, Mxfp4Source):
-        weight = weight.unpacked()
+        return pack(weight.unpacked(), dtype, device)
     if isinstance(weight, Int8Source) and weight.group_size % 16 == 0 and weight.group_size <= MAX_GROUP:
         outputs, inputs = weight.codes.shape
         data, scales = _pack_bytes(weight.codes), _by_blocks(weight.scales.T)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swiftspec.backends import cuda, reference, unfused
+from swiftspec.backends import cpu, cuda, reference, unfused
 from swiftspec.backends.reference.linear import apply_gate
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
@@ -161,6 +161,7 @@ def test_greedy_text(tmp_path: Path) -> None:
 def test_which_operators_take_it(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family="gpt_oss", hidden_size=128, head_dim=64, dtype=BF16)
     model = read_config(tmp_path).spec
+    cpu.check_spec(model, BF16)
     with pytest.raises(UserError) as caught:
         cuda.check_spec(model, BF16)
     assert str(caught.value) == (
