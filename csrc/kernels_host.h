@@ -34,18 +34,19 @@ int64_t peak(int64_t rounds, bool is_f32);
 
 // ---- linear
 
-enum class Format : uint8_t { f32, bf16, int4, int8 };
-enum class ScaleType : uint8_t { f32, bf16, f16, u8, i8 };
+enum class Format : uint8_t { f32, bf16, int4, int8, float4 };
+enum class ScaleType : uint8_t { f32, bf16, f16, u8, i8, exponent };  // exponent: a byte s, 2^(s - 127), or 0 if s is 0
 constexpr int64_t kSuperInputs = 256;  // inputs per super-scale
 
 // A projection packed at load in blocks of 16 outputs (layout: host/ops/product.h). The outputs are padded to a
 // multiple of 16, the inputs to one of 8. An int4 or int8 weight is (code - zero) * scale + minimum, with one scale per
 // group of inputs, and either one zero or one minimum. The codes of int8 are bytes with a zero of 128. Scales and
-// minima of one byte are multiplied by a float16 super-scale per kSuperInputs inputs.
+// minima of the types u8 and i8 are multiplied by a float16 super-scale per kSuperInputs inputs. The codes of float4 are
+// e2m1 numbers, and a weight is twice the number times the scale; there are no zeros and no minima.
 struct Weights {
   Format format;
   const void* data;
-  const void* scales;  // int4 and int8: [n / 16][k / group][16] of scale_type; else null
+  const void* scales;  // int4, int8 and float4: [n / 16][k / group][16] of scale_type; else null
   ScaleType scale_type;
   const uint8_t* zeros;      // int4: [n / 16][k / group][16], or null: 0 if there are minima, otherwise 8
   const void* minima;        // [n / 16][k / group][16] of scale_type (u8 if that is i8), or null

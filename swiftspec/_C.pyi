@@ -227,10 +227,10 @@ class Weights:
         super_minima: Array | None = None,
     ) -> None:
         """`data`: blocks of 16 outputs in float32 or bfloat16; with `scales` int4 of k / 8 words or int8 of k / 4 words
-        (layouts: host/ops/product.h). `zeros`: of int4, by default 0 if there are `minima`, otherwise 8.
-        `int8_activations`: rows are quantised to int8. `minima`: added to the weights of a group. `order`: the input of
-        x for each input of the matrix. `super_scales`, `super_minima`: float16 factors, per 256 inputs, of scales and
-        minima of one byte."""
+        (layouts: host/ops/product.h); with uint8 `scales` but no `super_scales` float4 of k / 8 words, whose scales are
+        exponents plus 127. `zeros`: of int4, by default 0 if there are `minima`, otherwise 8. `int8_activations`: rows
+        are quantised to int8. `minima`: added to the weights of a group. `order`: the input of x for each input of the
+        matrix. `super_scales`, `super_minima`: float16 factors, per 256 inputs, of scales and minima of one byte."""
 
 def attention(
     qkv: Array,

@@ -96,7 +96,7 @@ def _native_storage(weight: Weight) -> str:
     code_bits = 8 * packed.data.nbytes // (OUTPUTS * INPUTS)
     tensors = [packed.data, *packed.optional_tensors().values()]
     bits = 8 * sum(tensor.nbytes for tensor in tensors if tensor is not None) / (OUTPUTS * INPUTS)
-    name = {4: "int4", 8: "int8", 16: "bf16"}[code_bits]
+    name = "float4" if isinstance(weight, Mxfp4Weight) else {4: "int4", 8: "int8", 16: "bf16"}[code_bits]
     return f"{name}, {bits:.3g} bits"
 
 

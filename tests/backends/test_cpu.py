@@ -247,7 +247,8 @@ def test_attention_over_two_sequences_with_slots_out_of_order(level: str, dtype:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sink_far_above_the_scores_takes_the_whole_softmax(level: str, dtype: torch.dtype) -> None:
-    batch = Batch(*(torch.arange(3),) * 3, torch.ones(3, 3).tril().bool(), torch.zeros(3).long(), torch.tensor([3]))
+    slots, mask = torch.arange(3), torch.ones(3, 3, dtype=torch.bool).tril()
+    batch = Batch(slots, slots, slots, mask, torch.zeros_like(slots), torch.tensor([3]))
     qkv, (cos, sin), cache = random(3, 128, seed=4, dtype=dtype), tables(32, dtype), Cache(1, 1, 128, 32, dtype)
     out = host.tree_attention(qkv, host.prepare(batch, cache, cos, sin, 2), 1, None, torch.tensor([1e4, -1e4]))
     assert (out[:, :32] == 0).all() and out[:, 32:].isfinite().all() and (out[:, 32:] != 0).any()

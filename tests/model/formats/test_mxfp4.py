@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,24 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from swiftspec.backends import cpu, reference, unfused
+from swiftspec.backends.cpu.packed_weight_cache import PackedWeightCache
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import open_tensors
 from swiftspec.model.formats.mxfp4 import Mxfp4, Mxfp4Weight
+from swiftspec.model.loader import load_model
 from swiftspec.model.weights import DenseWeight
 from tests.model.architectures.test_families import logits
+from tests.model.architectures.test_native_families import TOKENS as NATIVE_TOKENS
+from tests.model.architectures.test_native_families import logits as native_logits
+from tests.model.architectures.test_native_families import new_cache
 from tests.model.test_loader import WEIGHTS, change_config
 from tests.support.memory_tensors import MemoryTensors
 from tests.support.thread_group import on_ranks
-from tests.support.tiny_checkpoints import make_checkpoint
+from tests.support.tiny_checkpoints import chain, make_checkpoint
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 EXPERTS, ROWS, COLUMNS = 3, 24, 96
+native = pytest.mark.skipif(cpu.level() == "none", reason="there are no native operators here")
 CONFIG: dict[str, Any] = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
@@ -112,7 +119,7 @@ def pack_experts(path: Path) -> Path:
         experts, columns, rows = packed.pop(name).shape
         blocks, scales = random_mxfp4(experts, rows, columns)
         packed[f"{name}_blocks"], packed[f"{name}_scales"] = blocks, scales
-        dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=F64)
+        dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=dense[name].dtype)
     save_file(packed, path / WEIGHTS)
     save_file(dense, twin / WEIGHTS)
     change_config(path, quantization_config=CONFIG)
@@ -132,12 +139,49 @@ def test_a_model_with_packed_experts(tmp_path: Path) -> None:
         torch.testing.assert_close(ranks[0], want, rtol=0, atol=1e-9)
 
 
-def test_the_native_operators_keep_int8_codes() -> None:
-    weight = weight_of(*random_mxfp4(EXPERTS, 16, COLUMNS))
-    packed = cpu.pack(weight, BF16, "cpu")
-    assert packed.data.dtype == torch.int32 and packed.data.shape == (EXPERTS, COLUMNS // 4, 16)
-    if cpu.level() == "none":
-        return
-    x = torch.randn(5, COLUMNS, generator=torch.Generator().manual_seed(1))
-    exact = x.double() @ weight.dequantize(F64).T
-    assert float((cpu.norm_linear(x, None, packed) - exact).norm() / exact.norm()) < 1e-6
+@native
+@pytest.mark.parametrize("rounded", [False, True], ids=["float", "int8 activations"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_native_products(level: str, dtype: torch.dtype, rounded: bool) -> None:
+    """Bitwise those of the same matrix with int8 codes, and close to the exact ones. The last block of outputs is not
+    full, and a zero weight has any exponent."""
+    blocks, scales = random_mxfp4(EXPERTS, ROWS, COLUMNS)
+    blocks[0, 3], scales[0, 3], scales[0, 4] = 0, 255, 0
+    bias = torch.randn(EXPERTS * ROWS, generator=torch.Generator().manual_seed(2))
+    weight = replace(weight_of(blocks, scales, bias), int8_activations=rounded)
+    packed, int8 = cpu.pack(weight, dtype, "cpu"), cpu.pack(weight.unpacked(), dtype, "cpu")
+    assert packed.data.shape == (5, COLUMNS // 8, 16) and int8.data.shape == (5, COLUMNS // 4, 16)
+    x = torch.randn(40, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for rows in (1, 3, 13, 40):
+        mine = x[:rows]
+        ours = cpu.norm_linear(mine, None, packed)
+        assert torch.equal(ours, cpu.norm_linear(mine, None, int8))
+        exact = mine.double() @ weight.dequantize(F64).T + bias
+        assert float((ours - exact).norm() / exact.norm()) < (2e-2 if rounded else 4e-3 if dtype == BF16 else 1e-6)
+
+
+@native
+def test_a_native_model(tmp_path: Path) -> None:
+    """In float32 as exact as the operators are; in bfloat16 a row's bits do not depend on the other rows. On two
+    ranks each has whole groups of every expert. The packed weights are mapped at the next start."""
+    path, whole = tmp_path / "model", [70]
+    make_checkpoint(path, family="gpt_oss", dtype=F32, head_dim=16, hidden_size=64, intermediate_size=64, vocab=65)
+    pack_experts(path)
+    exact = native_logits(path, reference, F64, whole)
+    one, two = on_ranks(2, lambda group: native_logits(path, cpu, F32, whole, group=group))
+    assert torch.equal(one, two)
+    for ours in (one, native_logits(path, cpu, F32, whole)):
+        assert float((ours - exact).norm()) < 1e-5 * float(exact.norm())
+    ours = native_logits(path, cpu, BF16, whole)
+    assert torch.equal(native_logits(path, cpu, BF16, [30, *range(31, 50), 70]), ours)
+    assert torch.equal(native_logits(path, cpu, BF16, whole, fused=False), ours)
+    written = list[dict[Path, int]]()
+    for _ in range(2):
+        cache = PackedWeightCache(tmp_path / "cache", min_model_bytes=0)
+        model = load_model(path, dtype=BF16, ops=cpu, max_positions=96, packed_cache=cache)
+        cache.writer.resume()
+        cache.writer.close(60.0)
+        written.append({file: file.stat().st_mtime_ns for file in (tmp_path / "cache").glob("*/*")})
+        logits_now = model.forward(chain(NATIVE_TOKENS), new_cache(model, cpu)).logits
+        assert logits_now is not None and torch.equal(logits_now, ours)
+    assert written[0] == written[1] and len(written[0]) == 5, "three layers, embedding and head"
