@@ -15,13 +15,18 @@ from swiftspec.backends.reference.linear import apply_gate
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
+from swiftspec.lab.quantize import quantize
 from swiftspec.llm import LLM
 from swiftspec.model.architectures import architecture_of
-from swiftspec.model.checkpoint_files import read_config
+from swiftspec.model.checkpoint import Checkpoint
+from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.config_json import parse_config
+from swiftspec.model.formats import format_of
 from swiftspec.model.spec import ExpertsSpec, MlpSpec, ModelSpec, RopeSpec
+from swiftspec.model.weights import LayerWeights
 from swiftspec.params import SamplingParams
 from tests.model.architectures.test_families import TOKENS, expected, greedy_text, logits, text_by_transformers
+from tests.model.architectures.test_native_families import logits as native_logits
 from tests.support.thread_group import on_ranks
 from tests.support.tiny_checkpoints import make_checkpoint, make_model, make_pair
 
@@ -156,6 +161,36 @@ def test_greedy_text(tmp_path: Path) -> None:
         answer = LLM(target, draft, EngineConfig("serial"), ops=ops, **options).generate(TOKENS, greedy)
         assert answer.token_ids == want and answer.stats.accepted > 5
     assert on_ranks(2, lambda group: greedy_text(target, group, 64)) == [want, want]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_quantised_experts(tmp_path: Path, dtype: torch.dtype) -> None:
+    """`swiftspec quantize` writes the experts in tensors of their own, which the native operators read as int4."""
+    sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64, "vocab": 65}
+    make_checkpoint(tmp_path / "model", family="gpt_oss", dtype=F32, **sizes)
+    matrices, before, after = quantize(tmp_path / "model", tmp_path / "int4", 32)
+    assert matrices == 3 * (4 + 6 * 3) and after < before / 3
+    tensors = load_file(tmp_path / "int4" / "model.safetensors")
+    assert "model.layers.0.mlp.experts.5.down_proj.bias" in tensors and "model.layers.0.mlp.router.weight" in tensors
+    dense, int4 = (first_layer(tmp_path / name) for name in ("model", "int4"))
+    for one, other in ((dense.gate_up, int4.gate_up), (dense.down, int4.down), (dense.o, int4.o)):
+        error = (other.dequantize(F32) - one.dequantize(F32)).norm() / one.dequantize(F32).norm()
+        assert 0.01 < error < 0.1 and one.bias is not None and other.bias is not None
+        torch.testing.assert_close(other.bias.float(), one.bias, rtol=1e-3, atol=1e-4)
+    one, two = on_ranks(2, lambda group: logits(tmp_path / "int4", reference, group))
+    assert torch.equal(one, two)
+    torch.testing.assert_close(one, logits(tmp_path / "int4", reference), rtol=0, atol=1e-9)
+    if cpu.level() == "none":
+        return
+    exact = native_logits(tmp_path / "int4", reference, F64, [70])
+    ours = native_logits(tmp_path / "int4", cpu, dtype, [70])
+    assert float((ours - exact).norm()) < (1e-5 if dtype == F32 else 0.3) * float(exact.norm())
+    assert torch.equal(native_logits(tmp_path / "int4", cpu, dtype, [30, *range(31, 50), 70]), ours)
+
+
+def first_layer(path: Path) -> LayerWeights:
+    config = read_config(path)
+    return Checkpoint(config.spec, open_tensors(path), format_of(config), config.names).read().layers[0]()
 
 
 def test_which_operators_take_it(tmp_path: Path) -> None:
