@@ -7,8 +7,7 @@ the speed of autoregressive and of serial decoding, which alternate.
 
 The weights are random, but the pair agrees often: embedding and LM head are tied and the layers add little to the
 residual stream, so both models repeat the last token with a probability of about --share, and draw any other token
-otherwise. The table reports the tokens per round that follow; they say nothing about trained models, whose prices of
-rows are the same.
+otherwise. The tokens per round in the table follow from that and not from the shapes, unlike the prices of rows.
 """
 
 from __future__ import annotations

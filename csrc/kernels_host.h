@@ -34,18 +34,19 @@ int64_t peak(int64_t rounds, bool is_f32);
 
 // ---- linear
 
-enum class Format : uint8_t { f32, bf16, int4, int8 };
-enum class ScaleType : uint8_t { f32, bf16, f16, u8, i8 };
+enum class Format : uint8_t { f32, bf16, int4, int8, float4 };
+enum class ScaleType : uint8_t { f32, bf16, f16, u8, i8, exponent };  // exponent: a byte s, 2^(s - 127), or 0 if s is 0
 constexpr int64_t kSuperInputs = 256;  // inputs per super-scale
 
 // A projection packed at load in blocks of 16 outputs (layout: host/ops/product.h). The outputs are padded to a
 // multiple of 16, the inputs to one of 8. An int4 or int8 weight is (code - zero) * scale + minimum, with one scale per
 // group of inputs, and either one zero or one minimum. The codes of int8 are bytes with a zero of 128. Scales and
-// minima of one byte are multiplied by a float16 super-scale per kSuperInputs inputs.
+// minima of the types u8 and i8 are multiplied by a float16 super-scale per kSuperInputs inputs. The codes of float4 are
+// e2m1 numbers, and a weight is twice the number times the scale; there are no zeros and no minima.
 struct Weights {
   Format format;
   const void* data;
-  const void* scales;  // int4 and int8: [n / 16][k / group][16] of scale_type; else null
+  const void* scales;  // int4, int8 and float4: [n / 16][k / group][16] of scale_type; else null
   ScaleType scale_type;
   const uint8_t* zeros;      // int4: [n / 16][k / group][16], or null: 0 if there are minima, otherwise 8
   const void* minima;        // [n / 16][k / group][16] of scale_type (u8 if that is i8), or null
@@ -57,8 +58,11 @@ struct Weights {
   bool int8_activations;     // rows are quantised to int8 per group, sums are integers
 };
 
-// Gate of an MLP: the first n / 2 outputs of a projection are gates of the others, activation(gate) * up.
-enum class Gate : uint8_t { none, silu, gelu_tanh };
+// Gate of an MLP: the first n / 2 outputs of a projection are gates of the others, activation(gate) * up. With
+// clamped_swiglu gates are at most kSwigluLimit and ups between -kSwigluLimit and kSwigluLimit, and the output is
+// gate sigmoid(kSwigluAlpha gate) (up + 1).
+enum class Gate : uint8_t { none, silu, gelu_tanh, clamped_swiglu };
+constexpr float kSwigluLimit = 7.0f, kSwigluAlpha = 1.702f;
 
 // out = epilogue(norm(x) W^T + bias), sums in float32. T is float32 or bfloat16, the model's type; float32 weights need
 // a float32 model. A row's result does not depend on other rows (bitwise). Exactly one of out and logits is set.
@@ -152,6 +156,7 @@ struct AttentionArgs {
   int64_t stride;  // elements of a row of qkv
   AttentionOptions options;
   HeadNorm norm;
+  const float* sinks = nullptr;  // [heads], logits whose exponentials are added to the denominators; null: none
 };
 void attention(const AttentionArgs& args, bool is_f32);
 

@@ -46,6 +46,7 @@ class Decoder:
                 Array | None,
                 float,
                 float,
+                Array | None,
                 int,
                 tuple[Weights, Array, Array, Array, Array] | None,
             ]
@@ -60,11 +61,11 @@ class Decoder:
         """`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the
         projections that a norm covers or zeros, key heads that count, whether the output has a gate. Each of `layers`:
         input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP,
-        residual multiplier, scale of the output, layer of its cache, and of a delta layer its rates, convolution,
-        factor and bias of the decay, and norm, otherwise None. Each MLP: gate_up, down, gate, and of a mixture of
-        experts its router, number of experts per token and norm_topk_prob, otherwise None, 0, False. `hidden_layers`:
-        the layers whose hidden states each forward keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the
-        delta layers, or None. Keeps all arguments alive."""
+        residual multiplier, scale of the output, attention sinks, layer of its cache, and of a delta layer its rates,
+        convolution, factor and bias of the decay, and norm, otherwise None. Each MLP: gate_up, down, gate, and of a
+        mixture of experts its router, number of experts per token and norm_topk_prob, otherwise None, 0, False.
+        `hidden_layers`: the layers whose hidden states each forward keeps. `delta`: k_heads, v_heads, k_dim, v_dim and
+        conv_width of the delta layers, or None. Keeps all arguments alive."""
     def forward(
         self,
         tokens: Array,
@@ -238,10 +239,10 @@ class Weights:
         super_minima: Array | None = None,
     ) -> None:
         """`data`: blocks of 16 outputs in float32 or bfloat16; with `scales` int4 of k / 8 words or int8 of k / 4 words
-        (layouts: host/ops/product.h). `zeros`: of int4, by default 0 if there are `minima`, otherwise 8.
-        `int8_activations`: rows are quantised to int8. `minima`: added to the weights of a group. `order`: the input of
-        x for each input of the matrix. `super_scales`, `super_minima`: float16 factors, per 256 inputs, of scales and
-        minima of one byte."""
+        (layouts: host/ops/product.h); with uint8 `scales` but no `super_scales` float4 of k / 8 words, whose scales are
+        exponents plus 127. `zeros`: of int4, by default 0 if there are `minima`, otherwise 8. `int8_activations`: rows
+        are quantised to int8. `minima`: added to the weights of a group. `order`: the input of x for each input of the
+        matrix. `super_scales`, `super_minima`: float16 factors, per 256 inputs, of scales and minima of one byte."""
 
 def attention(
     qkv: Array,
@@ -263,6 +264,7 @@ def attention(
     norm_sums: Array | None,
     q_size: int,
     k_size: int,
+    sinks: Array | None,
 ) -> None:
     """RoPE, KV append and masked attention of the rows of one sequence with `length` slots in use; see AttentionArgs in
     kernels_host.h."""
@@ -366,7 +368,7 @@ def linear(
     softcap: float,
 ) -> None:
     """RMSNorm, product and epilogue; see LinearArgs in kernels_host.h. A float32 `out` of a bfloat16 model receives
-    logits, which are not rounded. `gate`: none, silu or gelu_tanh."""
+    logits, which are not rounded. `gate`: none, silu, gelu_tanh or clamped_swiglu."""
 
 def log_probs(logits: Array, vocab: int, bias: Array | None, temperature: float, tokens: Array, out: Array) -> None:
     """Per row log_softmax(scores) at its token."""

@@ -21,6 +21,7 @@ from swiftspec.model.formats.blocks import BLOCK_TYPES, BlockWeight
 from swiftspec.model.formats.float8_codes import Float8Weight
 from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.formats.int8 import Int8Weight
+from swiftspec.model.formats.mxfp4 import GROUP, GROUP_BYTES, Mxfp4Weight
 from swiftspec.model.spec import ModelSpec
 from swiftspec.model.weights import DenseWeight, Weight
 
@@ -95,7 +96,7 @@ def _native_storage(weight: Weight) -> str:
     code_bits = 8 * packed.data.nbytes // (OUTPUTS * INPUTS)
     tensors = [packed.data, *packed.optional_tensors().values()]
     bits = 8 * sum(tensor.nbytes for tensor in tensors if tensor is not None) / (OUTPUTS * INPUTS)
-    name = {4: "int4", 8: "int8", 16: "bf16"}[code_bits]
+    name = "float4" if isinstance(weight, Mxfp4Weight) else {4: "int4", 8: "int8", 16: "bf16"}[code_bits]
     return f"{name}, {bits:.3g} bits"
 
 
@@ -104,6 +105,8 @@ def _matrices() -> dict[str, Weight]:
     dense = torch.randn(OUTPUTS, INPUTS)
     int4, int8 = Int4Weight.of(dense, 128), Int8Weight.of(dense)
     assert int8 is not None
+    groups = torch.zeros(OUTPUTS, INPUTS // GROUP, dtype=torch.uint8)
+    mxfp4 = Mxfp4Weight(groups.unsqueeze(2).expand(-1, -1, GROUP_BYTES), groups)
     floats = Float8Weight(dense.to(torch.float8_e4m3fn), torch.ones(OUTPUTS, INPUTS // 128), 128)
     blocks = {
         f"GGUF {name}": BlockWeight(torch.zeros(OUTPUTS, kind.row_bytes(INPUTS), dtype=torch.uint8), kind)
@@ -115,5 +118,6 @@ def _matrices() -> dict[str, Weight]:
         "int4 with activation order (GPTQ, compressed-tensors)": replace(int4, permutation=torch.arange(INPUTS)),
         "int8 (compressed-tensors)": int8,
         "float8 (fp8, compressed-tensors)": floats,
+        "MXFP4 (mxfp4)": mxfp4,
         **blocks,
     }

@@ -16,7 +16,7 @@ void attention(const Array& qkv, const Array& cos, const Array& sin, const Array
                const Cache& cache, int64_t layer, int64_t sequence, int64_t length, const Array& out,
                const MaybeArray& qk_norm, float eps, std::optional<int64_t> window, std::optional<float> scale,
                std::optional<float> softcap, const MaybeArray& query_scale, const MaybeArray& norm_sums,
-               int64_t q_size, int64_t k_size) {
+               int64_t q_size, int64_t k_size, const MaybeArray& sinks) {
   const int64_t rows = qkv.size(0), dim = cache.head_dim, width = mask.size(1);
   const int64_t heads = qkv.size(1) / dim - 2 * cache.kv_heads;
   const bool is_f32 = qkv.type() == kFloat32;
@@ -47,7 +47,8 @@ void attention(const Array& qkv, const Array& cos, const Array& sin, const Array
                                  dim,
                                  (heads + 2 * cache.kv_heads) * dim,
                                  attention_options(window, scale, softcap, query_scale, rows),
-                                 norm};
+                                 norm,
+                                 at_or_null<float>(sinks, kCpu, "sinks", {heads})};
   check_range(args.slots, rows, length, "a slot is not in use");
   py::gil_scoped_release unlocked;
   host::attention(args, is_f32);
@@ -71,7 +72,7 @@ void bind_attention(py::module_& m) {
   m.def("attention", &attention, py::arg("qkv"), py::arg("cos"), py::arg("sin"), py::arg("slots"), py::arg("mask"),
         py::arg("cache"), py::arg("layer"), py::arg("sequence"), py::arg("length"), py::arg("out"), py::arg("qk_norm"),
         py::arg("eps"), py::arg("window"), py::arg("scale"), py::arg("softcap"), py::arg("query_scale"),
-        py::arg("norm_sums"), py::arg("q_size"), py::arg("k_size"),
+        py::arg("norm_sums"), py::arg("q_size"), py::arg("k_size"), py::arg("sinks"),
         "RoPE, KV append and masked attention of the rows of one sequence with `length` slots in use; see "
         "AttentionArgs in kernels_host.h.");
   m.def("projection_sums", &projection_sums, py::arg("qkv"), py::arg("heads"), py::arg("kv_heads"), py::arg("dim"),

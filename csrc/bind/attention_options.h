@@ -13,8 +13,11 @@
 namespace swiftspec::binding {
 
 inline host::Gate gate_of(const std::string& name) {
-  check(name == "none" || name == "silu" || name == "gelu_tanh", "gate must be none, silu or gelu_tanh");
-  return name == "none" ? host::Gate::none : name == "silu" ? host::Gate::silu : host::Gate::gelu_tanh;
+  if (name == "silu") return host::Gate::silu;
+  if (name == "gelu_tanh") return host::Gate::gelu_tanh;
+  if (name == "clamped_swiglu") return host::Gate::clamped_swiglu;
+  check(name == "none", "gate must be none, silu, gelu_tanh or clamped_swiglu");
+  return host::Gate::none;
 }
 
 inline bool has_shape(const host::Weights* weights, int64_t n, int64_t k, bool is_f32) {

@@ -29,9 +29,9 @@ using MlpArgs = std::tuple<const Weights*, const Weights*, std::string, std::opt
 // rates, convolution, factor and bias of the decay, norm
 using DeltaArgs = std::tuple<const Weights*, Array, Array, Array, Array>;
 // input norm, qkv, o, norm before the MLP, MLP, kind of attention, norm of heads, norms of the outputs of mixer and MLP,
-// residual multiplier, scale of the output, layer of the cache, weights of a delta layer
+// residual multiplier, scale of the output, attention sinks, layer of the cache, weights of a delta layer
 using LayerArgs = std::tuple<MaybeArray, const Weights*, const Weights*, MaybeArray, MlpArgs, int64_t, MaybeArray,
-                             MaybeArray, MaybeArray, float, float, int64_t, std::optional<DeltaArgs>>;
+                             MaybeArray, MaybeArray, float, float, MaybeArray, int64_t, std::optional<DeltaArgs>>;
 // cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the projections that a norm covers or zeros,
 // key heads that count, whether the output has a gate
 using KindArgs = std::tuple<Array, Array, std::optional<int64_t>, std::optional<float>, std::optional<float>, MaybeArray,
@@ -62,7 +62,7 @@ std::pair<int64_t, int64_t> mixer_sizes(const host::PackedModel& s, int64_t kind
 
 host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
   const auto& [input_norm, qkv, o, mlp_norm, mlp, kind, qk_norm, mixer_output_norm, mlp_output_norm,
-               residual_multiplier, output_scale, cache_layer, delta] = args;
+               residual_multiplier, output_scale, sinks, cache_layer, delta] = args;
   const auto& [gate_up, down, gate, router, experts_per_token, norm_topk_prob] = mlp;
   const auto [projected, mixed] = mixer_sizes(s, kind, delta.has_value());
   check(has_shape(qkv, projected, s.hidden, s.is_f32) && has_shape(o, s.hidden, mixed, s.is_f32),
@@ -81,6 +81,7 @@ host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
           norm(mlp_output_norm, "mlp_output_norm"),
           residual_multiplier,
           output_scale,
+          at_or_null<float>(sinks, kCpu, "sinks", {s.heads}),
           cache_layer,
           delta ? delta_of(*delta, s) : host::DeltaWeights{}};
 }
@@ -226,8 +227,8 @@ void bind_decoder(py::module_& m) {
            "the projections that a norm covers or zeros, key heads that count, whether the output has a gate. Each of "
            "`layers`: "
            "input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP, "
-           "residual multiplier, scale of the output, layer of its cache, and of a delta layer its rates, convolution, "
-           "factor and bias of the decay, and norm, otherwise None. Each MLP: gate_up, down, gate, and of a mixture of experts its "
+           "residual multiplier, scale of the output, attention sinks, layer of its cache, and of a delta layer its rates, "
+           "convolution, factor and bias of the decay, and norm, otherwise None. Each MLP: gate_up, down, gate, and of a mixture of experts its "
            "router, number of experts per token and norm_topk_prob, otherwise None, 0, False. `hidden_layers`: the "
            "layers whose hidden states each forward keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of "
            "the delta layers, or None. Keeps all arguments alive.")

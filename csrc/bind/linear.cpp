@@ -45,18 +45,22 @@ std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& scale
     check(made.group >= 16 && made.group % 16 == 0 && made.group <= 128 && made.group * count == k,
           "a group must be a multiple of 16, at most 128, that divides k");
     made.format = zeros || data.size(1) == k / 8 ? Format::int4 : Format::int8;
+    if (made.scale_type == host::ScaleType::u8 && !super_scales) {
+      check(!zeros && !minima, "float4 weights have neither zeros nor minima");
+      made.format = Format::float4, made.scale_type = host::ScaleType::exponent;
+    }
     check(!zeros || !minima, "int4 weights have zeros or minima");
     if (zeros) made.zeros = zeros->at<uint8_t>(kCpu, "zeros", {blocks, count, kBlock});
     const bool supers = made.scale_type == host::ScaleType::u8 || made.scale_type == host::ScaleType::i8;
     check(supers == super_scales.has_value() && (supers && minima) == super_minima.has_value(),
-          "scales and minima of one byte have super-scales, others have none");
+          "scales and minima of int4 and int8 in one byte have super-scales, others have none");
     check(!supers || k % host::kSuperInputs == 0, "super-scales need a multiple of 256 inputs");
     const Type minima_type = supers ? kUint8 : type;
     if (minima) made.minima = minima->at(minima_type, kCpu, "minima", {blocks, count, kBlock});
     const Shape super_shape{blocks, k / host::kSuperInputs, kBlock};
     if (super_scales) made.super_scales = super_scales->at(kFloat16, kCpu, "super_scales", super_shape);
     if (super_minima) made.super_minima = super_minima->at(kFloat16, kCpu, "super_minima", super_shape);
-    made.data = data.at<int32_t>(kCpu, "data", {blocks, k / (made.format == Format::int4 ? 8 : 4), kBlock});
+    made.data = data.at<int32_t>(kCpu, "data", {blocks, k / (made.format == Format::int8 ? 4 : 8), kBlock});
   } else if (data.type() == kBfloat16) {
     made.format = Format::bf16;
     made.data = data.at<Bfloat16>(kCpu, "data", {blocks, padded / 2, kBlock, 2});
@@ -64,7 +68,7 @@ std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& scale
     made.format = Format::f32;
     made.data = data.at<float>(kCpu, "data", {blocks, padded, kBlock});
   }
-  check(!int8_activations || scales, "int8 activations need int4 or int8 weights");
+  check(!int8_activations || scales, "int8 activations need int4, int8 or float4 weights");
   if (order) {
     made.order = order->at<int32_t>(kCpu, "order", {k});
     check(std::all_of(made.order, made.order + k, [k](int32_t input) { return input >= 0 && input < k; }),
@@ -137,14 +141,15 @@ void bind_linear(py::module_& m) {
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(),
            py::keep_alive<1, 9>(), py::keep_alive<1, 10>(), py::keep_alive<1, 11>(), py::keep_alive<1, 12>(),
            "`data`: blocks of 16 outputs in float32 or bfloat16; with `scales` int4 of k / 8 words or int8 of k / 4 "
-           "words (layouts: host/ops/product.h). `zeros`: of int4, by default 0 if there are `minima`, otherwise 8. "
+           "words (layouts: host/ops/product.h); with uint8 `scales` but no `super_scales` float4 of k / 8 words, whose "
+           "scales are exponents plus 127. `zeros`: of int4, by default 0 if there are `minima`, otherwise 8. "
            "`int8_activations`: rows are quantised to int8. `minima`: added to the weights of a group. `order`: the "
            "input of x for each input of the matrix. `super_scales`, `super_minima`: float16 factors, per 256 inputs, "
            "of scales and minima of one byte.");
   m.def("linear", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),
         py::arg("out"), py::arg("gate"), py::arg("scale"), py::arg("softcap"),
         "RMSNorm, product and epilogue; see LinearArgs in kernels_host.h. A float32 `out` of a bfloat16 model receives "
-        "logits, which are not rounded. `gate`: none, silu or gelu_tanh.");
+        "logits, which are not rounded. `gate`: none, silu, gelu_tanh or clamped_swiglu.");
   m.def("mixture", &mixture, py::arg("router"), py::arg("gate_up"), py::arg("down"), py::arg("experts_per_token"),
         py::arg("norm_topk_prob"), py::arg("gate"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("out"),
         "RMSNorm and mixture of experts; see MixtureArgs in kernels_host.h.");

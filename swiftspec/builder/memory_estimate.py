@@ -195,7 +195,8 @@ class MemoryEstimate:
         experts = max((each.num_experts for each in self._mixtures), default=0)
         # all experts compute all rows: gate and up, their product, and the output in two dtypes
         outputs = rows * experts * (3 * inner * size + hidden * (size + FLOAT_BYTES))
-        return (numbers + tables) * size + gathered + self._masks(rows) + self._widened_cache + outputs
+        attention = self._masks(rows) + self._scores(rows)
+        return (numbers + tables) * size + gathered + attention + self._widened_cache + outputs
 
     @property
     def _widened_cache(self) -> int:
@@ -215,6 +216,14 @@ class MemoryEstimate:
             temporary = 3 if mixer.window is None else 3 + 3 * 8  # bytes: Booleans, and three counts of visible slots
             total += rows * self.capacity * (temporary + size * (1 + part.num_heads // part.kv_heads))
         return total
+
+    def _scores(self, rows: int) -> int:
+        """Returns the bytes of the attention scores of `rows` rows over the whole cache, where torch's operators have
+        no fused attention: with a soft cap or with sinks. Scores in the model's dtype and in float32, those together
+        with the sinks, probabilities in float32 and in the model's dtype."""
+        mixers = zip(self.config.spec.attention_mixers, self._attention, strict=True)
+        heads = [part.num_heads for mixer, part in mixers if mixer.sinks or mixer.softcap is not None]
+        return rows * self.capacity * max(heads, default=0) * (3 * FLOAT_BYTES + 2 * self.dtype.itemsize)
 
     @property
     def graphs(self) -> int:

@@ -127,18 +127,40 @@ def quantized_tensors(tensors: Tensors, config: ModelConfig, group: int) -> Iter
     """
     shapes = tensors.shapes()
     names = config.names.found_in(tensors)
-    matrices = {name: shape for name, shape in sorted(shapes.items()) if _is_matrix(name, shape, names)}
+    parts = {
+        name: tuple(part.shape)
+        for joined, shape in sorted(shapes.items())
+        for name, part in _split_experts(joined, torch.empty(shape, device="meta"), names)
+    }
+    matrices = {name: shape for name, shape in parts.items() if _is_matrix(name, shape, names)}
     _check_shapes(matrices, group)
-    for name, shape in shapes.items():
-        tensor = tensors.take(name, *shape)
-        if name in matrices:
-            try:
-                yield AwqMatrix.of(tensor, group).tensors(name.removesuffix(".weight")), True
-            except ValueError as error:
-                raise UserError(f"{tensors.folder}: {name} cannot be quantised: {error}") from None
-        else:
-            wide = tensor.dtype in WIDE_FLOATS and not name.endswith(f".{names.decay_log}")
-            yield {name: (tensor.half() if wide else tensor).contiguous()}, False
+    for joined, shape in shapes.items():
+        for name, tensor in _split_experts(joined, tensors.take(joined, *shape), names):
+            if name in matrices:
+                try:
+                    yield AwqMatrix.of(tensor, group).tensors(name.removesuffix(".weight")), True
+                except ValueError as error:
+                    raise UserError(f"{tensors.folder}: {name} cannot be quantised: {error}") from None
+            else:
+                wide = tensor.dtype in WIDE_FLOATS and not name.endswith(f".{names.decay_log}")
+                yield {name: (tensor.half() if wide else tensor).contiguous()}, False
+
+
+def _split_experts(name: str, tensor: Tensor, names: TensorNames) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of the linear layers of single experts, by name, if `tensor` is one of gpt-oss with those of
+    all experts; otherwise the tensor itself."""
+    prefix, found, kind = name.partition(f".{names.experts}.")
+    matrix = kind.removesuffix("_bias")
+    if not names.alternating_experts or matrix not in ("gate_up_proj", "down_proj"):
+        yield name, tensor
+        return
+    modules = {"down_proj": tensor}
+    if matrix == "gate_up_proj":
+        modules = {"gate_proj": tensor[..., ::2], "up_proj": tensor[..., 1::2]}
+    for module, experts in modules.items():
+        for expert, part in enumerate(experts):
+            ending, own = ("weight", part.T) if matrix == kind else ("bias", part)
+            yield f"{prefix}{found}{expert}.{module}.{ending}", own
 
 
 def _is_matrix(name: str, shape: Sequence[int], names: TensorNames) -> bool:
@@ -149,7 +171,7 @@ def _is_matrix(name: str, shape: Sequence[int], names: TensorNames) -> bool:
     return inside and name.endswith(".weight") and len(shape) == 2
 
 
-def _check_shapes(matrices: dict[str, list[int]], group: int) -> None:
+def _check_shapes(matrices: dict[str, tuple[int, ...]], group: int) -> None:
     """Raises UserError unless all matrices [outputs, inputs] can be divided into groups of `group` inputs."""
     if not matrices:
         raise UserError("the checkpoint has no matrices to quantise")

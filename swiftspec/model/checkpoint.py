@@ -105,6 +105,7 @@ class Checkpoint:
             "q_norm": q_norm,
             "k_norm": k_norm,
             "v_norm": torch.ones(1, mixer.head_dim) if mixer.v_norm else None,
+            "sinks": self.tensors.take(f"{prefix}.{self.names.sinks}", mixer.num_heads) if mixer.sinks else None,
         }
 
     def _delta(self, prefix: str, mixer: GatedDeltaSpec) -> dict[str, Any]:
@@ -170,7 +171,7 @@ class Checkpoint:
         """Reads the projections of an MLP: gate and up, down, and the router of a mixture of experts."""
         names, inner, hidden = self.names, mlp.intermediate_size, self.spec.hidden_size
         if mlp.experts is not None:
-            router = self._linear(f"{prefix}.{names.router}", mlp.num_experts, hidden, bias=False)
+            router = self._linear(f"{prefix}.{names.router}", mlp.num_experts, hidden, mlp.bias)
             return *self._experts(f"{prefix}.{names.experts}", mlp), router
         if names.gate_up:
             gate_up = self._linear(f"{prefix}.{names.gate_up}", 2 * inner, hidden, mlp.bias)
@@ -183,18 +184,30 @@ class Checkpoint:
         """Reads the projections of all experts: those of each expert, or the two tensors [num_experts, outputs, inputs]
         that transformers 5 has in memory."""
         count, inner, hidden = mlp.num_experts, mlp.intermediate_size, self.spec.hidden_size
+        if self.names.alternating_experts and f"{prefix}.0.gate_proj.bias" not in self.tensors:
+            order = torch.arange(2 * count * inner).view(count, inner, 2).mT.flatten()
+            gate_up = self._joined_experts(f"{prefix}.gate_up_proj", count, 2 * inner, hidden, mlp.bias)
+            return gate_up.outputs(order), self._joined_experts(f"{prefix}.down_proj", count, hidden, inner, mlp.bias)
         if f"{prefix}.gate_up_proj" in self.tensors:
             gate_up = self.tensors.take(f"{prefix}.gate_up_proj", count, 2 * inner, hidden)
             down = self.tensors.take(f"{prefix}.down_proj", count, hidden, inner)
             return DenseWeight(gate_up.flatten(0, 1)), DenseWeight(down.flatten(0, 1))
         modules = [f"{prefix}.{expert}" for expert in range(count)]
         halves = [
-            self._linear(f"{module}.{name}", inner, hidden, bias=False)
+            self._linear(f"{module}.{name}", inner, hidden, mlp.bias)
             for module in modules
             for name in ("gate_proj", "up_proj")
         ]
-        downs = [self._linear(f"{module}.down_proj", hidden, inner, bias=False) for module in modules]
+        downs = [self._linear(f"{module}.down_proj", hidden, inner, mlp.bias) for module in modules]
         return fuse_weights(halves), fuse_weights(downs)
+
+    def _joined_experts(self, name: str, count: int, rows: int, columns: int, bias: bool) -> Weight:
+        """Reads a projection [rows, columns] of all experts from the tensor `name` [num_experts, columns, rows], or in
+        the format of a quantised checkpoint. The tensor of the biases is "NAME_bias"."""
+        shift = self.tensors.take(f"{name}_bias", count, rows).flatten() if bias else None
+        if self.layout is not None and name not in self.tensors:
+            return self.layout.linear(self.tensors, name, count * rows, columns, shift)
+        return DenseWeight(self.tensors.take(name, count, columns, rows).mT.flatten(0, 1), shift)
 
     def _norm(self, module: str, size: int) -> Tensor:
         """Reads the weights of an RMSNorm. 1 + weight is computed in float32, or in float64 for float64 weights."""

@@ -33,6 +33,9 @@ class PackedMixture:
     down: Any
     experts: ExpertsSpec
     activation: Activation = "silu"
+    # [num_experts, outputs], of operators whose projections do not contain them
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class PackedLayer:
     cache_layer: int = 0  # index of the layer in its KV cache, or in the delta cache
     # the mixer is a delta layer, `qkv` its projection to queries, keys, values and gate, and `o` that of its output
     delta: PackedDelta | None = None
+    sinks: Tensor | None = None  # [num_heads] float32, or float64 in a float64 model; None: no attention sinks
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -114,6 +114,8 @@ class LayerShard:
         }
         if layer.delta is not None:
             own["delta"] = self._cut_delta(layer.delta)
+        if layer.sinks is not None:
+            own["sinks"] = select(layer.sinks, 0, self.q_heads)
         return replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down, **own)
 
     def _cut_delta(self, weights: DeltaWeights) -> DeltaWeights:

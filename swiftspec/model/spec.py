@@ -69,6 +69,8 @@ class AttentionSpec:
     # b: a query at position p is multiplied by 1 + b log(1 + floor(p / rope.original_max_position)), as in Llama 4
     query_scale_beta: float = 0.0
     output_gate: bool = False  # the output is multiplied by sigmoid(gate); the gate has the size of the queries
+    # attention sinks: a learned logit of each query head, one more term in the denominator of the softmax
+    sinks: bool = False
 
     @property
     def q_size(self) -> int:
@@ -109,7 +111,10 @@ class GatedDeltaSpec:
         return 2 * self.k_size + self.v_size
 
 
-Activation = Literal["silu", "gelu_tanh"]
+# clamped_swiglu, of gates g and ups u: with g at most SWIGLU_LIMIT and u between -SWIGLU_LIMIT and SWIGLU_LIMIT,
+# g * sigmoid(SWIGLU_ALPHA * g) * (u + 1)
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +129,11 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """Gated MLP: down(activation(gate(x)) * up(x)). SwiGLU with "silu", GeGLU with "gelu_tanh"."""
+    """Gated MLP: down(activation(gate(x)) * up(x)). SwiGLU with "silu", GeGLU with "gelu_tanh"; "clamped_swiglu" is
+    defined above."""
 
     intermediate_size: int  # of each expert
-    bias: bool = False  # of all three projections; experts have none
+    bias: bool = False  # of all three projections; in a mixture of experts also of the router
     activation: Activation = "silu"
     experts: ExpertsSpec | None = None  # None: a dense MLP
 
@@ -204,7 +210,8 @@ FEATURES = {  # optional fields and the mixers that not every backend has, for m
     "softcap": "soft cap of attention scores",
     "query_scale_beta": "scale of queries by position",
     "output_gate": "gate of the attention output",
-    "activation": "GeGLU",
+    "sinks": "attention sinks",
+    "activation": "activation other than SiLU",
     "experts": "mixture of experts",
     "norms": "norms after attention and MLP",
     "residual_multiplier": "residual multiplier",

@@ -43,6 +43,10 @@ class TensorNames:
     # of a mixture of experts: the router, and the modules N.gate_proj, N.up_proj and N.down_proj of expert N
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
+    # whether those of all experts may be in two tensors [num_experts, inputs, outputs], with outputs of gate and up
+    # alternately
+    alternating_experts: bool = False
+    sinks: str = "self_attn.sinks"  # the name of the tensor
     output_scale: str = "layer_scalar"  # the name of the tensor
     # of a multimodal checkpoint: names in files with another layout, and prefixes of the text model's tensors, beyond
     # which tensors belong to other modalities

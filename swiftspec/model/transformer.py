@@ -51,7 +51,7 @@ class ModelOps(Protocol):
     ) -> Any: ...
     def embed(self, tokens: Tensor, weight: Tensor, multiplier: float, /) -> Tensor: ...
     def norm_linear(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
-    def tree_attention(self, qkv: Tensor, plan: Any, layer: int, qk_norm: Any, /) -> Tensor: ...
+    def tree_attention(self, qkv: Tensor, plan: Any, layer: int, qk_norm: Any, sinks: Tensor | None, /) -> Tensor: ...
     def linear_residual(
         self, x: Tensor, packed: Any, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None, norm: Any,
         multiplier: float, /,
@@ -213,6 +213,7 @@ class Transformer:
     ) -> PackedLayer:
         """`place`: kind of attention, index in its KV cache or in the delta cache."""
         qkv, o = (self._ops.pack(matrix, self.dtype, self.device) for matrix in (layer.qkv, layer.o))
+        wide = torch.promote_types(self.dtype, torch.float32)
         return PackedLayer(
             input_norm=self._pack_norm(layer.input_norm),
             qkv=qkv,
@@ -227,6 +228,7 @@ class Transformer:
             attention=place[0],
             cache_layer=place[1],
             delta=None if layer.delta is None else self._pack_delta(layer.delta),
+            sinks=None if layer.sinks is None else layer.sinks.to(self.device, wide, copy=True).contiguous(),
         )
 
     def _pack_delta(self, weights: DeltaWeights) -> PackedDelta:
@@ -314,8 +316,9 @@ class Transformer:
         """Returns the output of attention, times its gate if it has one."""
         count = self.stack.attention[layer.attention].gate_size
         if count == 0:
-            return self._ops.tree_attention(qkv, plan, layer.cache_layer, layer.qk_norm)
+            return self._ops.tree_attention(qkv, plan, layer.cache_layer, layer.qk_norm, layer.sinks)
         qkv, gate = qkv.split((qkv.shape[1] - count, count), 1)
+        attended = self._ops.tree_attention(qkv, plan, layer.cache_layer, layer.qk_norm, layer.sinks)
         operators: Any = self._ops
         gate_ops: GateOps = operators  # `check_supported` of other backends refuses output gates
-        return gate_ops.multiply_sigmoid(self._ops.tree_attention(qkv, plan, layer.cache_layer, layer.qk_norm), gate)
+        return gate_ops.multiply_sigmoid(attended, gate)

@@ -141,6 +141,7 @@ class LayerWeights:
     output_scale: Tensor | None = None  # [1]
     router: Weight | None = None  # [num_experts, hidden]
     delta: DeltaWeights | None = None
+    sinks: Tensor | None = None  # [num_heads]
 
 
 @dataclass(frozen=True, slots=True)

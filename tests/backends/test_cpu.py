@@ -182,15 +182,16 @@ def tables(dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def check_attention(
     batch: Batch, sequences: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
-    options: AttentionOptions = PLAIN_ATTENTION, normed: int = 0,
+    options: AttentionOptions = PLAIN_ATTENTION, normed: int = 0, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Native attention close to that of the reference. `normed`: heads that have a norm."""
     ours, theirs = (Cache(sequences, kv_heads, 128, dim, dtype) for _ in range(2))
     qkv, (cos, sin) = random(len(batch), (heads + 2 * kv_heads) * dim, seed=4, dtype=dtype), tables(dim, dtype)
     weight = 1 + 0.3 * random(normed, dim, seed=5)
     mine, exact = (ops.pack_norm(weight, 1e-5, dtype, "cpu") if normed else None for ops in (host, reference))
-    got = host.tree_attention(qkv, host.prepare(batch, ours, cos, sin, heads, options), 1, mine)
-    close(got, reference.tree_attention(qkv, reference.prepare(batch, theirs, cos, sin, heads, options), 1, exact))
+    got = host.tree_attention(qkv, host.prepare(batch, ours, cos, sin, heads, options), 1, mine, sinks)
+    plan = reference.prepare(batch, theirs, cos, sin, heads, options)
+    close(got, reference.tree_attention(qkv, plan, 1, exact, sinks))
     close(ours.k, theirs.k)
     close(ours.v, theirs.v)
     assert (normed > heads + kv_heads or torch.equal(ours.v, theirs.v)) and torch.equal(ours.k[0], theirs.k[0])
@@ -210,35 +211,47 @@ def test_attention(
     check_attention(batch, 1, heads, kv_heads, dim, dtype)
 
 
+SINKS = torch.tensor([-1.0, 0.5, 6.0, -60.0])
 OPTIONS = [
-    (AttentionOptions(window=1), 0),
-    (AttentionOptions(window=9), 6),
-    (AttentionOptions(window=20, softcap=2.0), 0),
-    (AttentionOptions(scale=0.4, softcap=3.0, query_scale=torch.linspace(0.5, 2, 200)), 8),
-    (AttentionOptions(window=300), 6),
+    (AttentionOptions(window=1), 0, SINKS),
+    (AttentionOptions(window=9), 6, None),
+    (AttentionOptions(window=20, softcap=2.0), 0, SINKS),
+    (AttentionOptions(scale=0.4, softcap=3.0, query_scale=torch.linspace(0.5, 2, 200)), 8, None),
+    (AttentionOptions(scale=0.4, query_scale=torch.linspace(0.5, 2, 200)), 0, SINKS),
+    (AttentionOptions(window=300), 6, None),
 ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("options", "normed"), OPTIONS)
+@pytest.mark.parametrize(("options", "normed", "sinks"), OPTIONS)
 @pytest.mark.parametrize(("rows", "length", "window"), [(1, 1, 8), (5, 41, 16), (20, 100, 64), (40, 60, 60)])
 def test_attention_with_options(
-    level: str, dtype: torch.dtype, options: AttentionOptions, normed: int, rows: int, length: int, window: int
-) -> None:
+    level: str, dtype: torch.dtype, options: AttentionOptions, normed: int, sinks: Tensor | None, rows: int,
+    length: int, window: int,
+) -> None:  # fmt: skip
     """Sliding windows that begin before, in and after the mask; 4 query heads on 2 key heads, some or all normed."""
     slots = torch.arange(length - rows, length)
     columns = torch.arange(length - window, length)
     mask = torch.rand(rows, window, generator=torch.Generator().manual_seed(length)) < 0.7
     mask = mask & (columns < slots[:, None]) | (columns == slots[:, None])
     batch = Batch(slots, slots, slots, mask, torch.zeros_like(slots), torch.tensor([length]))
-    check_attention(batch, 1, 4, 2, 32, dtype, options, normed)
+    check_attention(batch, 1, 4, 2, 32, dtype, options, normed, sinks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_over_two_sequences_with_slots_out_of_order(level: str, dtype: torch.dtype) -> None:
     sequence, slots = torch.tensor([1, 0, 1, 0, 1]), torch.tensor([6, 9, 4, 8, 5])
     mask = torch.ones(5, 8, dtype=torch.bool)
-    check_attention(Batch(slots, slots, slots, mask, sequence, torch.tensor([10, 7])), 2, 4, 2, 32, dtype)
+    check_attention(Batch(slots, slots, slots, mask, sequence, torch.tensor([10, 7])), 2, 4, 2, 32, dtype, sinks=SINKS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sink_far_above_the_scores_takes_the_whole_softmax(level: str, dtype: torch.dtype) -> None:
+    slots, mask = torch.arange(3), torch.ones(3, 3, dtype=torch.bool).tril()
+    batch = Batch(slots, slots, slots, mask, torch.zeros_like(slots), torch.tensor([3]))
+    qkv, (cos, sin), cache = random(3, 128, seed=4, dtype=dtype), tables(32, dtype), Cache(1, 1, 128, 32, dtype)
+    out = host.tree_attention(qkv, host.prepare(batch, cache, cos, sin, 2), 1, None, torch.tensor([1e4, -1e4]))
+    assert (out[:, :32] == 0).all() and out[:, 32:].isfinite().all() and (out[:, 32:] != 0).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -255,6 +268,7 @@ def test_a_row_of_attention_depends_only_on_its_own_keys(level: str, dtype: torc
     path_k, path_v = (random(kv_heads, count, dim, seed=seed + s, dtype=dtype) for s in (50, 60))
     qkv, (cos, sin) = random(12, (heads + 2 * kv_heads) * dim, seed=seed, dtype=dtype), tables(dim, dtype)
     options = AttentionOptions(window=pick(1, 80)) if seed % 2 else PLAIN_ATTENTION
+    sinks = random(heads, seed=seed, dtype=torch.float32) if seed % 4 > 1 else None
 
     def run(prefix: int, places: list[int], length: int, window: int, others: list[int]) -> Tensor:
         """`count` keys in the first `prefix` slots and in `places`, the last one the row's own; `others`: more rows."""
@@ -271,7 +285,7 @@ def test_a_row_of_attention_depends_only_on_its_own_keys(level: str, dtype: torc
         positions = torch.full_like(slots, count - 1)
         batch = Batch(slots, positions, slots[rows], mask[rows], torch.zeros_like(slots), torch.tensor([length]))
         plan = host.prepare(batch, cache, cos, sin, heads, options)
-        return host.tree_attention(qkv[: len(slots)][rows].contiguous(), plan, 1)[rows == 0]
+        return host.tree_attention(qkv[: len(slots)][rows].contiguous(), plan, 1, None, sinks)[rows == 0]
 
     alone = run(count - 1, [count - 1], count, min(8, count), [])
     for _ in range(6):

@@ -48,7 +48,9 @@ class StandIn(SimpleNamespace):
             "norm_swiglu": lambda x, norm, *rest: reference.norm_swiglu(x, exact(norm), *rest),
             "mlp": lambda x, norm, *rest: reference.mlp(x, exact(norm), *rest),
             "norm_head": lambda x, norm, *rest: reference.norm_head(x, exact(norm), *rest),
-            "tree_attention": lambda qkv, plan, layer, norm: reference.tree_attention(qkv, plan, layer, exact(norm)),
+            "tree_attention": lambda qkv, plan, layer, norm, *rest: reference.tree_attention(
+                qkv, plan, layer, exact(norm), *rest
+            ),
         }
         names = {name for members in FAMILIES.values() for name in members if hasattr(reference, name)}
         functions = {name: own.get(name, getattr(reference, name)) for name in names}

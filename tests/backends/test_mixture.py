@@ -69,16 +69,23 @@ FORMATS: dict[str, Callable[[int, int, int], Weight]] = {
 
 
 class Mixture:
-    """A mixture of experts and a norm, packed for several backends."""
+    """A mixture of experts and a norm, packed for several backends. `biased`: router and experts have biases."""
 
     def __init__(
         self, make: Callable[[int, int, int], Weight], *, chosen: int = 3, norm_topk_prob: bool = True,
-        activation: Activation = "silu",
+        activation: Activation = "silu", biased: bool = False,
     ) -> None:  # fmt: skip
-        self.spec = MlpSpec(INNER, activation=activation, experts=ExpertsSpec(EXPERTS, chosen, norm_topk_prob))
+        experts = ExpertsSpec(EXPERTS, chosen, norm_topk_prob)
+        self.spec = MlpSpec(INNER, bias=biased, activation=activation, experts=experts)
         gate_up, down = make(EXPERTS * 2 * INNER, HIDDEN, 1), make(EXPERTS * HIDDEN, INNER, 2)
+        matrices: list[Any] = [gate_up, down, dense(EXPERTS, HIDDEN, 3)]
+        if biased:
+            matrices = [
+                replace(matrix, bias=random(matrix.shape[0], seed=6 + i).to(BF16)) for i, matrix in enumerate(matrices)
+            ]
+        gate_up, down, router = matrices
         unused: Any = None
-        self.weights = LayerWeights(unused, unused, unused, None, gate_up, down, router=dense(EXPERTS, HIDDEN, 3))
+        self.weights = LayerWeights(unused, unused, unused, None, gate_up, down, router=router)
 
     def packed(self, ops: Any, dtype: torch.dtype) -> tuple[Any, Any]:
         scale = random(HIDDEN, seed=4).to(BF16) + 1
@@ -96,10 +103,12 @@ def error(ours: Tensor, exact: Tensor) -> float:
 
 @native
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_native_mixtures(level: str, kind: str, dtype: torch.dtype) -> None:
-    """Close to the reference; a row is bitwise identical in batches of any size."""
-    mixture, (x, residual) = Mixture(FORMATS[kind]), rows_of(dtype)
+def test_native_mixtures(level: str, kind: str, activation: Activation, dtype: torch.dtype) -> None:
+    """Close to the reference; a row is bitwise identical in batches of any size. Clamped SwiGLU with biases."""
+    biased = activation == "clamped_swiglu"
+    mixture, (x, residual) = Mixture(FORMATS[kind], activation=activation, biased=biased), rows_of(dtype)
     norm, packed = mixture.packed(host, dtype)
     alone = torch.cat([host.mlp(x[r : r + 1], norm, packed, residual[r : r + 1]) for r in range(ROWS)])
     for count in (1, 2, 5, 8, 13, ROWS):
@@ -111,6 +120,19 @@ def test_native_mixtures(level: str, kind: str, dtype: torch.dtype) -> None:
     assert error(alone, want) < (1.2e-2 if dtype == BF16 else 2e-6)
     doubled = host.mlp(x, norm, packed, residual, lambda product: product * 2, None, 0.5)
     assert error(doubled, want) < (1.2e-2 if dtype == BF16 else 2e-6)
+
+
+@native
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_gates_beyond_the_limits(level: str, dtype: torch.dtype) -> None:
+    """Of clamped SwiGLU. NaN stays NaN."""
+    weight, x = dense(2 * INNER, HIDDEN, 1), random(5, HIDDEN, seed=5, scale=8.0).to(dtype)
+    x[3] = torch.nan
+    ours = host.norm_swiglu(x, None, host.pack(weight, dtype, "cpu"), "clamped_swiglu")
+    want = reference.norm_swiglu(x.double(), None, reference.pack(weight, F64, "cpu"), "clamped_swiglu")
+    assert ours[3].isnan().all() and (want.abs() > 55).any(), "both limits together give 56"
+    finite = [0, 1, 2, 4]
+    assert error(ours[finite], want[finite]) < (1e-2 if dtype == BF16 else 1e-6)
 
 
 @pytest.fixture
@@ -184,10 +206,11 @@ def test_an_expert_whose_router_is_not_finite_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("make", [dense, int4])
+@pytest.mark.parametrize("biased", [False, True])
 def test_the_library_gathers_experts_or_computes_all_without_host_reads(
-    monkeypatch: pytest.MonkeyPatch, make: Any
+    monkeypatch: pytest.MonkeyPatch, make: Any, biased: bool
 ) -> None:
-    mixture, (x, residual) = Mixture(make), rows_of(F64)
+    mixture, (x, residual) = Mixture(make, biased=biased), rows_of(F64)
     norm, packed = mixture.packed(unfused, F64)
     want = reference.mlp(x, *mixture.packed(reference, F64), residual)
     found = list[Tensor]()

@@ -106,7 +106,9 @@ def turn(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((pairs.real, pairs.imag))
 
 
-def naive(qkv: Tensor, batch: Batch, old: Cache, layer: int, heads: int, angles: Tensor) -> tuple[Tensor, Cache]:
+def naive(
+    qkv: Tensor, batch: Batch, old: Cache, layer: int, heads: int, angles: Tensor, sinks: Tensor | None = None
+) -> tuple[Tensor, Cache]:
     """Attention row by row, head by head; returns the expected output and cache."""
     kv_heads, width = old.k.shape[2], old.k.shape[4]
     new, out = Cache(old.k.double(), old.v.double()), torch.zeros(len(batch), heads * width, dtype=torch.float64)
@@ -124,14 +126,16 @@ def naive(qkv: Tensor, batch: Batch, old: Cache, layer: int, heads: int, angles:
         for head in range(heads):
             q = turn(split[row, head], angles[int(batch.positions[row])])
             place = (layer, sequence, head * kv_heads // heads, seen)
-            weights = torch.softmax(new.k[place] @ q / math.sqrt(width), 0)
-            out[row, head * width : (head + 1) * width] = weights @ new.v[place]
+            weights = (new.k[place] @ q / math.sqrt(width)).exp()
+            total = weights.sum() + (0 if sinks is None else sinks[head].exp())
+            out[row, head * width : (head + 1) * width] = weights @ new.v[place] / total
     return out, new
 
 
 def run(
-    batch: Batch, cache: Cache, heads: int, dtype: torch.dtype, layer: int = 1, seed: int = 3, normed: bool = False
-) -> None:
+    batch: Batch, cache: Cache, heads: int, dtype: torch.dtype, layer: int = 1, seed: int = 3, normed: bool = False,
+    sinks: Tensor | None = None,
+) -> None:  # fmt: skip
     """One attention call against the naive one, cache included. `normed`: with a norm of query and key heads."""
     kv_heads, width = cache.k.shape[2], cache.k.shape[4]
     rope = RopeSpec(100.0)
@@ -143,11 +147,11 @@ def run(
         weight, count = random(heads + kv_heads, width, seed=seed + 1, dtype=dtype), heads + kv_heads
         norm, split = ops.pack_norm(weight, 1e-3, dtype, "cpu"), qkv.double().view(len(batch), -1, width)
         plain = torch.cat((rms(split[:, :count], weight, 1e-3), split[:, count:]), 1).flatten(1)
-    want, after = naive(plain, batch, cache, layer, heads, angles)
+    want, after = naive(plain, batch, cache, layer, heads, angles, sinks)
     cos, sin = ops.rope_tables(rope, width, 200, dtype, "cpu")
     if dtype == torch.float64:  # the tables are float32 inside
         cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), 1)
-    got = ops.tree_attention(qkv, ops.prepare(batch, cache, cos, sin, heads), layer, norm)
+    got = ops.tree_attention(qkv, ops.prepare(batch, cache, cos, sin, heads), layer, norm, sinks)
     assert got.dtype == dtype
     close(got, want, dtype)
     for ours, exact in ((cache.k, after.k), (cache.v, after.v)):
@@ -170,14 +174,16 @@ def tree_batch(rows: int, length: int, window: int, seed: int) -> Batch:
 @dtypes
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (6, 1)])
 @pytest.mark.parametrize(("rows", "length", "window"), [(1, 1, 1), (8, 8, 8), (5, 40, 12), (8, 40, 40), (3, 9, 16)])
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("normed", "sunk"), [(False, False), (True, False), (False, True)])
 def test_attention(
-    dtype: torch.dtype, heads: int, kv_heads: int, rows: int, length: int, window: int, normed: bool
+    dtype: torch.dtype, heads: int, kv_heads: int, rows: int, length: int, window: int, normed: bool, sunk: bool
 ) -> None:
+    """`sunk`: with attention sinks."""
     cache = new_cache(2, 1, kv_heads, 48, 8, dtype)
     cache.k[:, :, :, : length - rows] = random(2, 1, kv_heads, length - rows, 8, seed=1, dtype=dtype)
     cache.v[:, :, :, : length - rows] = random(2, 1, kv_heads, length - rows, 8, seed=2, dtype=dtype)
-    run(tree_batch(rows, length, window, seed=length), cache, heads, dtype, normed=normed)
+    sinks = random(heads, seed=4, dtype=torch.float64) * 3 if sunk else None
+    run(tree_batch(rows, length, window, seed=length), cache, heads, dtype, normed=normed, sinks=sinks)
 
 
 def test_attention_with_many_consecutive_masked_keys() -> None:

@@ -87,10 +87,11 @@ def batch_of(kv_len: int, width: int, slots: list[int], max_kv_len: int | None =
     ("kv_len", "width", "slots"),
     [(7, 16, [4, 5, 6]), (20, 8, [12, 13, 17, 19]), (31, 8, [30]), (32, 32, [29, 30, 31]), (1, 8, [0])],
 )
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("normed", "sunk"), [(False, False), (True, True)])
 def test_attention_equals_the_reference_without_host_reads(
-    kv_len: int, width: int, slots: list[int], normed: bool
+    kv_len: int, width: int, slots: list[int], normed: bool, sunk: bool
 ) -> None:
+    """`sunk`: with attention sinks."""
     heads, kv_heads, dim, capacity = 6, 2, 16, 32
     tables = torch.randn(2, 64, dim, dtype=torch.float64)
     batch, cached = batch_of(kv_len, width, slots), torch.randn(2, 3, 1, kv_heads, capacity, dim, dtype=torch.float64)
@@ -98,11 +99,12 @@ def test_attention_equals_the_reference_without_host_reads(
     weight = torch.randn(heads + kv_heads, dim, dtype=torch.float64)
     norm = unfused.pack_norm(weight, 1e-6, torch.float64, "cpu") if normed else None
     one, other = Cache(*cached.clone()), Cache(*cached.clone())
+    sinks = torch.randn(heads, dtype=torch.float64) if sunk else None
     plan = reference.prepare(batch, one, tables[0], tables[1], heads)
-    want = [reference.tree_attention(qkv, plan, layer, norm) for layer in range(3)]
+    want = [reference.tree_attention(qkv, plan, layer, norm, sinks) for layer in range(3)]
     with NoHost():
         static = unfused.prepare(batch, other, tables[0], tables[1], heads)
-        got = [unfused.tree_attention(qkv, static, layer, norm) for layer in range(3)]
+        got = [unfused.tree_attention(qkv, static, layer, norm, sinks) for layer in range(3)]
     for a, b in zip(got, want, strict=True):
         assert (a - b).abs().max() < 1e-12
     assert torch.equal(one.k, other.k) and torch.equal(one.v, other.v)

@@ -128,6 +128,11 @@ def test_scratch_of_attention() -> None:
     masks = need(capacity=131072, ops=unfused).scratch - need(capacity=65536, ops=unfused).scratch
     assert masks == 65536 * (256 * (3 + 2 * 5) + tables)
     stored = need(capacity=131072, ops=unfused, cache_dtype=torch.float8_e4m3fn)
+    sinks = LLAMA_8B | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1}
+    sinks |= {"head_dim": 128}
+    parts = [need(capacity=size, fields=sinks, ops=unfused).scratch for size in (131072, 65536)]
+    window = 256 * (2 * (3 + 2 * 5) + 3 * 8)  # masks with and without a window
+    assert parts[0] - parts[1] == 65536 * (window + 256 * 32 * (3 * 4 + 2 * 2) + 2 * tables), "scores"
     assert stored.scratch - need(capacity=131072, ops=unfused).scratch == 131072 * 2 * 8 * 128 * 2
     assert stored.cache == need(capacity=131072).cache / 2
     native = need(capacity=131072, cache_dtype=torch.float8_e4m3fn)

@@ -111,7 +111,7 @@ def test_native_operators_on_a_shard(tmp_path: Path, size: int) -> None:
     assert (ranks[0] - exact).norm() <= 1.5 * (one - exact).norm()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_native_stack_sums_over_its_ranks_as_its_operators_do(
     tmp_path: Path, pool: Pool, dtype: str, family: str
@@ -142,9 +142,9 @@ def test_padding_contributes_nothing(tmp_path: Path) -> None:
         def __init__(self, shard: Shard) -> None:
             self.shard = shard.layers[0]
 
-        def tree_attention(self, qkv: Tensor, plan: Any, layer: int, qk_norm: Any) -> Tensor:
+        def tree_attention(self, qkv: Tensor, plan: Any, layer: int, *rest: Any) -> Tensor:
             assert (qkv[:, self.shard.qkv < 0] == 0).all()
-            out = reference.tree_attention(qkv, plan, layer, qk_norm)
+            out = reference.tree_attention(qkv, plan, layer, *rest)
             out[:, self.shard.o < 0] = 1e30
             seen.append("heads")
             return out

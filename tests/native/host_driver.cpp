@@ -57,15 +57,22 @@ struct Linear {
     const int64_t padded = (k + 7) / 8 * 8, blocks = (n + 15) / 16;
     x = numbers(rows * k, is_f32), norm = numbers(k, true), residual = numbers(rows * n, is_f32),
     bias = numbers(n, true);
-    const int64_t codes = format == Format::int4 ? 8 : format == Format::int8 ? 4 : 1;  // codes per 32 bits
+    const bool four_bits = format == Format::int4 || format == Format::float4;
+    const int64_t codes = four_bits ? 8 : format == Format::int8 ? 4 : 1;  // codes per 32 bits
     data = numbers(blocks * 16 * padded / codes, format != Format::bf16);
     if (codes > 1) scales = numbers(blocks * 16 * (k / group), true);
-    if (codes == 8) {
+    if (format == Format::float4) {
+      scales.resize(static_cast<size_t>(blocks * 16 * (k / group)));
+      for (uint8_t& exponent : scales) exponent = static_cast<uint8_t>(120 + dice() % 8);
+    }
+    if (format == Format::int4) {
       zeros.resize(static_cast<size_t>(blocks * 16 * (k / group)));
       for (uint8_t& zero : zeros) zero = dice() % 16;
     }
-    weights = {format, data.data(), codes > 1 ? scales.data() : nullptr, swiftspec::host::ScaleType::f32,
-               codes == 8 ? zeros.data() : nullptr, nullptr, nullptr, nullptr, nullptr, floats(bias), k, n, codes > 1 ? group : 0, int8_activations};
+    using swiftspec::host::ScaleType;
+    weights = {format, data.data(), codes > 1 ? scales.data() : nullptr,
+               format == Format::float4 ? ScaleType::exponent : ScaleType::f32,
+               format == Format::int4 ? zeros.data() : nullptr, nullptr, nullptr, nullptr, nullptr, floats(bias), k, n, codes > 1 ? group : 0, int8_activations};
   }
 
   std::vector<uint8_t> run() const {
@@ -93,7 +100,8 @@ struct ExpertLayer {
 
   std::vector<uint8_t> run() const {
     std::vector<uint8_t> out(static_cast<size_t>(rows * kHidden * (is_f32 ? 4 : 2)));
-    const Mlp mlp{&gate_up.weights, &down.weights, Gate::silu, &router.weights, 3, rows % 2 == 0};
+    const Gate gate = gate_up.weights.format == Format::float4 ? Gate::clamped_swiglu : Gate::silu;
+    const Mlp mlp{&gate_up.weights, &down.weights, gate, &router.weights, 3, rows % 2 == 0};
     mixture({mlp, gate_up.x.data(), gate_up.normed ? floats(gate_up.norm) : nullptr, 1e-5f, out.data(), rows}, is_f32);
     return out;
   }
@@ -102,7 +110,7 @@ struct ExpertLayer {
 struct Attention {
   bool is_f32;
   int64_t rows, heads, kv_heads, length, width, dim;
-  std::vector<uint8_t> qkv, cos, sin, keys, values, mask, norm, query_scale;
+  std::vector<uint8_t> qkv, cos, sin, keys, values, mask, norm, query_scale, sinks;
   std::vector<int64_t> slots;
   AttentionOptions options;
   HeadNorm head_norm;
@@ -130,6 +138,7 @@ struct Attention {
   // With every option, and a sliding window of this many positions.
   Attention& with_options(int64_t window) {
     norm = numbers((heads + 2 * kv_heads) * dim, true), query_scale = numbers(rows, true);
+    sinks = numbers(heads, true);
     options = {window, 0.3f, 20.0f, floats(query_scale)};
     head_norm = {floats(norm), true, 1e-5f};
     return *this;
@@ -138,8 +147,8 @@ struct Attention {
   std::vector<uint8_t> run() {
     std::vector<uint8_t> out(static_cast<size_t>(rows * heads * dim * (is_f32 ? 4 : 2)));
     attention({qkv.data(), cos.data(), sin.data(), slots.data(), mask.data(), keys.data(), values.data(),
-               out.data(), rows, heads, kv_heads, length, length, width, dim,
-               (heads + 2 * kv_heads) * dim, options, head_norm},
+               out.data(), rows, heads, kv_heads, length, length, width, dim, (heads + 2 * kv_heads) * dim, options,
+               head_norm, sinks.empty() ? nullptr : floats(sinks)},
               is_f32);
     return out;
   }
@@ -225,10 +234,10 @@ struct Model {
                         {&weights[i + 2].weights, &weights[i + 3].weights, all ? Gate::gelu_tanh : Gate::silu,
                          all ? &weights[13].weights : nullptr, all ? 2 : 0, all},
                         all, all ? HeadNorm{floats(head_norm), false, 1e-5f} : HeadNorm{}, all ? floats(norm) : nullptr,
-                        all ? floats(norm) : nullptr, all ? 0.7f : 1.0f, all ? 0.9f : 1.0f, all, {}});
+                        all ? floats(norm) : nullptr, all ? 0.7f : 1.0f, all ? 0.9f : 1.0f, nullptr, all, {}});
     }
     layers.push_back({floats(norm), &weights[8].weights, &weights[9].weights, floats(norm),
-                      {&weights[10].weights, &weights[11].weights, Gate::silu}, 0, {}, nullptr, nullptr, 1.0f, 1.0f, 0,
+                      {&weights[10].weights, &weights[11].weights, Gate::silu}, 0, {}, nullptr, nullptr, 1.0f, 1.0f, nullptr, 0,
                       {&weights[12].weights, floats(conv), kFactors, kFactors, floats(norm)}});
     const std::vector<AttentionKind> kinds = {{cos.data(), sin.data(), {}}, {sin.data(), cos.data(), {7, 0.3f, 20.0f}}};
     return {{is_f32, 1e-5f, kHidden, kHeads, kKvHeads, kDim, kVocab, kSlots, embedding.data(), 1.5f, kinds,
@@ -330,6 +339,8 @@ void check_level() {
       Linear bytes(Format::int8, is_f32, false, rows, 256, 272, 128, true);
       check(rounded, "int4, rows in int8"), check(bytes, "int8");
       ExpertLayer experts(Format::int4, is_f32, rows, false), rounded_experts(Format::int8, is_f32, rows, true);
+      ExpertLayer float4(Format::float4, is_f32, rows, false), rounded_float4(Format::float4, is_f32, rows, true);
+      check(float4, "experts in float4"), check(rounded_float4, "experts in float4, rows in int8");
       check(experts, "a mixture of experts"), check(rounded_experts, "a mixture of experts, rows in int8");
       Attention tree(is_f32, rows, 6, 2, 70 + rows, 64, 48), all_seen(is_f32, rows, 5, 1, 40 + rows, 0, 32);
       Attention chunk(is_f32, rows, 8, 4, 200, std::max<int64_t>(rows, 3), 64);

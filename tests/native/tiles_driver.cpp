@@ -68,7 +68,7 @@ std::vector<uint8_t> random_bytes(int64_t count, unsigned below) {
 template <class T>
 void compare(Format format, Zeros zeros, int64_t rows, int64_t k, int64_t n, int64_t group, Gate gate) {
   const int64_t blocks = (n + 15) / 16, groups = blocks * 16 * (k / group);
-  const auto data = random_bytes(blocks * 16 * k / (format == Format::int4 ? 2 : 1), 256);
+  const auto data = random_bytes(blocks * 16 * k / (format == Format::int8 ? 1 : 2), 256);
   const auto zero_points = random_bytes(groups, 16);
   const auto scales = random_values<float>(groups), minima = random_values<float>(groups);
   const auto x = random_values<T>(rows * k), residual = random_values<T>(rows * n);
@@ -202,9 +202,9 @@ void compare_attention(int64_t rows, int64_t prefix, int64_t heads, int64_t kv_h
 int main() {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return 77;
   set_threads(2);
-  for (const Format format : {Format::int4, Format::int8}) {
+  for (const Format format : {Format::int4, Format::int8, Format::float4}) {
     for (const Zeros zeros : {Zeros::per_group, Zeros::default_value, Zeros::minima}) {
-      if (format == Format::int8 && zeros != Zeros::per_group) continue;
+      if (format != Format::int4 && zeros != Zeros::per_group) continue;
       for (const int64_t group : {16, 32, 48, 64, 80, 128, 256}) {
         for (const int64_t rows : {5, 6, 12, 16, 17, 32, 33, 70, 131}) {
           compare<uint16_t>(format, zeros, rows, 3 * group, 56, group, Gate::none);

@@ -39,6 +39,10 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "layers": 3, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1],
         "norm_topk_prob": True,
     },
+    "gpt_oss": {
+        "layers": 3, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6,
+        "rope": {**YARN, "truncate": False},
+    },
     "qwen3_5_text": {
         "layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
         "linear_value_head_dim": 16, "rope": {**ROPES["default"], "partial_rotary_factor": 0.5},
@@ -119,6 +123,8 @@ def make_model(
             # strong layers: with weak ones the residual stream repeats its token, especially with tied embeddings
             matrix = weight.ndim == 2 or "experts" in name
             scale = 1.0 if "embed" in name else 2.5 / weight.shape[-1] ** 0.5 if matrix else 0.3
+            if family == "gpt_oss" and name.endswith((".sinks", ".gate_up_proj")):
+                scale *= 5  # sinks that outweigh keys, and gates beyond the limit of the clamped SwiGLU
             drawn = scale * torch.randn(weight.shape, generator=noise, dtype=torch.float64)
             weight.copy_(1 + drawn if "norm" in name else drawn)
         for name, scale in model.named_buffers():

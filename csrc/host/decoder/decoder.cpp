@@ -107,7 +107,7 @@ void Decoder::attend(const ForwardArgs& args, const PackedLayer& layer) {
                at(sin_[kind].data(), first * rope_bytes), args.slots + first, seq.mask,
                at(seq.keys, layer.cache_layer * args.layer_stride), at(seq.values, layer.cache_layer * args.layer_stride),
                at(mixed_.data(), first * size * size_), seq.rows, s.heads, s.kv_heads, args.capacity, seq.length,
-               seq.width, s.dim, stride, options, norm},
+               seq.width, s.dim, stride, options, norm, layer.sinks},
               s.is_f32);
   }
   if (!traits.output_gate) return;

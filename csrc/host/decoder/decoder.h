@@ -42,6 +42,7 @@ struct PackedLayer {
   const float* mlp_output_norm;    // [hidden]
   float residual_multiplier;       // of the outputs of attention and MLP
   float output_scale;              // of the output of the layer
+  const float* sinks;              // [heads], see AttentionArgs
   int64_t cache_layer;             // index of the layer in the KV cache, or in the delta cache
   DeltaWeights delta;
 };

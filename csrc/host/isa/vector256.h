@@ -144,6 +144,20 @@ inline F nibble(I codes) {  // code N minus 8 as float32
   return to_float(sub(bit_and(shift_right<4 * N>(codes), broadcast_int(15)), broadcast_int(8)));
 }
 
+template <int N>
+inline F float4(I codes) {  // twice the e2m1 number of code N
+  const __m256 magnitudes = _mm256_setr_ps(0, 1, 2, 3, 4, 6, 8, 12);
+  const I index = shift_right<4 * N>(codes);  // of which the low three bits of a lane are read
+  const F magnitude{_mm256_permutevar8x32_ps(magnitudes, index.a), _mm256_permutevar8x32_ps(magnitudes, index.b)};
+  return as_float(bit_or(as_int(magnitude), bit_and(shift_left<28 - 4 * N>(codes), broadcast_int(0x80000000))));
+}
+
+// Returns entry `index` of a table for each byte, below 16.
+inline I lookup_bytes(__m128i table, I index) {
+  const __m256i both = _mm256_broadcastsi128_si256(table);
+  return {_mm256_shuffle_epi8(both, index.a), _mm256_shuffle_epi8(both, index.b)};
+}
+
 // Transposes sixteen rows of four 32-bit words.
 inline void transpose_block(const uint8_t* const (&rows)[16], int64_t offset, int64_t, uint8_t* out) {
   float* to = reinterpret_cast<float*>(out);

@@ -95,6 +95,15 @@ inline F nibble(I codes) {  // code N minus 8 as float32
                                table);  // reads the low four bits of a lane
 }
 
+template <int N>
+inline F float4(I codes) {  // twice the e2m1 number of code N
+  const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12);
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * N), table);
+}
+
+// Returns entry `index` of a table for each byte, below 16.
+inline I lookup_bytes(__m128i table, I index) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), index); }
+
 // Transposes sixteen rows of sixteen 32-bit words, or of eight if fewer than 64 `bytes` of a row are left.
 inline void transpose_block(const uint8_t* const (&rows)[16], int64_t offset, int64_t bytes, uint8_t* out) {
   const bool whole = bytes >= 64;

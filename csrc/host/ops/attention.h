@@ -200,9 +200,10 @@ void score(Multiplier& tiles, const Query<T>* x, int64_t queries, const T* keys,
 }
 
 // Softmax numerators: probs[i] = e^(scale (score[i] - max)), padded with zeros to a multiple of 16 and of kProbStep.
-// Returns their sum. The first `before` scores are those of masked keys. `softcap`: c > 0: scores s become
-// c tanh(scale s / c).
-inline float softmax(float* scores, int64_t before, int64_t count, float scale, float softcap, Prob* probs) {
+// Returns the denominator: their sum, plus e^(sink - scale max) if there is a sink. The first `before` scores are those
+// of masked keys. `softcap`: c > 0: scores s become c tanh(scale s / c). `sink`: null without one.
+inline float softmax(float* scores, int64_t before, int64_t count, float scale, float softcap, const float* sink,
+                     Prob* probs) {
   const int64_t end = (count + kLanes - 1) / kLanes * kLanes;
   if (softcap > 0.0f) {
     for (int64_t i = 0; i < end; i += kLanes) {
@@ -214,7 +215,8 @@ inline float softmax(float* scores, int64_t before, int64_t count, float scale, 
   std::fill(scores + count, scores + end, -std::numeric_limits<float>::infinity());
   F top = broadcast(-std::numeric_limits<float>::infinity());
   for (int64_t i = 0; i < end; i += kLanes) top = max(top, load(scores + i));
-  const F max_score = broadcast(reduce_max(top)), factor = broadcast(scale);
+  const float highest = reduce_max(top);
+  const F max_score = broadcast(highest), factor = broadcast(scale);
   F total = zeros();
   for (int64_t i = 0; i < end; i += kLanes) {
     F prob = rounded<Prob>(exponential(mul(sub(load(scores + i), max_score), factor)));
@@ -229,7 +231,7 @@ inline float softmax(float* scores, int64_t before, int64_t count, float scale, 
     total = add(total, prob);
   }
   if (end % kProbStep != 0 && kProbStep > kLanes) store_as(probs + end, zeros());
-  return reduce_add(total);
+  return reduce_add(total) + (sink == nullptr ? 0.0f : std::exp(*sink - scale * highest));
 }
 
 constexpr int64_t kColumnStep = 2 * kLanes;  // columns per iteration
@@ -396,7 +398,7 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
     for (int64_t h = 0; h < group; ++h, row_values += stride) {
       totals[static_cast<size_t>(q + h)] =
           softmax(row_values, visible.before[r], shared + visible.count(r), scale, options.softcap,
-                  probs.data() + (q + h) * stride);
+                  a.sinks == nullptr ? nullptr : a.sinks + g * group + h, probs.data() + (q + h) * stride);
     }
   }
   accumulate_values(tiles, probs.data(), queries, stride, values + skipped, nullptr, shared, dim, out.data(), out_stride);

@@ -188,6 +188,16 @@ inline F gelu_tanh(F x) {
   return div(x, add(broadcast(1.0f), exponential(u)));
 }
 
+// Returns activation(gate) * up.
+template <class T>
+F apply_gate(Gate kind, F gate, F up) {
+  if (kind != Gate::clamped_swiglu) return mul(rounded<T>(kind == Gate::silu ? silu(gate) : gelu_tanh(gate)), up);
+  const F limit = broadcast(kSwigluLimit), one = broadcast(1.0f);  // NaN stays NaN as second operand of min and max
+  const F low = min(limit, gate), shift = max(broadcast(-kSwigluLimit), min(limit, up));
+  const F activated = div(low, add(one, exponential(mul(low, broadcast(-kSwigluAlpha)))));
+  return mul(rounded<T>(activated), add(shift, one));
+}
+
 // Stores activation(gate) * up of one row. Gates start at `column`, the corresponding ups in the second half of the
 // outputs.
 template <class T>
@@ -198,8 +208,7 @@ void store_gated(const LinearArgs& a, const float* gates, const float* ups, int6
     const int64_t count = end - column;
     const F gate = rounded<T>(add_bias(load(gates), a.weights->bias, column, count));
     const F up = rounded<T>(add_bias(load(ups), a.weights->bias, half + column, count));
-    const F activated = a.gate == Gate::silu ? silu(gate) : gelu_tanh(gate);
-    store_partial(static_cast<T*>(a.out) + row * half + column, mul(rounded<T>(activated), up), count);
+    store_partial(static_cast<T*>(a.out) + row * half + column, apply_gate<T>(a.gate, gate, up), count);
   }
 }
 

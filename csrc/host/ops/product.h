@@ -3,7 +3,7 @@
 //
 // A block holds sixteen outputs. Layouts (K is padded to a multiple of 8):
 //   bf16 [K / 2][16][2]; f32 [K][16];
-//   int4 [K / 8][16] words of eight codes: input 2i in nibble i, input 2i + 1 in nibble 4 + i;
+//   int4 and float4 [K / 8][16] words of eight codes: input 2i in nibble i, input 2i + 1 in nibble 4 + i;
 //   int8 [K / 4][16] words: of eight inputs, 0 4 1 5 are the bytes of one word and 2 6 3 7 of the next, which is the
 //   order of the low and high nibbles of int4.
 
@@ -22,7 +22,8 @@ struct Operand {
 
 inline bool has_supers(ScaleType scale_type) { return scale_type == ScaleType::u8 || scale_type == ScaleType::i8; }
 inline int64_t scale_bytes(ScaleType scale_type) {
-  return has_supers(scale_type) ? 1 : scale_type == ScaleType::f32 ? 4 : 2;
+  if (has_supers(scale_type) || scale_type == ScaleType::exponent) return 1;
+  return scale_type == ScaleType::f32 ? 4 : 2;
 }
 
 // The operand `blocks` blocks further.
@@ -46,6 +47,7 @@ inline F load_by_group(const Operand& w, const uint8_t* values, const uint8_t* s
     const F super = widen_half(supers + group / (kSuperInputs / w.group) * kLanes * 2);
     return mul(w.scale_type == ScaleType::i8 ? widen_bytes(reinterpret_cast<const int8_t*>(p)) : widen_bytes(p), super);
   }
+  if (w.scale_type == ScaleType::exponent) return as_float(shift_left<23>(to_int(widen_bytes(p))));
   if (w.scale_type == ScaleType::f16) return widen_half(p);
   if (w.scale_type == ScaleType::bf16) return widen(reinterpret_cast<const uint16_t*>(p));
   return load(reinterpret_cast<const float*>(p));
@@ -84,15 +86,20 @@ inline Pair broadcast_pair(const uint16_t* x) {
   return (Pair)_mm512_set1_epi32(two);
 }
 inline F dot(F sum, Pair weights, Pair row) { return _mm512_dpbf16_ps(sum, weights, row); }
-template <int N>
+template <Format W, int N>
 inline Pair nibble_pair(I codes) {
-  // -8 .. 7 in bfloat16, twice: the instruction reads five bits of each half, of which the fifth belongs to the next
-  // code
-  alignas(64) static constexpr uint16_t kTable[32] = {
+  // In bfloat16, -8 .. 7 and twice the e2m1 numbers, each table twice: the instruction reads five bits of each half, of
+  // which the fifth belongs to the next code
+  alignas(64) static constexpr uint16_t kInt4[32] = {
       0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
       0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
       0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-  return (Pair)_mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * N), _mm512_load_si512(kTable));
+  alignas(64) static constexpr uint16_t kFloat4[32] = {
+      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140, 0x8000, 0xbf80, 0xc000,
+      0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0,
+      0x4100, 0x4140, 0x8000, 0xbf80, 0xc000, 0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140};
+  const I table = _mm512_load_si512(W == Format::int4 ? kInt4 : kFloat4);
+  return (Pair)_mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * N), table);
 }
 inline Pair make_pair(F even, F odd) {  // of values that bfloat16 holds exactly
   return (Pair)bit_or(shift_right<16>(as_int(even)), bit_and(as_int(odd), broadcast_int(0xffff0000)));
@@ -114,8 +121,9 @@ inline F dot(F sum, Pair weights, Pair row) {
   return fma(weights.odd, row.odd, fma(weights.even, row.even, sum));
 }
 inline F dot(F sum, F weights, F row) { return fma(weights, row, sum); }
-template <int N>
+template <Format W, int N>
 inline Pair nibble_pair(I codes) {
+  if constexpr (W == Format::float4) return {float4<N>(codes), float4<N + 4>(codes)};
   return {nibble<N>(codes), nibble<N + 4>(codes)};
 }
 inline Pair make_pair(F even, F odd) { return {even, odd}; }
@@ -133,11 +141,11 @@ inline void add_pair(F (&sum)[M][B], const Pair (&weights)[B], const X* x, int64
   }
 }
 
-template <int N, int M, int B, class X>
+template <Format W, int N, int M, int B, class X>
 inline void add_codes(F (&sum)[M][B], const I (&codes)[B], const X* x, int64_t stride) {
   Pair weights[B];
 #pragma GCC unroll 8
-  for (int b = 0; b < B; ++b) weights[b] = nibble_pair<N>(codes[b]);
+  for (int b = 0; b < B; ++b) weights[b] = nibble_pair<W, N>(codes[b]);
   add_pair(sum, weights, x + 2 * N, stride);
 }
 
@@ -240,9 +248,10 @@ inline void add_group(const Inputs<X>& in, const Operand& w, int64_t g, const F 
   }
 }
 
-// The dequantised weight (q - z) s + m is never formed: a group's codes are summed, then shifted and scaled in float32.
-template <int M, int B, class X>
-void product_int4(const Inputs<X>& in, const Operand& w, float* out, int64_t stride) {
+// Of int4 and float4 weights. The dequantised weight (q - z) s + m is never formed: a group's codes are summed, then
+// shifted and scaled in float32.
+template <Format W, int M, int B, class X>
+void product_nibbles(const Inputs<X>& in, const Operand& w, float* out, int64_t stride) {
   F sum[M][B];
   clear(sum);
   store_sums(sum, out, stride);
@@ -257,12 +266,12 @@ void product_int4(const Inputs<X>& in, const Operand& w, float* out, int64_t str
         codes[b] = load_int(w.data + b * w.block_bytes + k * 8);
         prefetch(w.data + b * w.block_bytes + k * 8 + distance);
       }
-      add_codes<0>(sum, codes, in.x + k, w.k);
-      add_codes<1>(sum, codes, in.x + k, w.k);
-      add_codes<2>(sum, codes, in.x + k, w.k);
-      add_codes<3>(sum, codes, in.x + k, w.k);
+      add_codes<W, 0>(sum, codes, in.x + k, w.k);
+      add_codes<W, 1>(sum, codes, in.x + k, w.k);
+      add_codes<W, 2>(sum, codes, in.x + k, w.k);
+      add_codes<W, 3>(sum, codes, in.x + k, w.k);
     }
-    add_group<8>(in, w, g, sum, out, stride);
+    add_group<W == Format::int4 ? 8 : 0>(in, w, g, sum, out, stride);
   }
 }
 

@@ -1,4 +1,4 @@
-// Products of int8-quantised rows with int4 and int8 weights. The sums of a group are integers below 2^24, so float32
+// Products of int8-quantised rows with int4, int8 and float4 weights. The sums of a group are integers below 2^24, so float32
 // holds them exactly: every ISA level and the reference compute bitwise identical results.
 //
 //   out += float(sum of code * byte - zero * sum of byte) * (weight scale * row scale), group by group
@@ -99,14 +99,19 @@ inline I prepare_codes(I codes) {
 
 #endif
 
-// The codes of eight inputs as bytes.
+// The codes of eight inputs as bytes; those of float4 as the int8 codes with the same values.
 template <Format W>
 inline void load_bytes(const uint8_t* p, I& first, I& second) {
-  if constexpr (W == Format::int4) {
+  if constexpr (W == Format::int8) {
+    first = load_int(p), second = load_int(p + 64);
+  } else {
     const I codes = load_int(p), low = broadcast_int(0x0f0f0f0f);
     first = bit_and(codes, low), second = bit_and(shift_right<4>(codes), low);
-  } else {
-    first = load_int(p), second = load_int(p + 64);
+  }
+  if constexpr (W == Format::float4) {
+    const __m128i less = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+    const __m128i table = _mm_xor_si128(less, _mm_set1_epi8(-128));
+    first = lookup_bytes(table, first), second = lookup_bytes(table, second);
   }
 }
 

@@ -1,4 +1,4 @@
-// Products on matrix tiles: of int8-quantised rows with int4 and int8 weights, and of bfloat16 rows with bfloat16
+// Products on matrix tiles: of int8-quantised rows with int4, int8 and float4 weights, and of bfloat16 rows with bfloat16
 // weights. Integer sums are exact, and scales are applied in the order of product_int8.h, so the results of quantised
 // rows are bitwise those of the other ISA levels. bfloat16 sums have an order of their own; for a row's bits not to
 // depend on other rows, all products with a bfloat16 matrix run on tiles.
@@ -64,7 +64,7 @@ struct TileProduct {
   void expand(int64_t g, int64_t step, int64_t block) {
     constexpr int64_t kEightInputsBytes = 8 * kLanes * bits_of(W) / 8;
     const uint8_t* p = w.data + block * w.block_bytes + (g * w.group + step * Inputs) / 8 * kEightInputsBytes;
-    const I zero = W == Format::int8 ? broadcast_int(0x80808080)
+    const I zero = W != Format::int4 ? broadcast_int(0x80808080)
                                      : mul(to_int(load_zeros(w, block * groups + g)), broadcast_int(0x01010101));
     int8_t* to = codes_at(g, step, block);
 #pragma GCC unroll 8
@@ -190,6 +190,7 @@ void product_with_tiles(const TileRows& in, const Operand& w, int64_t rows, int6
 inline void dispatch_product(Format format, const TileRows& in, const Operand& w, int64_t rows, int64_t blocks,
                              float* out, int64_t stride) {
   if (format == Format::int4) return product_with_tiles<Format::int4>(in, w, rows, blocks, out, stride);
+  if (format == Format::float4) return product_with_tiles<Format::float4>(in, w, rows, blocks, out, stride);
   product_with_tiles<Format::int8>(in, w, rows, blocks, out, stride);
 }
 

@@ -6,8 +6,8 @@ inline void product_tile(const In& in, const Operand& w, float* out, int64_t str
     product_quantized<W, M, B>(in, w, out, stride);
   } else if constexpr (W == Format::bf16) {
     product_bf16<M, B>(in, w, out, stride);
-  } else if constexpr (W == Format::int4) {
-    product_int4<M, B>(in, w, out, stride);
+  } else if constexpr (W == Format::int4 || W == Format::float4) {
+    product_nibbles<W, M, B>(in, w, out, stride);
   } else if constexpr (W == Format::int8) {
     product_int8<M, B>(in, w, out, stride);
   } else {
@@ -49,6 +49,7 @@ void product(const In& in, const Operand& w, int64_t rows, int64_t blocks, float
 inline void dispatch_product(Format format, const QuantizedRows& in, const Operand& w, int64_t rows, int64_t blocks,
                              float* out, int64_t stride) {
   if (format == Format::int4) return product<Format::int4>(in, w, rows, blocks, out, stride);
+  if (format == Format::float4) return product<Format::float4>(in, w, rows, blocks, out, stride);
   product<Format::int8>(in, w, rows, blocks, out, stride);
 }
 
@@ -61,6 +62,8 @@ void dispatch_product(Format format, const Inputs<X>& in, const Operand& w, int6
     product<Format::int4>(in, w, rows, blocks, out, stride);
   } else if (format == Format::int8) {
     product<Format::int8>(in, w, rows, blocks, out, stride);
+  } else if (format == Format::float4) {
+    product<Format::float4>(in, w, rows, blocks, out, stride);
   } else if constexpr (std::is_same_v<X, float>) {
     product<Format::f32>(in, w, rows, blocks, out, stride);
   }

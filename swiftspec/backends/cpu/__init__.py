@@ -100,7 +100,7 @@ DELTA_HEAD_UNIT = 16  # elements
 KNOWN_FIELDS = (
     "activation", "embedding_multiplier", "experts", "gated_delta", "logit_multiplier", "logit_softcap",
     "norm_unit_offset", "norms", "output_gate", "output_scale", "qk_norm", "query_scale_beta", "residual_multiplier",
-    "scale", "softcap", "v_norm", "window",
+    "scale", "sinks", "softcap", "v_norm", "window",
 )  # fmt: skip
 
 level = _C.level  # returns the ISA level in use, such as "avx512_bf16"; "none" if the CPU lacks AVX2
@@ -303,12 +303,15 @@ def _sequence_rows(batch: Batch, sequences: int) -> Iterator[tuple[Tensor | None
         yield rows, slots.contiguous(), mask[:, max(mask.shape[1] - length, 0) :].contiguous(), length, sequence
 
 
-def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int, qk_norm: CpuNorm | None = None) -> Tensor:
+def tree_attention(
+    qkv: Tensor, plan: CpuAttentionPlan, layer: int, qk_norm: CpuNorm | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
     kv_heads) * head_dim] -> [rows, heads * head_dim].
 
     `layer`: index of the layer in the cache. `qk_norm`: RMSNorm of each query and key head before RoPE, with weight
-    [heads + kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim] also of each value head.
+    [heads + kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim] also of each value head. `sinks`: [heads]
+    float32, a logit of each query head that adds its exponential to the denominator of the softmax (attention sink).
     """
     qkv = qkv.contiguous()  # with an output gate it is a part of the product
     options, (weight, eps) = plan.options, (None, 0.0) if qk_norm is None else (qk_norm.weight, qk_norm.eps)
@@ -322,7 +325,7 @@ def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int, qk_norm: Cpu
         _C.attention(
             mine, part.cos, part.sin, part.slots, part.mask, plan.cache, layer, part.sequence, part.length, result,
             weight, eps, options.window, options.scale, options.softcap, part.query_scale,
-            sums if sums is None or part.rows is None else sums[part.rows], *sizes,
+            sums if sums is None or part.rows is None else sums[part.rows], *sizes, sinks,
         )  # fmt: skip
         if part.rows is not None:
             out[part.rows] = result

@@ -49,7 +49,7 @@ class HostDecoder:
                 _weight(layer.input_norm), layer.qkv.native, layer.o.native, _weight(layer.mlp_norm),
                 _mlp_args(layer.mlp), layer.attention, _weight(layer.qk_norm), _weight(layer.mixer_output_norm),
                 _weight(layer.mlp_output_norm), layer.residual_multiplier,
-                1.0 if layer.output_scale is None else float(layer.output_scale), layer.cache_layer,
+                1.0 if layer.output_scale is None else float(layer.output_scale), layer.sinks, layer.cache_layer,
                 None if layer.delta is None else _delta_args(layer.delta),
             )
             for layer in stack.layers

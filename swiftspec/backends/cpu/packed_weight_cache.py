@@ -176,7 +176,7 @@ def _name(index: int) -> str:
 
 
 def _layer_of(unit: PackedUnit) -> LayerWeights:
-    fields: dict[str, Any] = {name: unit.tensors.get(name) for name in (*NORMS, *OPTIONAL_WEIGHTS)}
+    fields: dict[str, Any] = {name: unit.tensors.get(name) for name in (*NORMS, *OPTIONAL_WEIGHTS, "sinks")}
     fields |= {name: _packed(unit, name) for name in (*MATRICES, "router") if name in unit.metadata}
     return LayerWeights(**fields)
 
@@ -188,6 +188,8 @@ def _unit_of(layer: PackedLayer, attention: PackedAttention) -> PackedUnit:
         norms |= dict(zip(OPTIONAL_WEIGHTS, (queries, *rest.split(attention.kv_heads)), strict=False))
     if layer.output_scale is not None:
         norms["output_scale"] = layer.output_scale
+    if layer.sinks is not None:
+        norms["sinks"] = layer.sinks
     router = {"router": layer.mlp.router} if isinstance(layer.mlp, PackedMixture) else {}
     unit = _unit(qkv=layer.qkv, o=layer.o, gate_up=layer.mlp.gate_up, down=layer.mlp.down, **router)
     return replace(unit, tensors={**unit.tensors, **norms})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from swiftspec.model.spec import MlpSpec
 from swiftspec.model.weights import DenseWeight, LayerWeights, Weight
 
 BLOCK_OUTPUTS = 16
+EIGHT = 8  # outputs that `pack_int4` packs together
 MAX_GROUP = 128  # inputs per scale
 SUPER_INPUTS = 256  # inputs per super-scale
 OPTIONAL_TENSORS = ("scales", "zeros", "bias", "minima", "order", "super_scales", "super_minima")  # of PackedLinear
@@ -53,6 +54,17 @@ class Int8Source(Protocol):
 
     @property
     def group_size(self) -> int: ...
+
+
+@runtime_checkable
+class Mxfp4Source(Protocol):
+    """Weights in float4 codes; see model.formats.mxfp4.Mxfp4Weight."""
+
+    codes: Tensor  # [outputs, groups, 16] uint8
+    exponents: Tensor  # [outputs, groups] uint8
+    int8_activations: bool
+
+    def unpacked(self) -> Any: ...  # an Int8Source
 
 
 class BlockKind(Protocol):
@@ -102,7 +114,7 @@ class PackedLinear:
     outputs: int
     int8_activations: bool  # activations are quantised to int8
     data: Tensor  # blocks of 16 outputs (layouts: csrc/host/ops/product.h)
-    scales: Tensor | None  # int4, int8: [outputs / 16, groups, 16]
+    scales: Tensor | None  # int4, int8: [outputs / 16, groups, 16]; float4: the same, uint8 exponents plus 127
     zeros: Tensor | None  # int4: [outputs / 16, groups, 16] uint8; None: 0 if there are minima, otherwise 8
     bias: Tensor | None  # [outputs] float32
     minima: Tensor | None = None  # int4, int8: [outputs / 16, groups, 16], of the dtype of `scales`
@@ -131,7 +143,7 @@ class PackedLinear:
 
 
 def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device | str) -> PackedLinear:
-    """Packs a dense, int4 or int8 matrix [outputs, inputs] of a checkpoint. Returns a PackedLinear unchanged."""
+    """Packs a dense, int4, int8 or MXFP4 matrix [outputs, inputs] of a checkpoint. Returns a PackedLinear unchanged."""
     if isinstance(weight, PackedLinear):
         return weight
     bias = None if weight.bias is None else weight.bias.to(device, torch.float32, copy=True)
@@ -145,6 +157,9 @@ def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device
     if isinstance(weight, UnquantizedSource):
         outputs, inputs = weight.dense.shape
         return PackedLinear.create(inputs, outputs, True, *_quantize(weight.dense, weight.group_size), None, bias)
+    if isinstance(weight, Mxfp4Source):
+        whole = weight.exponents.shape[0] % EIGHT == 0
+        return _pack_float4(weight, bias) if whole else pack(weight.unpacked(), dtype, device)
     if isinstance(weight, Int8Source) and weight.group_size % 16 == 0 and weight.group_size <= MAX_GROUP:
         outputs, inputs = weight.codes.shape
         data, scales = _pack_bytes(weight.codes), _by_blocks(weight.scales.T)
@@ -193,6 +208,20 @@ def _pack_codes(weight: Int4Source) -> tuple[Tensor, Tensor, Tensor]:
         _C.pack_int4(part.packed, part.scales.to(kind), part.zeros, part.order, first, data, scales, zeros)
         first += part.shape[0]
     return data, scales, zeros
+
+
+def _pack_float4(weight: Mxfp4Source, bias: Tensor | None) -> PackedLinear:
+    """Packs float4 codes as `_pack_codes` does those of int4. The operators multiply twice the value of a code by a
+    scale 2^(e - 1), which is 0 if 2^(e - 1) is not a normal number of float32."""
+    outputs, groups = weight.exponents.shape
+    words = weight.codes.reshape(outputs, -1).view(torch.int32)  # of eight inputs, the first in the lowest bits
+    data = torch.empty(_blocks(outputs), words.shape[1], BLOCK_OUTPUTS, dtype=torch.int32)
+    if outputs % BLOCK_OUTPUTS:
+        data[-1].zero_()
+    scales = _by_blocks((weight.exponents.clamp_min(1) - 1).T)
+    none, zeros = torch.zeros(1, 1, dtype=torch.bfloat16).expand(outputs, groups), torch.empty_like(scales)
+    _C.pack_int4(words, none, None, "inputs", 0, data, torch.empty_like(scales, dtype=torch.bfloat16), zeros)
+    return PackedLinear.create(8 * words.shape[1], outputs, weight.int8_activations, data, scales, None, bias)
 
 
 def _pack_blocks(weight: BlockSource, bias: Tensor | None) -> PackedLinear:

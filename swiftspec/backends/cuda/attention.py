@@ -143,12 +143,16 @@ def scratch_bytes(rows: int, heads: int, kv_heads: int, head_dim: int, capacity:
     return both + WORD_BYTES * MAX_ROWS_PER_LAUNCH * heads * parts * (head_dim + 2)
 
 
-def tree_attention(qkv: Tensor, plan: CudaAttentionPlan, layer: int, qk_norm: HeadNorm | None = None) -> Tensor:
+def tree_attention(
+    qkv: Tensor, plan: CudaAttentionPlan, layer: int, qk_norm: HeadNorm | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
     kv_heads) * head_dim] -> [rows, heads * head_dim].
 
-    `qk_norm`: RMSNorm of each query and key head before RoPE, which overwrites them in `qkv`.
+    `qk_norm`: RMSNorm of each query and key head before RoPE, which overwrites them in `qkv`. `sinks`: None, see
+    `check_supported`.
     """
+    assert sinks is None
     if qk_norm is not None:
         _C.norm_heads_cuda(qkv, qk_norm.weight, qk_norm.eps, current_stream())
     if plan.flash is not None:

@@ -178,13 +178,15 @@ def last_visible(visible: Tensor, count: int) -> Tensor:
 
 
 def tree_attention(
-    qkv: Tensor, plan: ReferenceAttentionPlan, layer: int, qk_norm: ReferenceNorm | None = None
-) -> Tensor:
+    qkv: Tensor, plan: ReferenceAttentionPlan, layer: int, qk_norm: ReferenceNorm | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
     kv_heads) * head_dim] -> [rows, heads * head_dim].
 
     `layer`: index of the layer in the cache. `qk_norm`: RMSNorm of queries and keys before RoPE, with weight [heads +
-    kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim] also of the values.
+    kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim] also of the values. `sinks`: [heads], a logit of
+    each query head that adds its exponential to the denominator of the softmax (attention sink).
     """
     rows, head_dim = qkv.shape[0], plan.cos.shape[-1]
     heads = qkv.view(rows, -1, head_dim)
@@ -203,11 +205,11 @@ def tree_attention(
     if plan.query_scale is not None:
         q = q * plan.query_scale
     if len(plan.parts) == 1:
-        return _attend(q, k, v, plan.parts[0], layer, plan.options)
+        return _attend(q, k, v, plan.parts[0], layer, plan.options, sinks)
     out = qkv.new_empty(rows, plan.num_heads * head_dim)
     for part in plan.parts:
         if part.rows is not None:
-            out[part.rows] = _attend(q[part.rows], k[part.rows], v[part.rows], part, layer, plan.options)
+            out[part.rows] = _attend(q[part.rows], k[part.rows], v[part.rows], part, layer, plan.options, sinks)
     return out
 
 
@@ -229,8 +231,9 @@ def _norm_projections(x: Tensor, norm: ReferenceNorm, whole: ProjectionNorm, kv_
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, part: ReferenceSequenceRows, layer: int, options: AttentionOptions
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, part: ReferenceSequenceRows, layer: int, options: AttentionOptions,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Writes the keys and values of one sequence's rows to the cache and returns their attention outputs: q [rows,
     heads, head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads * head_dim].
 
@@ -247,14 +250,18 @@ def _attend(
         part.keys[layer].to(q.dtype),
         part.values[layer].to(q.dtype),
     )  # the new keys too are read in the precision of the cache
-    if options.softcap is None:
+    if options.softcap is None and sinks is None:
         out = _dot_product_attention(folded, keys, values, part.mask, options.scale)
     else:
         scores = folded @ keys.mT * (options.scale or head_dim**-0.5)
-        scores = soft_cap(scores.to(torch.promote_types(q.dtype, torch.float32)), options.softcap)
+        scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+        if options.softcap is not None:
+            scores = soft_cap(scores, options.softcap)
         if part.mask is not None:
             scores += part.mask
-        out = scores.softmax(-1).to(q.dtype) @ values
+        if sinks is not None:  # a key without value, after the others
+            scores = torch.cat((scores, sinks.view(1, kv_heads, -1, 1).repeat_interleave(rows, 2)), 3)
+        out = scores.softmax(-1)[..., : keys.shape[2]].to(q.dtype) @ values
     return out.view(kv_heads, -1, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftspec.backends.reference.packing import LinearFn, ReferenceNorm
-from swiftspec.model.spec import Activation
+from swiftspec.model.spec import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 
 
 def embed(tokens: Tensor, weight: Tensor, multiplier: float = 1.0) -> Tensor:
@@ -52,8 +52,12 @@ def norm_swiglu(x: Tensor, norm: ReferenceNorm | None, gate_up: LinearFn, activa
 
 
 def apply_gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Returns activation(gate) * up, where gate and up are the halves of the last dimension."""
+    """Returns activation(gate) * up, where gate and up are the halves of the last dimension; `Activation` defines
+    "clamped_swiglu"."""
     gate, up = gate_up.chunk(2, -1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (gate * SWIGLU_ALPHA).sigmoid_().mul_(gate).mul_(up.add_(1))
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 

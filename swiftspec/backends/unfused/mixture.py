@@ -26,7 +26,11 @@ def pack_mixture(weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, devic
     gate_up, down = (
         _stack_experts(weight, spec.num_experts, dtype, device) for weight in (weights.gate_up, weights.down)
     )
-    return PackedMixture(router, gate_up, down, spec.experts, spec.activation)
+    gate_up_bias, down_bias = (
+        None if bias is None else bias.to(device, dtype).view(spec.num_experts, -1)
+        for bias in (weights.gate_up.bias, weights.down.bias)
+    )
+    return PackedMixture(router, gate_up, down, spec.experts, spec.activation, gate_up_bias, down_bias)
 
 
 def _stack_experts(weight: Weight, count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -61,16 +65,25 @@ def _chosen_experts(x: Tensor, weights: PackedMixture, experts: Tensor, shares: 
     out = torch.zeros_like(x, dtype=shares.dtype)
     for chosen, share in zip(experts.unbind(1), shares.unbind(1), strict=True):
         gate_up = torch.bmm(weights.gate_up.index_select(0, chosen), x.unsqueeze(2)).squeeze(2)
+        if weights.gate_up_bias is not None:
+            gate_up += weights.gate_up_bias.index_select(0, chosen)
         gated = apply_gate(gate_up, weights.activation)
         product = torch.bmm(weights.down.index_select(0, chosen), gated.unsqueeze(2)).squeeze(2)
+        if weights.down_bias is not None:
+            product += weights.down_bias.index_select(0, chosen)
         out.addcmul_(product.to(out.dtype), share.unsqueeze(1))
     return out
 
 
 def _all_experts(x: Tensor, weights: PackedMixture, experts: Tensor, shares: Tensor) -> Tensor:
     """Computes all experts for all rows."""
-    gated = apply_gate(torch.matmul(x, weights.gate_up.mT), weights.activation)  # [num_experts, rows, inner]
-    products = torch.bmm(gated, weights.down.mT).to(shares.dtype)
+    gate_up = torch.matmul(x, weights.gate_up.mT)  # [num_experts, rows, 2 * inner]
+    if weights.gate_up_bias is not None:
+        gate_up += weights.gate_up_bias.unsqueeze(1)
+    products = torch.bmm(apply_gate(gate_up, weights.activation), weights.down.mT)
+    if weights.down_bias is not None:
+        products += weights.down_bias.unsqueeze(1)
+    products = products.to(shares.dtype)
     by_expert = shares.new_zeros(x.shape[0], len(products)).scatter_(1, experts, shares)
     products.masked_fill_(by_expert.T.unsqueeze(2) == 0, 0)  # those of other experts may be infinite
     return torch.einsum("re,erh->rh", by_expert, products)

@@ -10,7 +10,18 @@ from typing import Any
 
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import Fields
-from swiftspec.model.architectures import gemma3, gemma4, glm4, mistral, olmo, phi3, qwen3_5, qwen3_moe, smollm3
+from swiftspec.model.architectures import (
+    gemma3,
+    gemma4,
+    glm4,
+    gpt_oss,
+    mistral,
+    olmo,
+    phi3,
+    qwen3_5,
+    qwen3_moe,
+    smollm3,
+)
 from swiftspec.model.architectures.granite import granite_spec
 from swiftspec.model.architectures.llama import llama_spec
 from swiftspec.model.architectures.qwen2 import qwen2_spec
@@ -48,6 +59,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture("qwen2", qwen2_spec),
     "Qwen3ForCausalLM": Architecture("qwen3", qwen3_spec),
     "Qwen3MoeForCausalLM": Architecture("qwen3_moe", qwen3_moe.qwen3_moe_spec, defaults=qwen3_moe.DEFAULTS),
+    "GptOssForCausalLM": Architecture("gpt_oss", gpt_oss.gpt_oss_spec, gpt_oss.NAMES, gpt_oss.DEFAULTS),
     "Qwen3_5ForCausalLM": Architecture("qwen3_5_text", qwen3_5.qwen3_5_spec, qwen3_5.NAMES, qwen3_5.DEFAULTS),
     "MistralForCausalLM": Architecture("mistral", mistral.mistral_spec, defaults=mistral.MISTRAL_DEFAULTS),
     "Ministral3ForCausalLM": Architecture("ministral3", mistral.ministral3_spec, defaults=mistral.MINISTRAL3_DEFAULTS),

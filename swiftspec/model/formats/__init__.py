@@ -12,6 +12,7 @@ from swiftspec.model.formats.blocks import GGUF_METHOD, Blocks
 from swiftspec.model.formats.compressed_tensors import CompressedTensors
 from swiftspec.model.formats.float8_codes import Float8
 from swiftspec.model.formats.gptq import Gptq
+from swiftspec.model.formats.mxfp4 import Mxfp4
 
 FORMATS = {
     "awq": Awq.of,
@@ -19,6 +20,7 @@ FORMATS = {
     "fp8": Float8.of,
     "fbgemm_fp8": Float8.of,
     "compressed-tensors": CompressedTensors.of,
+    "mxfp4": Mxfp4.of,
     GGUF_METHOD: Blocks.of,
 }
 

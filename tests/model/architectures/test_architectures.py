@@ -48,8 +48,8 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones() -> Non
     with pytest.raises(UserError) as caught:
         architecture_of(Fields({"architectures": ["MambaForCausalLM"]}))
     known = (
-        "Llama, Qwen2, Qwen3, Qwen3Moe, Qwen3_5, Mistral, Ministral3, SmolLM3, Granite, Olmo2, Olmo3, Phi3, Glm, Glm4,"
-        " Gemma3, Gemma4, Gemma4Unified and Mistral3 are"
+        "Llama, Qwen2, Qwen3, Qwen3Moe, GptOss, Qwen3_5, Mistral, Ministral3, SmolLM3, Granite, Olmo2, Olmo3, Phi3,"
+        " Glm, Glm4, Gemma3, Gemma4, Gemma4Unified and Mistral3 are"
     )
     assert str(caught.value) == f"architecture 'MambaForCausalLM' is not supported; {known}"
 
@@ -76,6 +76,7 @@ def test_which_layers_have_a_sliding_window() -> None:
     assert windows("Olmo3ForCausalLM", sliding_window=9) == [9, 9, 9, None] * 2
     assert windows("Gemma3ForCausalLM", sliding_window=9) == [9] * 5 + [None] + [9] * 2
     assert windows("Gemma3ForCausalLM", 4, sliding_window=9, sliding_window_pattern=2) == [9, None] * 2
+    assert windows("GptOssForCausalLM", 4) == [128, None] * 2
     plain = {"hidden_size_per_layer_input": 0, "sliding_window": 9}
     assert windows("Gemma4ForCausalLM", **plain) == [9] * 5 + [None, 9, None], "the last layer has full attention"
     assert windows("SmolLM3ForCausalLM", 4, **qwen) == [None, None, None, 64], "the layers without RoPE"

@@ -32,7 +32,7 @@ CAPACITY = 96
 TOKENS = [(7 * i * i + i) % 64 for i in range(70)]
 # the widths that the native operators need; windows that end in the middle of a block of 16 keys
 SHAPE: dict[str, Any] = {"head_dim": 16, "vocab": 65, "dtype": torch.float32, "seed": 4}
-WINDOWS = {"mistral": 21, "phi3": 37, "gemma3_text": 19, "olmo3": 18}
+WINDOWS = {"mistral": 21, "phi3": 37, "gemma3_text": 19, "gpt_oss": 23, "olmo3": 18}
 NATIVE = [family for family in ALL_FAMILIES if family != "gemma4_text"]
 
 
@@ -91,7 +91,7 @@ def test_a_model_is_as_accurate_as_on_the_reference_and_its_rows_are_independent
         assert torch.equal(logits(path, host, dtype, whole, fused=False), ours), "so have the operators, one by one"
 
 
-@pytest.mark.parametrize("family", ["granite", "gemma3_text", "ministral3", "olmo2"])
+@pytest.mark.parametrize("family", ["granite", "gemma3_text", "ministral3", "olmo2", "gpt_oss"])
 def test_ranks_sum_before_the_norm_and_the_multiplier(tmp_path: Path, family: str) -> None:
     path = checkpoint(tmp_path, family)
     exact = logits(path, reference, torch.float64, [70])

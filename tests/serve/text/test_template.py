@@ -40,6 +40,20 @@ DATED = (
     "{% endfor %}{{ strftime_now('%Y') }} {{ messages | tojson(indent=2) }} {{ ns.found }} {{ tools is none }}"
     "{{ pad_token is defined }}"
 )
+# what the template of gpt-oss uses: macros, the date, and variables that are not defined
+HARMONY = (
+    "{%- macro system() -%}{{ model_identity }}\nCurrent date: {{ strftime_now('%Y') }}\n"
+    "{%- if reasoning_effort is not defined %}{%- set reasoning_effort = 'medium' %}{%- endif %}"
+    "Reasoning: {{ reasoning_effort }}{%- if builtin_tools %}{{ builtin_tools | join }}{%- endif %}{%- endmacro %}"
+    "{%- if not model_identity is defined %}{%- set model_identity = 'I' %}{%- endif %}"
+    "<|start|>system<|message|>{{ system() }}<|end|>{%- set last = namespace(name=none) %}"
+    "{%- for message in loop_messages | default(messages) %}{%- if message.role == 'assistant' %}"
+    "{%- if 'thinking' in message %}{{ raise_exception('no') }}{%- elif loop.last and not add_generation_prompt %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|return|>' }}{%- else %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}{%- endif %}"
+    "{%- else %}<|start|>{{ message.role }}<|message|>{{ message.content | tojson }}<|end|>{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|start|>assistant{%- endif %}"
+)
 CONVERSATIONS: list[list[ChatMessage]] = [
     [{"role": "user", "content": "def add(a, b):\n    "}],
     [
@@ -87,7 +101,7 @@ def ours(codec: TextCodec, conversation: Sequence[ChatMessage]) -> str:
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=["one", "three"])
 def test_the_text_equals_that_of_transformers(codecs: Any, conversation: list[ChatMessage]) -> None:
     several = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ tools }}"}]
-    for number, template in enumerate((TEMPLATE, CHATML, ALTERNATING, DATED, several)):
+    for number, template in enumerate((TEMPLATE, CHATML, ALTERNATING, DATED, HARMONY, several)):
         codec = codecs(template, str(number))
         assert ours(codec, conversation) == theirs(codec, conversation) != ""
     demo = TextCodec(DEMO / "target")
