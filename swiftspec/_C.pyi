@@ -38,7 +38,7 @@ class Decoder:
                 Weights,
                 Weights,
                 Array | None,
-                tuple[Weights, Weights, str, Weights | None, int, bool],
+                tuple[Weights, Weights, str, Weights | None, int, bool, Weights | None, Weights | None],
                 int,
                 Array | None,
                 Array | None,
@@ -57,8 +57,8 @@ class Decoder:
         projections that a norm covers or zeros, key heads that count. Each of `layers`: input norm, qkv, o, norm before
         the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP, residual multiplier, scale of the
         output. Each MLP: gate_up, down, gate, and of a mixture of experts its router, number of experts per token and
-        norm_topk_prob, otherwise None, 0, False. `hidden_layers`: the layers whose hidden states each forward keeps.
-        Keeps all arguments alive."""
+        norm_topk_prob, otherwise None, 0, False; gate_up and down of its shared expert, or None. `hidden_layers`: the
+        layers whose hidden states each forward keeps. Keeps all arguments alive."""
     def forward(
         self,
         tokens: Array,
@@ -338,18 +338,13 @@ def log_probs(logits: Array, vocab: int, bias: Array | None, temperature: float,
     """Per row log_softmax(scores) at its token."""
 
 def mixture(
-    router: Weights,
-    gate_up: Weights,
-    down: Weights,
-    experts_per_token: int,
-    norm_topk_prob: bool,
-    gate: str,
+    mlp: tuple[Weights, Weights, str, Weights | None, int, bool, Weights | None, Weights | None],
     x: Array,
     norm: Array | None,
     eps: float,
     out: Array,
 ) -> None:
-    """RMSNorm and mixture of experts; see MixtureArgs in kernels_host.h."""
+    """RMSNorm and mixture of experts; see MixtureArgs in kernels_host.h. `mlp`: as for `Decoder`."""
 
 def noise_bits(seed: int, stream: int, positions: Array, out: Array) -> None:
     """Fills `out` [rows, vocab] with noise bits of the positions [rows]; all int32."""

@@ -22,8 +22,6 @@ namespace swiftspec::binding {
 namespace {
 
 using host::Weights;
-// gate_up, down, gate; of a mixture of experts its router, number of experts per token and norm_topk_prob
-using MlpArgs = std::tuple<const Weights*, const Weights*, std::string, std::optional<const Weights*>, int64_t, bool>;
 // input norm, qkv, o, norm before the MLP, MLP, kind of attention, norm of heads, norms of the outputs of mixer and MLP,
 // residual multiplier, scale of the output
 using LayerArgs = std::tuple<MaybeArray, const Weights*, const Weights*, MaybeArray, MlpArgs, int64_t, MaybeArray,
@@ -37,7 +35,6 @@ using Copies = std::list<std::vector<uint8_t>>;
 host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
   const auto& [input_norm, qkv, o, mlp_norm, mlp, kind, qk_norm, mixer_output_norm, mlp_output_norm,
                residual_multiplier, output_scale] = args;
-  const auto& [gate_up, down, gate, router, experts_per_token, norm_topk_prob] = mlp;
   check(has_shape(qkv, (s.heads + 2 * s.kv_heads) * s.dim, s.hidden, s.is_f32) &&
             has_shape(o, s.hidden, s.heads * s.dim, s.is_f32),
         "a layer's projections do not fit each other");
@@ -49,7 +46,7 @@ host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
           qkv,
           o,
           norm(mlp_norm, "mlp_norm"),
-          mlp_of(gate_up, down, gate, router.value_or(nullptr), experts_per_token, norm_topk_prob, s.hidden, s.is_f32),
+          mlp_of(mlp, s.hidden, s.is_f32),
           kind,
           head_norm(qk_norm, s.eps, s.heads, s.kv_heads, s.dim),
           norm(mixer_output_norm, "mixer_output_norm"),
@@ -183,8 +180,9 @@ void bind_decoder(py::module_& m) {
            "the projections that a norm covers or zeros, key heads that count. Each of `layers`: "
            "input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP, "
            "residual multiplier, scale of the output. Each MLP: gate_up, down, gate, and of a mixture of experts its "
-           "router, number of experts per token and norm_topk_prob, otherwise None, 0, False. `hidden_layers`: the "
-           "layers whose hidden states each forward keeps. Keeps all arguments alive.")
+           "router, number of experts per token and norm_topk_prob, otherwise None, 0, False; gate_up and down of its "
+           "shared expert, or None. `hidden_layers`: the layers whose hidden states each forward keeps. Keeps all "
+           "arguments alive.")
       .def("forward", &forward, py::arg("tokens"), py::arg("positions"), py::arg("slots"), py::arg("sequence"),
            py::arg("kv_len"), py::arg("mask"), py::arg("cache"), py::arg("logits"),
            "Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head without `logits`.")

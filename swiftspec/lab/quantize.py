@@ -1,8 +1,9 @@
 """Command `swiftspec quantize`: rounds the weights of a model to int4, in the layout of AutoAWQ ("gemm" version).
 
 Round-to-nearest: no calibration data, no scaling of channels, one scale and one zero point per group of inputs. The
-matrices of the layers are quantised; embedding, norms, biases, routers, rates and LM head stay dense. Tensors are read,
-quantised and written one after the other, so that memory does not depend on the size of the model.
+matrices of the layers are quantised; embedding, norms, biases, routers, gates of shared experts, rates and LM head stay
+dense. Tensors are read, quantised and written one after the other, so that memory does not depend on the size of the
+model.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ SHARD_BYTES = 1 << 30  # size above which a file of the result ends; the tensors
 CHUNK_OUTPUTS = 1024  # outputs of a matrix that are rounded at a time, because intermediates are float32
 MAX_CODE = 15
 WIDE_FLOATS = (torch.float32, torch.float64)  # dense tensors of these dtypes are stored as float16, as AutoAWQ does
+GATE_UP, DOWN = "gate_up_proj", "down_proj"  # tensors of all experts of a layer
+EXPERTS_DIMENSIONS = 3  # of these tensors
 INDEX_NAME = "model.safetensors.index.json"
 COPIED_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "LICENSE*", "NOTICE*")
 
@@ -127,13 +130,14 @@ def quantized_tensors(tensors: Tensors, config: ModelConfig, group: int) -> Iter
     """
     shapes = tensors.shapes()
     names = config.names.found_in(tensors)
-    matrices = {name: shape for name, shape in sorted(shapes.items()) if _is_matrix(name, shape, names)}
+    matrices = {name: _matrix(name, shape) for name, shape in sorted(shapes.items()) if _is_matrix(name, shape, names)}
     _check_shapes(matrices, group)
     for name, shape in shapes.items():
         tensor = tensors.take(name, *shape)
         if name in matrices:
             try:
-                yield AwqMatrix.of(tensor, group).tensors(name.removesuffix(".weight")), True
+                for module, matrix in _modules(name, tensor):
+                    yield AwqMatrix.of(matrix, group).tensors(module), True
             except ValueError as error:
                 raise UserError(f"{tensors.folder}: {name} cannot be quantised: {error}") from None
         else:
@@ -142,11 +146,37 @@ def quantized_tensors(tensors: Tensors, config: ModelConfig, group: int) -> Iter
 
 
 def _is_matrix(name: str, shape: Sequence[int], names: TensorNames) -> bool:
-    """Returns whether a tensor is the matrix of a linear layer of the decoder's layers. The few rows of the router of a
-    mixture of experts and of the rates of a delta layer, to which outputs are sensitive, stay dense."""
-    dense = (names.router, names.update_rate, names.decay_rate)
-    inside = name.startswith(f"{names.layers}.") and not name.endswith(tuple(f".{module}.weight" for module in dense))
-    return inside and name.endswith(".weight") and len(shape) == 2
+    """Returns whether a tensor is the matrix of a linear layer of the decoder's layers, or those of all experts of a
+    layer. The few rows of the router of a mixture of experts, of the gate of its shared expert and of the rates of a
+    delta layer, to which outputs are sensitive, stay dense."""
+    if not name.startswith(f"{names.layers}."):
+        return False
+    if len(shape) == EXPERTS_DIMENSIONS:
+        return name.endswith((f".{names.experts}.{GATE_UP}", f".{names.experts}.{DOWN}"))
+    dense = (names.router, names.shared_gate, names.update_rate, names.decay_rate, names.rates)
+    kept = tuple(f".{module}.weight" for module in dense if module)
+    return name.endswith(".weight") and not name.endswith(kept) and len(shape) == 2
+
+
+def _matrix(name: str, shape: Sequence[int]) -> list[int]:
+    """Returns the shape of the matrices that `_modules` yields."""
+    outputs, inputs = shape[-2:]
+    return [outputs // 2 if name.endswith(f".{GATE_UP}") else outputs, inputs]
+
+
+def _modules(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields the name and the matrix of each linear layer of a tensor: several of the experts of a layer, whose
+    matrices are [num_experts, outputs, inputs]."""
+    prefix, _, kind = name.rpartition(".")
+    if tensor.ndim != EXPERTS_DIMENSIONS:
+        yield prefix, tensor
+        return
+    for expert, matrix in enumerate(tensor):
+        if kind == DOWN:
+            yield f"{prefix}.{expert}.{DOWN}", matrix
+        else:
+            for half, part in zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True):
+                yield f"{prefix}.{expert}.{half}", part
 
 
 def _check_shapes(matrices: dict[str, list[int]], group: int) -> None:

@@ -24,7 +24,7 @@ from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
 from tests.support.cases import fast_first
 from tests.support.thread_group import on_ranks
-from tests.support.tiny_checkpoints import ALL_FAMILIES, chain, make_checkpoint, make_pair
+from tests.support.tiny_checkpoints import ALL_FAMILIES, HYBRIDS, chain, make_checkpoint, make_pair
 
 pytestmark = pytest.mark.skipif(host.level() == "none", reason="there are no native operators here")
 CAPACITY = 96
@@ -32,7 +32,7 @@ TOKENS = [(7 * i * i + i) % 64 for i in range(70)]
 # the widths that the native operators need; windows that end in the middle of a block of 16 keys
 SHAPE: dict[str, Any] = {"head_dim": 16, "vocab": 65, "dtype": torch.float32, "seed": 4}
 WINDOWS = {"mistral": 21, "phi3": 37, "gemma3_text": 19, "olmo3": 18}
-NATIVE = [family for family in ALL_FAMILIES if family not in ("gemma4_text", "qwen3_5_text")]
+NATIVE = [family for family in ALL_FAMILIES if family not in ("gemma4_text", *HYBRIDS)]
 
 
 def checkpoint(path: Path, family: str, **more: Any) -> Path:
