@@ -171,7 +171,8 @@ def test_a_shared_expert_is_a_dense_mlp_times_its_gate(ops: Any) -> None:
     for gate in (-1e3, 0.0, 1e3):
         weights.router.weight[-1] = gate
         found.append(ops.mlp(x, None, mixture.packed(ops, dtype)[1], residual) - residual)
-    gate_up, down = (weight.dequantize(F64) for weight in (mixture.weights.shared_gate_up, mixture.weights.shared_down))
+    assert weights.shared_gate_up is not None and weights.shared_down is not None
+    gate_up, down = (weight.dequantize(F64) for weight in (weights.shared_gate_up, weights.shared_down))
     first, second = (x.double() @ gate_up.T).chunk(2, 1)
     want = (torch.nn.functional.silu(first) * second) @ down.T
     assert found[0].abs().max() == 0
