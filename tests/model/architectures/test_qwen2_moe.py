@@ -29,7 +29,7 @@ from tests.model.architectures.test_families import TOKENS, expected, logits
 from tests.model.architectures.test_native_families import logits as native_logits
 from tests.model.test_loader import quantise
 from tests.support.thread_group import on_ranks
-from tests.support.tiny_checkpoints import make_checkpoint, make_pair
+from tests.support.tiny_checkpoints import make_checkpoint, make_model, make_pair
 
 FAMILY = "qwen2_moe"
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -139,6 +139,19 @@ def test_packed_experts_are_mapped_at_the_next_start(tmp_path: Path, skip: tuple
             assert torch.equal(getattr(one, name).data, getattr(other, name).data)
         for name in ("gate_up", "down"):
             assert torch.equal(getattr(one.shared, name).data, getattr(other.shared, name).data)
+
+
+@native
+def test_the_native_text_is_that_of_transformers(tmp_path: Path) -> None:
+    """In float32, without and with a draft tree. A greedy text predicts itself."""
+    target, draft = make_pair(tmp_path, family=FAMILY, tie=False, head_dim=16)
+    theirs = make_model(family=FAMILY, dtype=F64, tie=False, head_dim=16, seed=1)
+    sampling = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 96}
+    text = LLM(target, **options).generate(TOKENS, sampling).token_ids
+    want = expected(theirs, [*TOKENS, *text]).argmax(-1).tolist()
+    assert text == want[len(TOKENS) - 1 : -1] and len(set(text)) > 10
+    assert LLM(target, draft, EngineConfig("serial"), **options).generate(TOKENS, sampling).token_ids == text
 
 
 @native
