@@ -94,21 +94,27 @@ void multiply(void* x, int64_t count, float factor, bool is_f32);
 // ---- mixtures of experts
 
 // A gated MLP, down(activation(gate) * up). With a router it is a mixture of experts: the router chooses
-// `experts_per_token` experts for each row, and `gate_up` and `down` are those of all experts, one below the other, with
-// a multiple of 16 outputs each.
+// `experts_per_token` experts for each row, and `gate_up` and `down` are those of all experts, one below the other,
+// with a multiple of 16 outputs each. A shared expert is a further MLP, which computes all rows; the last output of the
+// router is its gate.
 struct Mlp {
   const Weights* gate_up = nullptr;  // hidden -> 2 inner; of a mixture hidden -> experts * 2 inner
   const Weights* down = nullptr;     // inner -> hidden; of a mixture inner -> experts * hidden
   Gate gate = Gate::none;
-  const Weights* router = nullptr;  // hidden -> experts; null: not a mixture
+  const Weights* router = nullptr;  // hidden -> experts, and 1 with a shared expert; null: not a mixture
   int64_t experts_per_token = 0;
   bool norm_topk_prob = false;  // the weights of a row's experts are divided by their sum
+  const Weights* shared_gate_up = nullptr;  // hidden -> 2 inner; null: no shared expert
+  const Weights* shared_down = nullptr;     // inner -> hidden
+
+  // The number of experts that the router chooses from; 1 without a router.
+  int64_t experts() const { return router == nullptr ? 1 : router->n - (shared_down == nullptr ? 0 : 1); }
 };
 
-// out = sum over the chosen experts e of weight_e down_e(activation(gate_e) * up_e) of norm(x), where the weights are the
-// largest of softmax(router(norm(x))). Router, weights and sums are float32. Reads the weights of an expert once for all
-// rows that are routed to it. The sums are in the order of the experts, so a row's result does not depend on other rows
-// (bitwise).
+// out = sum over the chosen experts e of weight_e down_e(activation(gate_e) * up_e) of norm(x), where the weights are
+// the largest of softmax(router(norm(x))), plus the output of the shared expert times sigmoid(its gate). Router,
+// weights and sums are float32. Reads the weights of an expert once for all rows that are routed to it. The sums are in
+// the order of the experts, the shared one last, so a row's result does not depend on other rows (bitwise).
 struct MixtureArgs {
   Mlp mlp;
   const void* x = nullptr;      // [rows, hidden] T

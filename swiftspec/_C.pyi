@@ -39,7 +39,7 @@ class Decoder:
                 Weights,
                 Weights,
                 Array | None,
-                tuple[Weights, Weights, str, Weights | None, int, bool],
+                tuple[Weights, Weights, str, Weights | None, int, bool, Weights | None, Weights | None],
                 int,
                 Array | None,
                 Array | None,
@@ -63,9 +63,10 @@ class Decoder:
         input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP,
         residual multiplier, scale of the output, attention sinks, layer of its cache, and of a delta layer its rates,
         convolution, factor and bias of the decay, and norm, otherwise None. Each MLP: gate_up, down, gate, and of a
-        mixture of experts its router, number of experts per token and norm_topk_prob, otherwise None, 0, False.
-        `hidden_layers`: the layers whose hidden states each forward keeps. `delta`: k_heads, v_heads, k_dim, v_dim and
-        conv_width of the delta layers, or None. Keeps all arguments alive."""
+        mixture of experts its router, number of experts per token and norm_topk_prob, otherwise None, 0, False; gate_up
+        and down of its shared expert, or None. `hidden_layers`: the layers whose hidden states each forward keeps.
+        `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the delta layers, or None. Keeps all arguments
+        alive."""
     def forward(
         self,
         tokens: Array,
@@ -374,18 +375,13 @@ def log_probs(logits: Array, vocab: int, bias: Array | None, temperature: float,
     """Per row log_softmax(scores) at its token."""
 
 def mixture(
-    router: Weights,
-    gate_up: Weights,
-    down: Weights,
-    experts_per_token: int,
-    norm_topk_prob: bool,
-    gate: str,
+    mlp: tuple[Weights, Weights, str, Weights | None, int, bool, Weights | None, Weights | None],
     x: Array,
     norm: Array | None,
     eps: float,
     out: Array,
 ) -> None:
-    """RMSNorm and mixture of experts; see MixtureArgs in kernels_host.h."""
+    """RMSNorm and mixture of experts; see MixtureArgs in kernels_host.h. `mlp`: as for `Decoder`."""
 
 def move_slots(buffer: Array, sequence: int, source: Sequence[int], start: int) -> None:
     """The same for one buffer [layers, sequences, slots, ...] of any type."""

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <tuple>
 
 #include "bind/arguments.h"
 #include "bind/array.h"
@@ -24,22 +25,37 @@ inline bool has_shape(const host::Weights* weights, int64_t n, int64_t k, bool i
   return weights != nullptr && weights->n == n && weights->k == k && (is_f32 || weights->format != host::Format::f32);
 }
 
-// `router`: null for a dense MLP, whose next two arguments are 0 and false.
-inline host::Mlp mlp_of(const host::Weights* gate_up, const host::Weights* down, const std::string& gate,
-                        const host::Weights* router, int64_t experts_per_token, bool norm_topk_prob, int64_t hidden,
-                        bool is_f32) {
+// Whether these are the projections of `experts` gated MLPs.
+inline bool fit_each_other(const host::Weights* gate_up, const host::Weights* down, int64_t experts, int64_t hidden,
+                           bool is_f32) {
+  return gate_up != nullptr && experts >= 1 && gate_up->n % (2 * experts) == 0 &&
+         has_shape(gate_up, gate_up->n, hidden, is_f32) &&
+         has_shape(down, experts * hidden, gate_up->n / (2 * experts), is_f32);
+}
+
+using MaybeWeights = std::optional<const host::Weights*>;
+// gate_up, down, gate; of a mixture of experts its router, number of experts per token and norm_topk_prob; gate_up and
+// down of its shared expert
+using MlpArgs = std::tuple<const host::Weights*, const host::Weights*, std::string, MaybeWeights, int64_t, bool,
+                           MaybeWeights, MaybeWeights>;
+
+inline host::Mlp mlp_of(const MlpArgs& args, int64_t hidden, bool is_f32) {
   constexpr int64_t kBlock = 16;  // outputs
-  const int64_t experts = router == nullptr ? 1 : router->n;
-  check(gate_of(gate) != host::Gate::none, "an MLP has no gate");
-  check(gate_up != nullptr && gate_up->n % (2 * experts) == 0 && has_shape(gate_up, gate_up->n, hidden, is_f32) &&
-            has_shape(down, experts * hidden, gate_up->n / (2 * experts), is_f32),
-        "the projections of an MLP do not fit each other");
-  if (router != nullptr) {
-    check(has_shape(router, experts, hidden, is_f32) && hidden % kBlock == 0 && down->k % kBlock == 0,
+  const auto& [gate_up, down, gate, router, experts_per_token, norm_topk_prob, shared_gate_up, shared_down] = args;
+  const host::Mlp mlp{gate_up, down, gate_of(gate), router.value_or(nullptr), experts_per_token, norm_topk_prob,
+                      shared_gate_up.value_or(nullptr), shared_down.value_or(nullptr)};
+  const int64_t experts = mlp.experts();
+  check(mlp.gate != host::Gate::none, "an MLP has no gate");
+  check(fit_each_other(gate_up, down, experts, hidden, is_f32), "the projections of an MLP do not fit each other");
+  const bool shared = mlp.shared_gate_up != nullptr || mlp.shared_down != nullptr;
+  check(!shared || (mlp.router != nullptr && fit_each_other(mlp.shared_gate_up, mlp.shared_down, 1, hidden, is_f32)),
+        "the projections of a shared expert do not fit each other");
+  if (mlp.router != nullptr) {
+    check(has_shape(mlp.router, mlp.router->n, hidden, is_f32) && hidden % kBlock == 0 && down->k % kBlock == 0,
           "the sizes of experts must be multiples of 16");
     check(experts_per_token >= 1 && experts_per_token <= experts, "a row needs at least one expert, and at most all");
   }
-  return {gate_up, down, gate_of(gate), router, experts_per_token, norm_topk_prob};
+  return mlp;
 }
 
 // `query_scale`: [count] float32.

@@ -24,8 +24,6 @@ namespace swiftspec::binding {
 namespace {
 
 using host::Weights;
-// gate_up, down, gate; of a mixture of experts its router, number of experts per token and norm_topk_prob
-using MlpArgs = std::tuple<const Weights*, const Weights*, std::string, std::optional<const Weights*>, int64_t, bool>;
 // rates, convolution, factor and bias of the decay, norm
 using DeltaArgs = std::tuple<const Weights*, Array, Array, Array, Array>;
 // input norm, qkv, o, norm before the MLP, MLP, kind of attention, norm of heads, norms of the outputs of mixer and MLP,
@@ -63,7 +61,6 @@ std::pair<int64_t, int64_t> mixer_sizes(const host::PackedModel& s, int64_t kind
 host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
   const auto& [input_norm, qkv, o, mlp_norm, mlp, kind, qk_norm, mixer_output_norm, mlp_output_norm,
                residual_multiplier, output_scale, sinks, cache_layer, delta] = args;
-  const auto& [gate_up, down, gate, router, experts_per_token, norm_topk_prob] = mlp;
   const auto [projected, mixed] = mixer_sizes(s, kind, delta.has_value());
   check(has_shape(qkv, projected, s.hidden, s.is_f32) && has_shape(o, s.hidden, mixed, s.is_f32),
         "a layer's projections do not fit each other");
@@ -74,7 +71,7 @@ host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
           qkv,
           o,
           norm(mlp_norm, "mlp_norm"),
-          mlp_of(gate_up, down, gate, router.value_or(nullptr), experts_per_token, norm_topk_prob, s.hidden, s.is_f32),
+          mlp_of(mlp, s.hidden, s.is_f32),
           kind,
           head_norm(qk_norm, s.eps, s.heads, s.kv_heads, s.dim),
           norm(mixer_output_norm, "mixer_output_norm"),
@@ -228,10 +225,11 @@ void bind_decoder(py::module_& m) {
            "`layers`: "
            "input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP, "
            "residual multiplier, scale of the output, attention sinks, layer of its cache, and of a delta layer its rates, "
-           "convolution, factor and bias of the decay, and norm, otherwise None. Each MLP: gate_up, down, gate, and of a mixture of experts its "
-           "router, number of experts per token and norm_topk_prob, otherwise None, 0, False. `hidden_layers`: the "
-           "layers whose hidden states each forward keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of "
-           "the delta layers, or None. Keeps all arguments alive.")
+           "convolution, factor and bias of the decay, and norm, otherwise None. Each MLP: gate_up, down, gate, and of a "
+           "mixture of experts its router, number of experts per token and norm_topk_prob, otherwise None, 0, False; "
+           "gate_up and down of its shared expert, or None. `hidden_layers`: the layers whose hidden states each forward "
+           "keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the delta layers, or None. Keeps all "
+           "arguments alive.")
       .def("forward", &forward, py::arg("tokens"), py::arg("positions"), py::arg("slots"), py::arg("sequence"),
            py::arg("kv_len"), py::arg("mask"), py::arg("cache"), py::arg("logits"),
            "Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head without `logits`.")

@@ -103,14 +103,13 @@ void linear(const Weights& weights, const Array& x, const MaybeArray& norm, floa
   host::linear(args, is_f32);
 }
 
-void mixture(const Weights& router, const Weights& gate_up, const Weights& down, int64_t experts_per_token,
-             bool norm_topk_prob, const std::string& gate, const Array& x, const MaybeArray& norm, float eps,
-             const Array& out) {
-  const int64_t rows = size_arg("rows", x.size(0), 1), hidden = router.k;
+void mixture(const MlpArgs& mlp, const Array& x, const MaybeArray& norm, float eps, const Array& out) {
+  const int64_t rows = size_arg("rows", x.size(0), 1), hidden = x.size(1);
   const bool is_f32 = x.type() == kFloat32;
   const Type type = model_type(is_f32);
+  check(std::get<3>(mlp).value_or(nullptr) != nullptr, "a mixture needs a router");
   const host::MixtureArgs args{
-      mlp_of(&gate_up, &down, gate, &router, experts_per_token, norm_topk_prob, hidden, is_f32),
+      mlp_of(mlp, hidden, is_f32),
       x.at(type, kCpu, "x", {rows, hidden}),
       at_or_null<float>(norm, kCpu, "norm", {hidden}),
       eps,
@@ -150,9 +149,8 @@ void bind_linear(py::module_& m) {
         py::arg("out"), py::arg("gate"), py::arg("scale"), py::arg("softcap"),
         "RMSNorm, product and epilogue; see LinearArgs in kernels_host.h. A float32 `out` of a bfloat16 model receives "
         "logits, which are not rounded. `gate`: none, silu, gelu_tanh or clamped_swiglu.");
-  m.def("mixture", &mixture, py::arg("router"), py::arg("gate_up"), py::arg("down"), py::arg("experts_per_token"),
-        py::arg("norm_topk_prob"), py::arg("gate"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("out"),
-        "RMSNorm and mixture of experts; see MixtureArgs in kernels_host.h.");
+  m.def("mixture", &mixture, py::arg("mlp"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("out"),
+        "RMSNorm and mixture of experts; see MixtureArgs in kernels_host.h. `mlp`: as for `Decoder`.");
   m.def("norm_add", &norm_add, py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("scale"), py::arg("into"),
         "Adds `scale` times the RMSNorm of the rows of `x` to `into`; without `norm`, `scale` times the rows.");
 }

@@ -95,7 +95,7 @@ class MemoryEstimate:
         spec = self.config.spec
         head = self.matrix_bytes(self.shard.head_rows, spec.hidden_size, self._head_group)
         norms = (4 * len(spec.layers) + 1) * spec.hidden_size * FLOAT_BYTES  # at most four in a layer
-        routers = sum(experts.num_experts for experts in self._mixtures) * spec.hidden_size * FLOAT_BYTES
+        routers = sum(experts.router_rows for experts in self._mixtures) * spec.hidden_size * FLOAT_BYTES
         return sum(self.matrix_bytes(*each) for each in self._matrices()) + self._embedding + head + norms + routers
 
     @property
@@ -117,6 +117,9 @@ class MemoryEstimate:
             yield len(part.gate_up), hidden, 0 if dense else self._group(hidden)
             down = 0 if dense else self._group(len(part.down), part.inner_unit)
             yield hidden * layer.mlp.num_experts, len(part.down), down
+            if part.shared_gate_up is not None and part.shared_down is not None:
+                yield len(part.shared_gate_up), hidden, 0
+                yield hidden, len(part.shared_down), 0
 
     def _group(self, inputs: int, run: int | None = None) -> int:
         """Returns the inputs per group of an int4 matrix as the operators keep it; 0 if they keep it dense. `run`: runs
@@ -183,7 +186,8 @@ class MemoryEstimate:
         spec, parts, size = self.config.spec, self.shard.layers, self.dtype.itemsize
         rows = cuda.PREFILL_CHUNK_ROWS if self.ops is cuda else PREFILL_CHUNK_TOKENS
         hidden, inner = spec.hidden_size, max(len(part.down) for part in parts)
-        numbers = rows * 4 * (hidden + inner)
+        shared = [len(part.shared_down) for part in parts if part.shared_down is not None]
+        numbers = rows * 4 * (hidden + max(inner, *shared, 0))
         gathered = rows * hidden * (self.ranks * size + FLOAT_BYTES) if self.ranks > 1 else 0
         tables = sum(2 * self.capacity * mixer.head_dim for mixer in {*spec.attention_mixers})
         if self.ops is cuda:

@@ -160,7 +160,10 @@ def forward(
         used = count * (1 - (1 - chosen / count) ** rows)  # experts, if rows choose independently
         each = rows * chosen / used  # rows of an expert
         experts = product(hidden, 2 * inner * used, rows=each) + product(inner, hidden * used, rows=each)
-        return product(hidden, count) + experts
+        shared = math.ceil(mlp.experts.shared_intermediate_size / tp)
+        if shared:
+            experts += product(hidden, 2 * shared) + product(shared, hidden)
+        return product(hidden, mlp.experts.router_rows) + experts
 
     def time_of(layer: LayerSpec) -> float:
         mixer, hidden, width = layer.attention, spec.hidden_size, layer.attention.head_dim

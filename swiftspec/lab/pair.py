@@ -101,8 +101,10 @@ def parameters(config: ModelConfig) -> int:
     def vectors(layer: LayerSpec) -> int:
         """Returns the number of vectors of `hidden_size` weights in the matrices of a layer."""
         mlp = layer.mlp
-        router = 0 if mlp.experts is None else mlp.num_experts
-        return _mixer_rows(layer.mixer) + 3 * mlp.num_experts * mlp.intermediate_size + router
+        rows = _mixer_rows(layer.mixer) + 3 * mlp.num_experts * mlp.intermediate_size
+        if mlp.experts is not None:
+            rows += 3 * mlp.experts.shared_intermediate_size + mlp.experts.router_rows
+        return rows
 
     layers = spec.hidden_size * sum(vectors(layer) for layer in spec.layers)
     return layers + (1 if spec.tie_word_embeddings else 2) * spec.vocab_size * spec.hidden_size

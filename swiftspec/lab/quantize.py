@@ -1,8 +1,9 @@
 """Command `swiftspec quantize`: rounds the weights of a model to int4, in the layout of AutoAWQ ("gemm" version).
 
 Round-to-nearest: no calibration data, no scaling of channels, one scale and one zero point per group of inputs. The
-matrices of the layers are quantised; embedding, norms, biases, routers, rates and LM head stay dense. Tensors are read,
-quantised and written one after the other, so that memory does not depend on the size of the model.
+matrices of the layers are quantised; embedding, norms, biases, routers, gates of shared experts, rates and LM head stay
+dense. Tensors are read, quantised and written one after the other, so that memory does not depend on the size of the
+model.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ SHARD_BYTES = 1 << 30  # size above which a file of the result ends; the tensors
 CHUNK_OUTPUTS = 1024  # outputs of a matrix that are rounded at a time, because intermediates are float32
 MAX_CODE = 15
 WIDE_FLOATS = (torch.float32, torch.float64)  # dense tensors of these dtypes are stored as float16, as AutoAWQ does
+GATE_UP, DOWN = "gate_up_proj", "down_proj"  # tensors of all experts of a layer
 INDEX_NAME = "model.safetensors.index.json"
 COPIED_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "LICENSE*", "NOTICE*")
 
@@ -147,27 +149,31 @@ def quantized_tensors(tensors: Tensors, config: ModelConfig, group: int) -> Iter
 
 
 def _split_experts(name: str, tensor: Tensor, names: TensorNames) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of the linear layers of single experts, by name, if `tensor` is one of gpt-oss with those of
-    all experts; otherwise the tensor itself."""
+    """Yields the tensors of the linear layers of single experts, by name, if `tensor` has those of all experts of a
+    layer; otherwise the tensor itself."""
     prefix, found, kind = name.partition(f".{names.experts}.")
     matrix = kind.removesuffix("_bias")
-    if not names.alternating_experts or matrix not in ("gate_up_proj", "down_proj"):
+    if matrix not in (GATE_UP, DOWN):
         yield name, tensor
         return
     modules = {"down_proj": tensor}
-    if matrix == "gate_up_proj":
-        modules = {"gate_proj": tensor[..., ::2], "up_proj": tensor[..., 1::2]}
+    if matrix == GATE_UP:
+        halves = (tensor[..., ::2], tensor[..., 1::2]) if names.alternating_experts else tensor.chunk(2, 1)
+        modules = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
     for module, experts in modules.items():
         for expert, part in enumerate(experts):
-            ending, own = ("weight", part.T) if matrix == kind else ("bias", part)
-            yield f"{prefix}{found}{expert}.{module}.{ending}", own
+            ending = "weight" if matrix == kind else "bias"
+            transposed = ending == "weight" and names.alternating_experts
+            yield f"{prefix}{found}{expert}.{module}.{ending}", part.T if transposed else part
 
 
 def _is_matrix(name: str, shape: Sequence[int], names: TensorNames) -> bool:
     """Returns whether a tensor is the matrix of a linear layer of the decoder's layers. The few rows of the router of a
-    mixture of experts and of the rates of a delta layer, to which outputs are sensitive, stay dense."""
-    dense = (names.router, names.update_rate, names.decay_rate)
-    inside = name.startswith(f"{names.layers}.") and not name.endswith(tuple(f".{module}.weight" for module in dense))
+    mixture of experts, of the gate of its shared expert and of the rates of a delta layer, to which outputs are
+    sensitive, stay dense."""
+    dense = (names.router, names.shared_gate, names.update_rate, names.decay_rate, names.rates)
+    kept = tuple(f".{module}.weight" for module in dense if module)
+    inside = name.startswith(f"{names.layers}.") and not name.endswith(kept)
     return inside and name.endswith(".weight") and len(shape) == 2
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from swiftspec.model.spec import AttentionSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelSpec
+from swiftspec.model.spec import AttentionSpec, ExpertsSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelSpec
 from swiftspec.model.tensor_names import HF_NAMES, TensorNames
 from swiftspec.model.weights import DeltaWeights, DenseWeight, LayerWeights, ModelWeights, Weight, fuse_weights
 
@@ -75,23 +75,20 @@ class Checkpoint:
         return tied if own.dtype == tied.weight.dtype and torch.equal(own, tied.weight) else DenseWeight(own)
 
     def _layer(self, prefix: str, layer: LayerSpec) -> LayerWeights:
-        mlp, names, hidden = layer.mlp, self.names, self.spec.hidden_size
+        names, hidden = self.names, self.spec.hidden_size
         before, after = layer.norms != "after", layer.norms != "before"
-        gate_up, down, router = self._mlp(prefix, mlp)
 
         def norm(name: str, present: bool) -> Tensor | None:
             return self._norm(f"{prefix}.{name}", hidden) if present else None
 
         return LayerWeights(
             **self._mixer(prefix, layer.mixer),
+            **self._mlp(prefix, layer.mlp),
             input_norm=norm(names.input_norm, before),
             mlp_norm=norm(names.mlp_norm, before),
-            gate_up=gate_up,
-            down=down,
             mixer_output_norm=norm(names.mixer_output_norm, after),
             mlp_output_norm=norm(names.mlp_output_norm, after),
             output_scale=self.tensors.take(f"{prefix}.{names.output_scale}", 1) if layer.output_scale else None,
-            router=router,
         )
 
     def _mixer(self, prefix: str, mixer: AttentionSpec | GatedDeltaSpec) -> dict[str, Any]:
@@ -109,13 +106,8 @@ class Checkpoint:
         }
 
     def _delta(self, prefix: str, mixer: GatedDeltaSpec) -> dict[str, Any]:
-        names, hidden, take = self.names, self.spec.hidden_size, self.tensors.take
-
-        def fused(*parts: tuple[str, int]) -> Weight:
-            return fuse_weights([self._linear(f"{prefix}.{name}", rows, hidden, bias=False) for name, rows in parts])
-
-        heads = mixer.num_v_heads
-        rates = fused((names.update_rate, heads), (names.decay_rate, heads))
+        names, take, heads = self.names, self.tensors.take, mixer.num_v_heads
+        qkv, rates = self._delta_projections(prefix, mixer)
         if not isinstance(rates, DenseWeight):  # a small matrix, which shards divide into single rows
             rates = DenseWeight(rates.dequantize(torch.float32))
         delta = DeltaWeights(
@@ -126,10 +118,29 @@ class Checkpoint:
             norm=take(f"{prefix}.{names.delta_norm}", mixer.v_head_dim),
         )
         return {
-            "qkv": fused((names.delta_qkv, mixer.conv_size), (names.delta_gate, mixer.v_size)),
-            "o": self._linear(f"{prefix}.{names.delta_o}", hidden, mixer.v_size, bias=False),
+            "qkv": qkv,
+            "o": self._linear(f"{prefix}.{names.delta_o}", self.spec.hidden_size, mixer.v_size, bias=False),
             "delta": delta,
         }
+
+    def _delta_projections(self, prefix: str, mixer: GatedDeltaSpec) -> tuple[Weight, Weight]:
+        """Reads the projection of a delta layer to queries, keys, values and gate, and that to the rates."""
+        names, hidden, heads = self.names, self.spec.hidden_size, mixer.num_v_heads
+
+        def fused(*parts: tuple[str, int]) -> Weight:
+            return fuse_weights([self._linear(f"{prefix}.{name}", rows, hidden, bias=False) for name, rows in parts])
+
+        if not names.delta_qkv_gate:
+            qkv = fused((names.delta_qkv, mixer.conv_size), (names.delta_gate, mixer.v_size))
+            return qkv, fused((names.update_rate, heads), (names.decay_rate, heads))
+        shared = heads // mixer.num_k_heads  # value heads of a key head
+        keys, values = mixer.k_head_dim, shared * mixer.v_head_dim
+        qkv = fused((names.delta_qkv_gate, mixer.conv_size + mixer.v_size))
+        rates = fused((names.rates, 2 * heads))
+        return (
+            _reordered(qkv, _parts_of_key_heads(mixer.num_k_heads, keys, keys, values, values)),
+            _reordered(rates, _parts_of_key_heads(mixer.num_k_heads, shared, shared)),
+        )
 
     def _gated_qkv(self, prefix: str, mixer: AttentionSpec) -> Weight:
         """Reads the projection of queries, keys, values and output gate. The checkpoint has the gate of each head after
@@ -167,18 +178,32 @@ class Checkpoint:
         )
         return (q_norm, k_norm) if order is None else (q_norm[:, order], k_norm[:, order])
 
-    def _mlp(self, prefix: str, mlp: MlpSpec) -> tuple[Weight, Weight, Weight | None]:
-        """Reads the projections of an MLP: gate and up, down, and the router of a mixture of experts."""
+    def _mlp(self, prefix: str, mlp: MlpSpec) -> dict[str, Any]:
+        """Reads the weights of an MLP, by their names in `LayerWeights`."""
         names, inner, hidden = self.names, mlp.intermediate_size, self.spec.hidden_size
         if mlp.experts is not None:
-            router = self._linear(f"{prefix}.{names.router}", mlp.num_experts, hidden, mlp.bias)
-            return *self._experts(f"{prefix}.{names.experts}", mlp), router
+            return self._mixture(prefix, mlp, mlp.experts)
         if names.gate_up:
             gate_up = self._linear(f"{prefix}.{names.gate_up}", 2 * inner, hidden, mlp.bias)
         else:
             halves = [self._linear(f"{prefix}.{name}", inner, hidden, mlp.bias) for name in (names.gate, names.up)]
             gate_up = fuse_weights(halves)
-        return gate_up, self._linear(f"{prefix}.{names.down}", hidden, inner, mlp.bias), None
+        return {"gate_up": gate_up, "down": self._linear(f"{prefix}.{names.down}", hidden, inner, mlp.bias)}
+
+    def _mixture(self, prefix: str, mlp: MlpSpec, experts: ExpertsSpec) -> dict[str, Weight]:
+        names, hidden, shared = self.names, self.spec.hidden_size, experts.shared_intermediate_size
+        router = self._linear(f"{prefix}.{names.router}", experts.num_experts, hidden, mlp.bias)
+        gate_up, down = self._experts(f"{prefix}.{names.experts}", mlp)
+        read = {"router": router, "gate_up": gate_up, "down": down}
+        if not shared:
+            return read
+        module = f"{prefix}.{names.shared_expert}"
+        halves = [self._linear(f"{module}.{name}", shared, hidden, bias=False) for name in ("gate_proj", "up_proj")]
+        return read | {
+            "router": fuse_weights([router, self._linear(f"{prefix}.{names.shared_gate}", 1, hidden, bias=False)]),
+            "shared_gate_up": fuse_weights(halves),
+            "shared_down": self._linear(f"{module}.down_proj", hidden, shared, bias=False),
+        }
 
     def _experts(self, prefix: str, mlp: MlpSpec) -> tuple[Weight, Weight]:
         """Reads the projections of all experts: those of each expert, or the two tensors [num_experts, outputs, inputs]
@@ -234,10 +259,22 @@ def _in_rope_order(qkv: Weight, mixer: AttentionSpec) -> Weight:
     rotated = mixer.num_heads + mixer.num_kv_heads
     first = torch.arange(rotated).unsqueeze(1) * mixer.head_dim
     values = torch.arange(rotated * mixer.head_dim, mixer.q_size + 2 * mixer.kv_size)
-    if not isinstance(qkv, DenseWeight) and not _keeps_eights(order):
+    return _reordered(qkv, torch.cat(((first + order).flatten(), values)))
+
+
+def _parts_of_key_heads(heads: int, *rows: int) -> Tensor:
+    """Returns the order of outputs that collects the parts of a projection: the first `rows` of each key head, then the
+    next, and so on. In the checkpoint the rows of a key head are adjacent."""
+    parts = torch.arange(heads * sum(rows)).view(heads, -1).split(rows, 1)
+    return torch.cat([part.flatten() for part in parts])
+
+
+def _reordered(weight: Weight, order: Tensor) -> Weight:
+    """Returns a weight with the outputs `order`."""
+    if not isinstance(weight, DenseWeight) and not _keeps_eights(order):
         # int4 formats pack eight rows, which are not neighbours in the new order
-        qkv = DenseWeight(qkv.dequantize(torch.float32), qkv.bias)
-    return qkv.outputs(torch.cat(((first + order).flatten(), values)))
+        weight = DenseWeight(weight.dequantize(torch.float32), weight.bias)
+    return weight.outputs(order)
 
 
 def _keeps_eights(order: Tensor) -> bool:

@@ -28,11 +28,12 @@ class PackedMlp:
 class PackedMixture:
     """A mixture of experts with packed weights; `swiftspec.model.spec.ExpertsSpec` documents it."""
 
-    router: Any
-    gate_up: Any  # of all experts
+    router: Any  # the last output is the gate of the shared expert, if there is one
+    gate_up: Any  # of all experts but the shared one
     down: Any
     experts: ExpertsSpec
     activation: Activation = "silu"
+    shared: PackedMlp | None = None  # the shared expert
     # [num_experts, outputs], of operators whose projections do not contain them
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None

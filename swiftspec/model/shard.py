@@ -86,16 +86,20 @@ class LayerShard:
     k_heads: Tensor  # [kv_heads]
     counted: Tensor  # [kv_heads] bool, the key heads of which no earlier rank or unit has a copy
     conv: Tensor | None = None  # [conv_size], channels of the convolution of a delta layer; None: attention
+    shared_gate_up: Tensor | None = None  # rows of the shared expert; None: there is none
+    shared_down: Tensor | None = None  # columns of it
 
     @staticmethod
     def of(layer: LayerSpec, unit: int, rank: int, size: int) -> LayerShard:
         """Returns the shard of `rank`. `unit`: see `inner_unit`. Raises UserError if the heads of a delta layer cannot
         be divided equally."""
-        inner = layer.mlp.intermediate_size
-        rows = _partition_rows(inner, unit, rank, size)
-        one = torch.cat((rows, _after(inner, rows)))
+        inner, experts = layer.mlp.intermediate_size, layer.mlp.experts
+        one, columns = _mlp_shard(inner, unit, rank, size)
         gate_up = torch.cat([_after(2 * inner * expert, one) for expert in range(layer.mlp.num_experts)])
-        mlp = {"inner_unit": unit, "gate_up": gate_up, "down": rows}
+        mlp: dict[str, Any] = {"inner_unit": unit, "gate_up": gate_up, "down": columns}
+        if experts is not None and experts.shared_intermediate_size:
+            shared = _mlp_shard(experts.shared_intermediate_size, unit, rank, size)
+            mlp |= zip(("shared_gate_up", "shared_down"), shared, strict=True)
         if isinstance(layer.mixer, GatedDeltaSpec):
             return LayerShard(**mlp, **_delta_shard(layer.mixer, rank, size))
         return LayerShard(**mlp, **_attention_shard(layer.mixer, rank, size))
@@ -116,6 +120,10 @@ class LayerShard:
             own["delta"] = self._cut_delta(layer.delta)
         if layer.sinks is not None:
             own["sinks"] = select(layer.sinks, 0, self.q_heads)
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            assert layer.shared_gate_up is not None and layer.shared_down is not None
+            own["shared_gate_up"] = layer.shared_gate_up.outputs(self.shared_gate_up)
+            own["shared_down"] = layer.shared_down.inputs(self.shared_down, self.inner_unit)
         return replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down, **own)
 
     def _cut_delta(self, weights: DeltaWeights) -> DeltaWeights:
@@ -128,6 +136,12 @@ class LayerShard:
             decay_log=select(weights.decay_log, 0, heads),
             decay_bias=select(weights.decay_bias, 0, heads),
         )
+
+
+def _mlp_shard(inner: int, unit: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Returns a rank's rows of gate and up, and its columns of down, of an MLP with the intermediate size `inner`."""
+    columns = _partition_rows(inner, unit, rank, size)
+    return torch.cat((columns, _after(inner, columns))), columns
 
 
 def _attention_shard(mixer: AttentionSpec, rank: int, size: int) -> dict[str, Any]:

@@ -120,11 +120,19 @@ SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """Mixture of experts (MoE): for each token a router chooses the `experts_per_token` experts with the largest
-    probabilities, softmax(router(x)), and the outputs of these MLPs are added, each times its probability."""
+    probabilities, softmax(router(x)), and the outputs of these MLPs are added, each times its probability. A shared
+    expert is a further MLP, which all tokens use: its output is added, times sigmoid(gate(x)), one number for each
+    token."""
 
-    num_experts: int
+    num_experts: int  # without the shared expert
     experts_per_token: int
     norm_topk_prob: bool  # the probabilities of a token's experts are divided by their sum
+    shared_intermediate_size: int = 0  # of the shared expert; 0: there is none
+
+    @property
+    def router_rows(self) -> int:
+        """Number of outputs of the router, the gate of the shared expert included."""
+        return self.num_experts + (1 if self.shared_intermediate_size else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +140,7 @@ class MlpSpec:
     """Gated MLP: down(activation(gate(x)) * up(x)). SwiGLU with "silu", GeGLU with "gelu_tanh"; "clamped_swiglu" is
     defined above."""
 
-    intermediate_size: int  # of each expert
+    intermediate_size: int  # of each expert that a router chooses
     bias: bool = False  # of all three projections; in a mixture of experts also of the router
     activation: Activation = "silu"
     experts: ExpertsSpec | None = None  # None: a dense MLP
@@ -213,6 +221,7 @@ FEATURES = {  # optional fields and the mixers that not every backend has, for m
     "sinks": "attention sinks",
     "activation": "activation other than SiLU",
     "experts": "mixture of experts",
+    "shared_intermediate_size": "shared expert",
     "norms": "norms after attention and MLP",
     "residual_multiplier": "residual multiplier",
     "output_scale": "scale of a layer's output",
@@ -242,6 +251,8 @@ def _parts(spec: ModelSpec) -> Iterator[Any]:
     yield spec
     for layer in dict.fromkeys(spec.layers):
         yield from (layer, layer.mixer, layer.mlp)
+        if layer.mlp.experts is not None:
+            yield layer.mlp.experts
 
 
 def _used_fields(part: Any) -> Iterator[str]:

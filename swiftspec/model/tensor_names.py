@@ -24,10 +24,14 @@ class TensorNames:
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
-    delta_qkv: str = "linear_attn.in_proj_qkv"  # of a delta layer, as the following ones; the last four are tensors
+    delta_qkv: str = "linear_attn.in_proj_qkv"  # of a delta layer, up to `decay_bias`; the last four are tensors
     delta_gate: str = "linear_attn.in_proj_z"
     update_rate: str = "linear_attn.in_proj_b"
     decay_rate: str = "linear_attn.in_proj_a"
+    # one module for queries, keys, values and gate, and one for both rates, instead of the four before: the rows that
+    # belong to a key head are adjacent
+    delta_qkv_gate: str = ""
+    rates: str = ""
     delta_o: str = "linear_attn.out_proj"
     delta_norm: str = "linear_attn.norm.weight"
     conv: str = "linear_attn.conv1d.weight"
@@ -47,6 +51,8 @@ class TensorNames:
     # alternately
     alternating_experts: bool = False
     sinks: str = "self_attn.sinks"  # the name of the tensor
+    shared_expert: str = "mlp.shared_expert"  # of the modules gate_proj, up_proj and down_proj
+    shared_gate: str = "mlp.shared_expert_gate"
     output_scale: str = "layer_scalar"  # the name of the tensor
     # of a multimodal checkpoint: names in files with another layout, and prefixes of the text model's tensors, beyond
     # which tensors belong to other modalities

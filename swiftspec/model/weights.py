@@ -129,7 +129,7 @@ class LayerWeights:
     qkv: Weight
     o: Weight  # [hidden, num_heads * head_dim], of a delta layer [hidden, v_size]
     mlp_norm: Tensor | None  # [hidden], before the MLP
-    # of a mixture of experts the matrices of all experts, one below the other
+    # of a mixture of experts the matrices of all experts but the shared one, one below the other
     gate_up: Weight  # [2 * intermediate_size, hidden]
     down: Weight  # [hidden, intermediate_size]
     # of queries and keys: [1, head_dim] if all heads share the weights, otherwise [num_heads or kv_heads, head_dim]
@@ -139,7 +139,9 @@ class LayerWeights:
     mixer_output_norm: Tensor | None = None  # [hidden]
     mlp_output_norm: Tensor | None = None  # [hidden]
     output_scale: Tensor | None = None  # [1]
-    router: Weight | None = None  # [num_experts, hidden]
+    router: Weight | None = None  # [num_experts, hidden], and one more row with a shared expert, the gate of it
+    shared_gate_up: Weight | None = None  # [2 * shared_intermediate_size, hidden]
+    shared_down: Weight | None = None  # [hidden, shared_intermediate_size]
     delta: DeltaWeights | None = None
     sinks: Tensor | None = None  # [num_heads]
 

@@ -26,6 +26,7 @@ from tests.support.gguf_files import random_blocks
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 HIDDEN, INNER, EXPERTS, ROWS = 128, 96, 7, 21
+SHARED = 160  # intermediate size of the shared expert
 native = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 
 
@@ -39,8 +40,9 @@ def dense(outputs: int, inputs: int, seed: int) -> Weight:
 
 def int4(outputs: int, inputs: int, seed: int) -> Weight:
     """One matrix for each expert, as a checkpoint has them."""
+    count = EXPERTS if outputs % (8 * EXPERTS) == 0 else 1
     first, *rest = (
-        Int4Weight.of(random(outputs // EXPERTS, inputs, seed=seed + i, scale=inputs**-0.5), 32) for i in range(EXPERTS)
+        Int4Weight.of(random(outputs // count, inputs, seed=seed + i, scale=inputs**-0.5), 32) for i in range(count)
     )
     return first.stack(rest, None)
 
@@ -73,19 +75,23 @@ class Mixture:
 
     def __init__(
         self, make: Callable[[int, int, int], Weight], *, chosen: int = 3, norm_topk_prob: bool = True,
-        activation: Activation = "silu", biased: bool = False,
+        activation: Activation = "silu", biased: bool = False, shared: int = 0,
     ) -> None:  # fmt: skip
-        experts = ExpertsSpec(EXPERTS, chosen, norm_topk_prob)
+        experts = ExpertsSpec(EXPERTS, chosen, norm_topk_prob, shared)
         self.spec = MlpSpec(INNER, bias=biased, activation=activation, experts=experts)
         gate_up, down = make(EXPERTS * 2 * INNER, HIDDEN, 1), make(EXPERTS * HIDDEN, INNER, 2)
-        matrices: list[Any] = [gate_up, down, dense(EXPERTS, HIDDEN, 3)]
+        matrices: list[Any] = [gate_up, down, dense(experts.router_rows, HIDDEN, 3)]
         if biased:
             matrices = [
                 replace(matrix, bias=random(matrix.shape[0], seed=6 + i).to(BF16)) for i, matrix in enumerate(matrices)
             ]
         gate_up, down, router = matrices
         unused: Any = None
-        self.weights = LayerWeights(unused, unused, unused, None, gate_up, down, router=router)
+        self.weights = LayerWeights(
+            unused, unused, unused, None, gate_up, down, router=router,
+            shared_gate_up=make(2 * shared, HIDDEN, 6) if shared else None,
+            shared_down=make(HIDDEN, shared, 7) if shared else None,
+        )  # fmt: skip
 
     def packed(self, ops: Any, dtype: torch.dtype) -> tuple[Any, Any]:
         scale = random(HIDDEN, seed=4).to(BF16) + 1
@@ -105,10 +111,12 @@ def error(ours: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_native_mixtures(level: str, kind: str, activation: Activation, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shared", [0, SHARED])
+def test_native_mixtures(level: str, kind: str, activation: Activation, dtype: torch.dtype, shared: int) -> None:
     """Close to the reference; a row is bitwise identical in batches of any size. Clamped SwiGLU with biases."""
-    biased = activation == "clamped_swiglu"
-    mixture, (x, residual) = Mixture(FORMATS[kind], activation=activation, biased=biased), rows_of(dtype)
+    biased = activation == "clamped_swiglu" and not shared
+    mixture = Mixture(FORMATS[kind], activation=activation, biased=biased, shared=shared)
+    x, residual = rows_of(dtype)
     norm, packed = mixture.packed(host, dtype)
     alone = torch.cat([host.mlp(x[r : r + 1], norm, packed, residual[r : r + 1]) for r in range(ROWS)])
     for count in (1, 2, 5, 8, 13, ROWS):
@@ -145,19 +153,23 @@ def two_threads() -> Iterator[None]:
 
 @native
 def test_threads_do_not_change_a_bit(two_threads: None) -> None:
-    mixture, (x, residual) = Mixture(int4_rounded), rows_of(BF16)
-    norm, packed = mixture.packed(host, BF16)
-    shared = host.mlp(x, norm, packed, residual)
-    host.set_threads(1)
-    assert torch.equal(host.mlp(x, norm, packed, residual), shared)
+    for shared in (0, SHARED):
+        host.set_threads(2)
+        mixture, (x, residual) = Mixture(int4_rounded, shared=shared), rows_of(BF16)
+        norm, packed = mixture.packed(host, BF16)
+        want = host.mlp(x, norm, packed, residual)
+        host.set_threads(1)
+        assert torch.equal(host.mlp(x, norm, packed, residual), want)
 
 
 @native
 @pytest.mark.parametrize("chosen", [1, 2, EXPERTS])
 @pytest.mark.parametrize("norm_topk_prob", [False, True])
-def test_the_weights_of_experts(chosen: int, norm_topk_prob: bool) -> None:
+@pytest.mark.parametrize("shared", [0, 8, 40])
+def test_the_weights_of_experts(chosen: int, norm_topk_prob: bool, shared: int) -> None:
+    """The sizes of the shared expert are not multiples of 16."""
     mixture, (x, residual) = (
-        Mixture(dense, chosen=chosen, norm_topk_prob=norm_topk_prob, activation="gelu_tanh"),
+        Mixture(dense, chosen=chosen, norm_topk_prob=norm_topk_prob, activation="gelu_tanh", shared=shared),
         rows_of(F32),
     )
     norm, packed = mixture.packed(host, F32)
@@ -167,6 +179,42 @@ def test_the_weights_of_experts(chosen: int, norm_topk_prob: bool) -> None:
     for ops in (reference, unfused):
         own_norm, own = mixture.packed(ops, F64)
         assert error(ops.mlp(x.double(), own_norm, own, residual.double()), want) < 1e-12
+
+
+@pytest.mark.parametrize("ops", [reference, unfused, *([] if _C.level() == "none" else [host])])
+def test_a_shared_expert_is_a_dense_mlp_times_its_gate(ops: Any) -> None:
+    """The output without experts is that of the shared expert; a gate of 0 or 1 removes or keeps it."""
+    dtype = F32 if ops is host else F64
+    mixture, (x, residual) = Mixture(dense, shared=SHARED), rows_of(dtype)
+    weights, found = mixture.weights, list[Tensor]()
+    assert isinstance(weights.down, DenseWeight) and isinstance(weights.router, DenseWeight)
+    mixture.weights = replace(weights, down=DenseWeight(torch.zeros_like(weights.down.weight)))
+    x = x.abs()  # the sign of the weights of the gate is that of its logit
+    for gate in (-1e3, 0.0, 1e3):
+        weights.router.weight[-1] = gate
+        found.append(ops.mlp(x, None, mixture.packed(ops, dtype)[1], residual) - residual)
+    assert weights.shared_gate_up is not None and weights.shared_down is not None
+    gate_up, down = (weight.dequantize(F64) for weight in (weights.shared_gate_up, weights.shared_down))
+    first, second = (x.double() @ gate_up.T).chunk(2, 1)
+    want = (torch.nn.functional.silu(first) * second) @ down.T
+    assert found[0].abs().max() == 0
+    assert error(found[1], want / 2) < 1e-6 and error(found[2], want) < 1e-6
+
+
+@native
+def test_projections_that_do_not_fit_are_refused() -> None:
+    mixture, (x, residual) = Mixture(dense, shared=SHARED), rows_of(F32)
+    for changed, message in (
+        ({"shared_down": dense(HIDDEN, SHARED + 8, 1)}, "projections of a shared expert do not fit"),
+        ({"shared_down": dense(HIDDEN + 16, SHARED, 1)}, "projections of a shared expert do not fit"),
+        ({"router": dense(EXPERTS, HIDDEN, 1)}, "projections of an MLP do not fit"),
+        ({"shared_gate_up": None}, "projections of an MLP do not fit"),
+    ):
+        weights = mixture.weights
+        mixture.weights = replace(weights, **changed)
+        with pytest.raises(ValueError, match=message):
+            host.mlp(x, None, mixture.packed(host, F32)[1], residual)
+        mixture.weights = weights
 
 
 @native
@@ -183,8 +231,9 @@ def test_equal_logits_choose_the_first_experts() -> None:
 
 
 @native
-def test_a_row_that_is_not_finite_does_not_change_the_others(level: str) -> None:
-    mixture, (x, residual) = Mixture(int4_rounded), rows_of(BF16)
+@pytest.mark.parametrize("shared", [0, SHARED])
+def test_a_row_that_is_not_finite_does_not_change_the_others(level: str, shared: int) -> None:
+    mixture, (x, residual) = Mixture(int4_rounded, shared=shared), rows_of(BF16)
     norm, packed = mixture.packed(host, BF16)
     want = host.mlp(x, norm, packed, residual)
     x[4] = torch.nan
@@ -206,11 +255,11 @@ def test_an_expert_whose_router_is_not_finite_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("make", [dense, int4])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("biased", "shared"), [(False, 0), (True, 0), (False, SHARED)])
 def test_the_library_gathers_experts_or_computes_all_without_host_reads(
-    monkeypatch: pytest.MonkeyPatch, make: Any, biased: bool
+    monkeypatch: pytest.MonkeyPatch, make: Any, biased: bool, shared: int
 ) -> None:
-    mixture, (x, residual) = Mixture(make, biased=biased), rows_of(F64)
+    mixture, (x, residual) = Mixture(make, biased=biased, shared=shared), rows_of(F64)
     norm, packed = mixture.packed(unfused, F64)
     want = reference.mlp(x, *mixture.packed(reference, F64), residual)
     found = list[Tensor]()

@@ -111,7 +111,7 @@ def test_native_operators_on_a_shard(tmp_path: Path, size: int) -> None:
     assert (ranks[0] - exact).norm() <= 1.5 * (one - exact).norm()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "qwen2_moe", "gpt_oss"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_native_stack_sums_over_its_ranks_as_its_operators_do(
     tmp_path: Path, pool: Pool, dtype: str, family: str

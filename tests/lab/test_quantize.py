@@ -16,6 +16,7 @@ from swiftspec.__main__ import main
 from swiftspec.backends import cpu, reference
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
+from swiftspec.errors import UserError
 from swiftspec.lab import quantize
 from swiftspec.lab.quantize import AwqMatrix
 from swiftspec.llm import LLM
@@ -143,13 +144,19 @@ def test_wide_weights_become_float16(tmp_path: Path) -> None:
 
 
 def test_routers_and_rates_stay_as_they_are(tmp_path: Path) -> None:
-    """The result of a hybrid with decays in float32 loads and decodes."""
+    """The result of hybrids with decays in float32 loads and decodes."""
     delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 8, "linear_value_head_dim": 16}
     make_checkpoint(tmp_path / "hybrid", family="qwen3_5_text", hidden_size=64, intermediate_size=64, head_dim=32,
                     linear_key_head_dim=16, **delta, dtype=torch.float32)  # fmt: skip
     make_checkpoint(tmp_path / "mixture", family="qwen3_moe", hidden_size=64, intermediate_size=64,
                     moe_intermediate_size=32, dtype=torch.bfloat16)  # fmt: skip
-    kept = {"hybrid": ("in_proj_a.weight", "in_proj_b.weight", "A_log"), "mixture": ("mlp.gate.weight",)}
+    make_checkpoint(tmp_path / "shared", family="qwen3_next", hidden_size=64, intermediate_size=64, head_dim=32,
+                    linear_key_head_dim=16, **delta, moe_intermediate_size=32, shared_expert_intermediate_size=96,
+                    dtype=torch.bfloat16)  # fmt: skip
+    kept = {
+        "hybrid": ("in_proj_a.weight", "in_proj_b.weight", "A_log"), "mixture": ("mlp.gate.weight",),
+        "shared": ("in_proj_ba.weight", "mlp.gate.weight", "mlp.shared_expert_gate.weight", "A_log"),
+    }  # fmt: skip
     for name, ends in kept.items():
         quantize.quantize(tmp_path / name, tmp_path / f"{name}-int4", 32)
         before, after = (load_file(tmp_path / each / "model.safetensors") for each in (name, f"{name}-int4"))
@@ -158,8 +165,28 @@ def test_routers_and_rates_stay_as_they_are(tmp_path: Path) -> None:
         for key in there:
             assert torch.allclose(after[key].float(), before[key].float(), rtol=1e-3, atol=1e-6)
         assert all(after[key].dtype == before[key].dtype for key in there if key.endswith("A_log"))
-    text = LLM(tmp_path / "hybrid-int4", device="cpu", dtype="float32", ops="reference").generate([3, 1, 4], GREEDY)
-    assert len(text.token_ids) == GREEDY.max_tokens
+    for name in ("hybrid", "shared"):
+        text = LLM(tmp_path / f"{name}-int4", device="cpu", dtype="float32", ops="reference").generate(
+            [3, 1, 4], GREEDY
+        )
+        assert len(text.token_ids) == GREEDY.max_tokens
+
+
+def test_tensors_of_all_experts_become_matrices_of_each(tmp_path: Path) -> None:
+    """The result is that of a checkpoint with the matrices of each expert."""
+    sizes = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    theirs = make_checkpoint(tmp_path / "each", family="qwen3_5_moe_text", hidden_size=64, head_dim=32,
+                             linear_num_value_heads=8, dtype=torch.bfloat16, **sizes)  # fmt: skip
+    theirs.save_pretrained(tmp_path / "all", save_original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(tmp_path / "all" / "model.safetensors")
+    counts = [quantize.quantize(tmp_path / name, tmp_path / f"{name}-int4", 32) for name in ("each", "all")]
+    assert counts[0][::2] == counts[1][::2], "matrices and bytes of the result"
+    each, every = (load_file(tmp_path / f"{name}-int4" / "model.safetensors") for name in ("each", "all"))
+    assert each.keys() == every.keys() and all(torch.equal(each[name], every[name]) for name in each)
+    assert "model.layers.0.mlp.experts.5.up_proj.qweight" in each
+    make_checkpoint(tmp_path / "odd", family="qwen3_5_moe_text", hidden_size=64, moe_intermediate_size=36)
+    with pytest.raises(UserError, match=r"down_proj.* \[64, 36\] cannot be divided into groups of 32 inputs"):
+        quantize.quantize(tmp_path / "odd", tmp_path / "out", 32)
 
 
 def test_the_result_may_be_an_empty_directory(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

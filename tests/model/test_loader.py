@@ -30,6 +30,7 @@ WEIGHTS = "model.safetensors"
 DATA = Path(__file__).parents[1] / "data"
 NOT_QUANTISED = ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight")
 QUANTISED = [[f"{name}_proj", "weight"] for name in ("q", "k", "v", "o", "gate", "up", "down")]
+QUANTISED += [[f"in_proj_{name}", "weight"] for name in ("qkvz", "ba")]
 
 
 def load(path: Path, **options: Any) -> Transformer:

@@ -19,6 +19,7 @@ from swiftspec.model.spec import (
     FEATURES,
     READER_FIELDS,
     AttentionSpec,
+    ExpertsSpec,
     GatedDeltaSpec,
     LayerSpec,
     MlpSpec,
@@ -166,9 +167,12 @@ def test_optional_fields_in_use_are_named_unless_they_are_known() -> None:
     )
     assert unknown_fields(spec, ("window", "norms")) == "soft cap of logits (logit_softcap)"
     assert unknown_fields(spec, ("window", "norms", "logit_softcap")) is None
+    experts = ExpertsSpec(4, 2, norm_topk_prob=True, shared_intermediate_size=8)
+    mixture = spec_of(PLAIN, replace(PLAIN, mlp=replace(PLAIN.mlp, experts=experts)))
+    assert unknown_fields(mixture, ("experts",)) == "shared expert (shared_intermediate_size)"
     optional = {
         field.name
-        for part in (spec, *spec.layers, ATTENTION, PLAIN.mlp)
+        for part in (spec, *spec.layers, ATTENTION, PLAIN.mlp, experts)
         for field in fields(part)
         if field.default is not MISSING
     }

@@ -84,24 +84,27 @@ struct Linear {
   }
 };
 
-// A mixture of experts, of which each row has three.
+// A mixture of experts, of which each row has three, with a shared expert.
 struct ExpertLayer {
-  static constexpr int64_t kExperts = 5, kHidden = 64, kInner = 96;
+  static constexpr int64_t kExperts = 5, kHidden = 64, kInner = 96, kShared = 40;
   bool is_f32;
   int64_t rows;
-  Linear router, gate_up, down;
+  Linear router, gate_up, down, shared_gate_up, shared_down;
 
   ExpertLayer(Format format, bool is_f32_, int64_t rows_, bool int8_activations)
       : is_f32(is_f32_),
         rows(rows_),
-        router(is_f32 ? Format::f32 : Format::bf16, is_f32, false, rows, kHidden, kExperts, 0),
+        router(is_f32 ? Format::f32 : Format::bf16, is_f32, false, rows, kHidden, kExperts + 1, 0),
         gate_up(format, is_f32, true, rows, kHidden, kExperts * 2 * kInner, 32, int8_activations),
-        down(format, is_f32, false, 1, kInner, kExperts * kHidden, 32, int8_activations) {}
+        down(format, is_f32, false, 1, kInner, kExperts * kHidden, 32, int8_activations),
+        shared_gate_up(router.weights.format, is_f32, false, 1, kHidden, 2 * kShared, 0),
+        shared_down(router.weights.format, is_f32, false, 1, kShared, kHidden, 0) {}
 
   std::vector<uint8_t> run() const {
     std::vector<uint8_t> out(static_cast<size_t>(rows * kHidden * (is_f32 ? 4 : 2)));
     const Gate gate = gate_up.weights.format == Format::float4 ? Gate::clamped_swiglu : Gate::silu;
-    const Mlp mlp{&gate_up.weights, &down.weights, gate, &router.weights, 3, rows % 2 == 0};
+    const Mlp mlp{&gate_up.weights, &down.weights, gate, &router.weights, 3, rows % 2 == 0, &shared_gate_up.weights,
+                  &shared_down.weights};
     mixture({mlp, gate_up.x.data(), gate_up.normed ? floats(gate_up.norm) : nullptr, 1e-5f, out.data(), rows}, is_f32);
     return out;
   }

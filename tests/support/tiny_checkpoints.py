@@ -33,21 +33,28 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
     "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 4.0, 8.0], "original_max_position_embeddings": 64,
 }  # fmt: skip
+DELTA = {
+    "layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16, "rope": {**ROPES["default"], "partial_rotary_factor": 0.5},
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+SHARED_EXPERT = {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 # what the checkpoints of the other families have in addition; windows are shorter than the texts of the tests
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "layers": 3, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1],
         "norm_topk_prob": True,
     },
+    "qwen2_moe": {**SHARED_EXPERT, "layers": 3, "mlp_only_layers": [1]},
     "gpt_oss": {
         "layers": 3, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6,
         "rope": {**YARN, "truncate": False},
     },
-    "qwen3_5_text": {
-        "layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 16, "rope": {**ROPES["default"], "partial_rotary_factor": 0.5},
-        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    },
+    "qwen3_next": {**DELTA, **SHARED_EXPERT, "mlp_only_layers": [1]},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **SHARED_EXPERT},
     "mistral": {"sliding_window": 6},
     "ministral3": {
         "rope": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3},
@@ -81,6 +88,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 ALL_FAMILIES = [*FAMILIES, *OTHER_FAMILIES]
+HYBRIDS = [family for family in OTHER_FAMILIES if "linear_num_key_heads" in OTHER_FAMILIES[family]]
 
 
 def make_model(

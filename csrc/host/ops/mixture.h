@@ -44,15 +44,15 @@ inline void choose_experts(const float* logits, int64_t experts, int64_t count, 
   for (int64_t i = 0; i < count; ++i) weights[i] /= total;
 }
 
-// Routes rows with the logits [rows, experts].
+// Routes rows with the logits [rows, outputs of the router].
 inline void route(const Mlp& mlp, const float* logits, int64_t rows, Routing& to) {
-  const int64_t experts = mlp.router->n, count = mlp.experts_per_token;
+  const int64_t experts = mlp.experts(), outputs = mlp.router->n, count = mlp.experts_per_token;
   const auto places = static_cast<size_t>(rows * count);
   to.experts.resize(places), to.weights.resize(places), to.places.resize(places);
   to.counts.assign(static_cast<size_t>(experts), 0);
   for (int64_t row = 0; row < rows; ++row) {
     int64_t* chosen = to.experts.data() + row * count;
-    choose_experts(logits + row * experts, experts, count, mlp.norm_topk_prob, chosen, to.weights.data() + row * count);
+    choose_experts(logits + row * outputs, experts, count, mlp.norm_topk_prob, chosen, to.weights.data() + row * count);
     for (int64_t i = 0; i < count; ++i) ++to.counts[static_cast<size_t>(chosen[i])];
   }
   to.active.clear();
@@ -105,12 +105,25 @@ struct ExpertProjections {
   void compute_strip(size_t i, int64_t strip) const { inputs[i].compute_strip(args[i], strip); }
 };
 
+// A projection of the shared expert, whose inputs are all rows.
+template <class T>
+struct SharedProjection {
+  LinearArgs args;
+  PreparedRows<T> inputs;
+
+  void prepare(const LinearArgs& of) { args = of, inputs.prepare(args); }
+  void compute_strip(int64_t strip) const { inputs.compute_strip(args, strip); }
+};
+
 template <class T>
 struct MixtureBuffers {
   std::vector<T> normed, inputs, gated;  // [rows, hidden]; [places, hidden]; [places, inner]
-  std::vector<float> logits, outputs;    // [rows, experts]; [places, hidden]
+  std::vector<float> logits, outputs;    // [rows, outputs of the router]; [places, hidden]
   Routing routing;
   ExpertProjections<T> gate_up, down;
+  std::vector<T> shared_gated;        // [rows, inner of the shared expert]
+  std::vector<float> shared_outputs;  // [rows, hidden]
+  SharedProjection<T> shared_gate_up, shared_down;
 };
 
 // Returns norm(x), or x without a norm.
@@ -127,16 +140,20 @@ const T* normed_rows(const MixtureArgs& a, int64_t hidden, std::vector<T>& to) {
 
 // Sums the weighted outputs of each row's experts, in the columns from `column` to `end`.
 template <class T>
-void sum_experts(const MixtureArgs& a, const Routing& routing, const float* outputs, int64_t hidden, int64_t column,
-                 int64_t end) {
-  const int64_t count = a.mlp.experts_per_token;
+void sum_experts(const MixtureArgs& a, const MixtureBuffers<T>& b, int64_t hidden, int64_t column, int64_t end) {
+  const int64_t count = a.mlp.experts_per_token, logits = a.mlp.router->n;
+  const bool shared = a.mlp.shared_down != nullptr;
   T* out = static_cast<T*>(a.out);
   for (int64_t row = 0; row < a.rows; ++row) {
-    const float* weights = routing.weights.data() + row * count;
-    const int64_t* places = routing.places.data() + row * count;
+    const float* weights = b.routing.weights.data() + row * count;
+    const int64_t* places = b.routing.places.data() + row * count;
+    const float gate = shared ? 1.0f / (1.0f + std::exp(-b.logits[static_cast<size_t>((row + 1) * logits - 1)])) : 0.0f;
     for (int64_t i = column; i < end; i += kLanes) {
       F sum = zeros();
-      for (int64_t j = 0; j < count; ++j) sum = fma(broadcast(weights[j]), load(outputs + places[j] * hidden + i), sum);
+      for (int64_t j = 0; j < count; ++j) {
+        sum = fma(broadcast(weights[j]), load(b.outputs.data() + places[j] * hidden + i), sum);
+      }
+      if (shared) sum = fma(broadcast(gate), load(b.shared_outputs.data() + row * hidden + i), sum);
       store_as(out + row * hidden + i, sum);
     }
   }
@@ -147,10 +164,12 @@ void mixture(const MixtureArgs& a) {
   thread_local MixtureBuffers<T> own;  // grows to the largest forward once
   MixtureBuffers<T>& b = own;          // that of the calling thread in all tasks
   const Mlp& mlp = a.mlp;
-  const int64_t hidden = mlp.router->k, experts = mlp.router->n, inner = mlp.down->k;
+  const bool shared = mlp.shared_down != nullptr;
+  const int64_t hidden = mlp.router->k, experts = mlp.experts(), inner = mlp.down->k;
+  const int64_t shared_inner = shared ? mlp.shared_down->k : 0;
   const int64_t places = a.rows * mlp.experts_per_token;
   const T* x = normed_rows(a, hidden, b.normed);
-  b.logits.resize(static_cast<size_t>(a.rows * experts));
+  b.logits.resize(static_cast<size_t>(a.rows * mlp.router->n));
   linear<T>({.weights = mlp.router, .x = x, .logits = b.logits.data(), .rows = a.rows});
   route(mlp, b.logits.data(), a.rows, b.routing);
 
@@ -161,15 +180,30 @@ void mixture(const MixtureArgs& a) {
   }
   b.gated.resize(static_cast<size_t>(places * inner));
   b.gate_up.prepare(b.routing, *mlp.gate_up, experts, b.inputs.data(), b.gated.data(), nullptr, mlp.gate);
+  if (shared) {
+    b.shared_gated.resize(static_cast<size_t>(a.rows * shared_inner));
+    b.shared_gate_up.prepare(
+        {.weights = mlp.shared_gate_up, .x = x, .out = b.shared_gated.data(), .gate = mlp.gate, .rows = a.rows});
+  }
   const int64_t active = static_cast<int64_t>(b.routing.active.size()), strips = count_strips(b.gate_up.args[0]);
-  run_tasks(active * strips, places * inner * 2 * hidden,
-            [&](int64_t task) { b.gate_up.compute_strip(static_cast<size_t>(task / strips), task % strips); });
+  const int64_t all = active * strips, shared_strips = shared ? count_strips(b.shared_gate_up.args) : 0;
+  const int64_t inner_products = (places * inner + a.rows * shared_inner) * hidden;
+  run_tasks(all + shared_strips, 2 * inner_products, [&](int64_t task) {
+    if (task >= all) return b.shared_gate_up.compute_strip(task - all);
+    b.gate_up.compute_strip(static_cast<size_t>(task / strips), task % strips);
+  });
 
   b.outputs.resize(static_cast<size_t>(places * hidden));
   b.down.prepare(b.routing, *mlp.down, experts, b.gated.data(), nullptr, b.outputs.data(), Gate::none);
-  run_tasks(count_strips(b.down.args[0]), places * inner * hidden, [&](int64_t strip) {
+  if (shared) {
+    b.shared_outputs.resize(static_cast<size_t>(a.rows * hidden));
+    b.shared_down.prepare({.weights = mlp.shared_down, .x = b.shared_gated.data(), .logits = b.shared_outputs.data(),
+                           .rows = a.rows});
+  }
+  run_tasks(count_strips(b.down.args[0]), inner_products, [&](int64_t strip) {
     for (int64_t i = 0; i < active; ++i) b.down.compute_strip(static_cast<size_t>(i), strip);
+    if (shared) b.shared_down.compute_strip(strip);
     const int64_t width = kStripBlocks * kLanes, column = strip * width;
-    sum_experts<T>(a, b.routing, b.outputs.data(), hidden, column, std::min(hidden, column + width));
+    sum_experts<T>(a, b, hidden, column, std::min(hidden, column + width));
   });
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends import reference
-from swiftspec.backends.cpu.decoder import fuse, native_delta_cache
+from swiftspec.backends.cpu.decoder import fuse, mlp_args, native_delta_cache
 from swiftspec.backends.cpu.packing import BLOCK_OUTPUTS, PackedLinear, mask_outputs, pack, pack_mixture
 from swiftspec.backends.reference import (
     DEFAULT_SCORES,
@@ -100,7 +100,7 @@ DELTA_HEAD_UNIT = 16  # elements
 KNOWN_FIELDS = (
     "activation", "embedding_multiplier", "experts", "gated_delta", "logit_multiplier", "logit_softcap",
     "norm_unit_offset", "norms", "output_gate", "output_scale", "qk_norm", "query_scale_beta", "residual_multiplier",
-    "scale", "sinks", "softcap", "v_norm", "window",
+    "scale", "shared_intermediate_size", "sinks", "softcap", "v_norm", "window",
 )  # fmt: skip
 
 level = _C.level  # returns the ISA level in use, such as "avx512_bf16"; "none" if the CPU lacks AVX2
@@ -227,18 +227,15 @@ def mlp(
     output_norm: CpuNorm | None = None,
     multiplier: float = 1.0,
 ) -> Tensor:
-    """Applies RMSNorm, the MLP down(activation(gate) * up), or that of each row's experts, the all-reduce over the
-    ranks of a group with `reduce`, the norm of the output, `multiplier`, and adds the residual: hidden [rows, hidden]
+    """Applies RMSNorm, the MLP down(activation(gate) * up), or the mixture of experts, the all-reduce over the ranks of
+    a group with `reduce`, the norm of the output, `multiplier`, and adds the residual: hidden [rows, hidden]
     and residual [rows, hidden] -> [rows, hidden].
 
     Contract: a row's bits depend on its own inputs, never on the other rows, their number or their slots.
     """
     if isinstance(weights, PackedMixture):
         product, (weight, eps) = torch.empty_like(residual), (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        _C.mixture(
-            weights.router.native, weights.gate_up.native, weights.down.native, weights.experts.experts_per_token,
-            weights.experts.norm_topk_prob, weights.activation, hidden, weight, eps, product,
-        )  # fmt: skip
+        _C.mixture(mlp_args(weights), hidden, weight, eps, product)
         return _add_residual(product, residual, reduce, output_norm, multiplier)
     gated = norm_swiglu(hidden, norm, weights.gate_up, weights.activation)
     return linear_residual(gated, weights.down, residual, reduce, output_norm, multiplier)

@@ -47,7 +47,7 @@ class HostDecoder:
         layers = [
             (
                 _weight(layer.input_norm), layer.qkv.native, layer.o.native, _weight(layer.mlp_norm),
-                _mlp_args(layer.mlp), layer.attention, _weight(layer.qk_norm), _weight(layer.mixer_output_norm),
+                mlp_args(layer.mlp), layer.attention, _weight(layer.qk_norm), _weight(layer.mixer_output_norm),
                 _weight(layer.mlp_output_norm), layer.residual_multiplier,
                 1.0 if layer.output_scale is None else float(layer.output_scale), layer.sinks, layer.cache_layer,
                 None if layer.delta is None else _delta_args(layer.delta),
@@ -131,14 +131,17 @@ def _kind_args(
     )  # fmt: skip
 
 
-def _mlp_args(
+def mlp_args(
     mlp: PackedMlp | PackedMixture,
-) -> tuple[_C.Weights, _C.Weights, str, _C.Weights | None, int, bool]:
+) -> tuple[_C.Weights, _C.Weights, str, _C.Weights | None, int, bool, _C.Weights | None, _C.Weights | None]:
     """Returns the arguments of an MLP; see `_C.Decoder`."""
     projections = mlp.gate_up.native, mlp.down.native, mlp.activation
-    if isinstance(mlp, PackedMixture):
-        return *projections, mlp.router.native, mlp.experts.experts_per_token, mlp.experts.norm_topk_prob
-    return *projections, None, 0, False
+    if not isinstance(mlp, PackedMixture):
+        return *projections, None, 0, False, None, None
+    routing = mlp.router.native, mlp.experts.experts_per_token, mlp.experts.norm_topk_prob
+    if mlp.shared is None:
+        return *projections, *routing, None, None
+    return *projections, *routing, mlp.shared.gate_up.native, mlp.shared.down.native
 
 
 def _delta_args(delta: PackedDelta) -> tuple[_C.Weights, Tensor, Tensor, Tensor, Tensor]:

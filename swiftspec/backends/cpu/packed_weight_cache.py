@@ -35,6 +35,7 @@ MAX_CACHE_BYTES = 32 << 30  # of all entries; beyond, the least recently used ar
 MIN_FREE_BYTES = 1 << 30  # left free on the disk
 STALE_TEMP_FILE_S = 3600.0  # after this age an incomplete file counts as abandoned
 MATRICES = ("qkv", "o", "gate_up", "down")
+MIXTURE_MATRICES = ("router", "shared_gate_up", "shared_down")
 NORMS = ("input_norm", "mlp_norm", "mixer_output_norm", "mlp_output_norm")
 OPTIONAL_WEIGHTS = ("q_norm", "k_norm", "v_norm", "output_scale")
 T = TypeVar("T")
@@ -177,7 +178,7 @@ def _name(index: int) -> str:
 
 def _layer_of(unit: PackedUnit) -> LayerWeights:
     fields: dict[str, Any] = {name: unit.tensors.get(name) for name in (*NORMS, *OPTIONAL_WEIGHTS, "sinks")}
-    fields |= {name: _packed(unit, name) for name in (*MATRICES, "router") if name in unit.metadata}
+    fields |= {name: _packed(unit, name) for name in (*MATRICES, *MIXTURE_MATRICES) if name in unit.metadata}
     return LayerWeights(**fields)
 
 
@@ -190,8 +191,12 @@ def _unit_of(layer: PackedLayer, attention: PackedAttention) -> PackedUnit:
         norms["output_scale"] = layer.output_scale
     if layer.sinks is not None:
         norms["sinks"] = layer.sinks
-    router = {"router": layer.mlp.router} if isinstance(layer.mlp, PackedMixture) else {}
-    unit = _unit(qkv=layer.qkv, o=layer.o, gate_up=layer.mlp.gate_up, down=layer.mlp.down, **router)
+    matrices = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
+    if isinstance(layer.mlp, PackedMixture):
+        shared = layer.mlp.shared
+        matrices["router"] = layer.mlp.router
+        matrices |= {} if shared is None else {"shared_gate_up": shared.gate_up, "shared_down": shared.down}
+    unit = _unit(**matrices)
     return replace(unit, tensors={**unit.tensors, **norms})
 
 

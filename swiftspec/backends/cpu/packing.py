@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.model.packed_model import PackedMixture
+from swiftspec.model.packed_model import PackedMixture, PackedMlp
 from swiftspec.model.spec import MlpSpec
 from swiftspec.model.weights import DenseWeight, LayerWeights, Weight
 
@@ -172,11 +172,17 @@ def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device
 
 def pack_mixture(weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, device: torch.device | str) -> PackedMixture:
     """Packs the MLP of a layer that is a mixture of experts: one matrix each for gate and up, and for down, of all
-    experts."""
+    experts but the shared one."""
     assert weights.router is not None and spec.experts is not None
     matrices = (weights.router, weights.gate_up, weights.down)
     router, gate_up, down = (pack(matrix, dtype, device) for matrix in matrices)
-    return PackedMixture(router, gate_up, down, spec.experts, spec.activation)
+    shared = None
+    if weights.shared_gate_up is not None and weights.shared_down is not None:
+        shared_gate_up, shared_down = (
+            pack(matrix, dtype, device) for matrix in (weights.shared_gate_up, weights.shared_down)
+        )
+        shared = PackedMlp(shared_gate_up, shared_down, spec.activation)
+    return PackedMixture(router, gate_up, down, spec.experts, spec.activation, shared)
 
 
 def mask_outputs(packed: PackedLinear, outputs: Sequence[int], device: torch.device | str) -> PackedLinear:

@@ -10,15 +10,26 @@ from torch import Tensor
 from swiftspec.backends.reference.linear import add_residual, linear_residual, norm_swiglu, rms_norm
 from swiftspec.backends.reference.packing import LinearFn, ReferenceNorm, pack
 from swiftspec.model.packed_model import PackedMixture, PackedMlp
-from swiftspec.model.spec import MlpSpec
+from swiftspec.model.spec import ExpertsSpec, MlpSpec
 from swiftspec.model.weights import LayerWeights, Weight, split_experts
 
 
 def pack_router(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> LinearFn:
-    """Packs the router of a mixture, which computes in float32, or in float64 in a float64 model."""
+    """Packs the router of a mixture, with the gate of the shared expert if there is one. Both compute in float32, or in
+    float64 in a float64 model."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     packed = pack(weight, wide, device)
     return lambda x: packed(x.to(wide))
+
+
+def pack_shared_expert(
+    weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, device: torch.device | str
+) -> PackedMlp | None:
+    """Packs the shared expert of a mixture. Returns None if there is none."""
+    if weights.shared_gate_up is None or weights.shared_down is None:
+        return None
+    gate_up, down = (pack(weight, dtype, device) for weight in (weights.shared_gate_up, weights.shared_down))
+    return PackedMlp(gate_up, down, spec.activation)
 
 
 def pack_mixture(weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, device: torch.device | str) -> PackedMixture:
@@ -28,18 +39,28 @@ def pack_mixture(weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, devic
         [pack(part, dtype, device) for part in split_experts(weight, spec.num_experts)]
         for weight in (weights.gate_up, weights.down)
     )
-    return PackedMixture(pack_router(weights.router, dtype, device), gate_up, down, spec.experts, spec.activation)
+    router, shared = pack_router(weights.router, dtype, device), pack_shared_expert(weights, spec, dtype, device)
+    return PackedMixture(router, gate_up, down, spec.experts, spec.activation, shared)
 
 
-def choose_experts(x: Tensor, weights: PackedMixture) -> tuple[Tensor, Tensor]:
-    """Returns the experts of each row of x [rows, hidden], ascending, and their weights: each [rows,
-    experts_per_token]."""
-    probabilities: Tensor = weights.router(x).softmax(-1)
-    largest, chosen = probabilities.topk(weights.experts.experts_per_token)
-    if weights.experts.norm_topk_prob:
+def choose_experts(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
+    """Returns the experts of each row, ascending, and their weights: each [rows, experts_per_token]. `logits`: outputs
+    of the router, [rows, router_rows]."""
+    probabilities = logits[:, : spec.num_experts].softmax(-1)
+    largest, chosen = probabilities.topk(spec.experts_per_token)
+    if spec.norm_topk_prob:
         largest = largest / largest.sum(-1, keepdim=True)
     experts, order = chosen.sort(-1)
     return experts, largest.gather(-1, order)
+
+
+def add_shared_expert(out: Tensor, x: Tensor, logits: Tensor, shared: PackedMlp | None) -> Tensor:
+    """Adds the output of the shared expert for x [rows, hidden], times its gate, to `out` [rows, hidden] in place, and
+    returns it. `logits`: as of `choose_experts`; the last one of a row is that of the gate."""
+    if shared is None:
+        return out
+    product = shared.down(norm_swiglu(x, None, shared.gate_up, shared.activation))
+    return out.addcmul_(product.to(out.dtype), logits[:, -1:].sigmoid())
 
 
 def mlp(
@@ -51,8 +72,8 @@ def mlp(
     output_norm: ReferenceNorm | None = None,
     multiplier: float = 1.0,
 ) -> Tensor:
-    """Applies RMSNorm, the MLP down(activation(gate) * up), or that of each row's experts, the all-reduce over the
-    ranks of a group with `reduce`, the norm of the output, `multiplier`, and adds the residual: hidden [rows, hidden]
+    """Applies RMSNorm, the MLP down(activation(gate) * up), or the mixture of experts, the all-reduce over the ranks of
+    a group with `reduce`, the norm of the output, `multiplier`, and adds the residual: hidden [rows, hidden]
     and residual [rows, hidden] -> [rows, hidden].
 
     Contract, here up to rounding: a row's bits depend on its own inputs, never on the other rows, their number or
@@ -66,13 +87,14 @@ def mlp(
 
 
 def _mixture(x: Tensor, weights: PackedMixture) -> Tensor:
-    """Returns the weighted sum of the experts of each row, in the order of the experts: x [rows, hidden] -> [rows,
-    hidden]. Reads on the host which experts have rows."""
-    experts, shares = choose_experts(x, weights)
+    """Returns the weighted sum of the experts of each row, in the order of the experts, the shared one last: x [rows,
+    hidden] -> [rows, hidden]. Reads on the host which experts have rows."""
+    logits: Tensor = weights.router(x)
+    experts, shares = choose_experts(logits, weights.experts)
     out = torch.zeros_like(x, dtype=shares.dtype)
     for expert in experts.unique().tolist():
         rows, places = (experts == expert).nonzero(as_tuple=True)
         gated = norm_swiglu(x[rows], None, weights.gate_up[expert], weights.activation)
         product = weights.down[expert](gated).to(out.dtype)
         out.index_add_(0, rows, product.mul_(shares[rows, places].unsqueeze(1)))
-    return out.to(x.dtype)
+    return add_shared_expert(out, x, logits, weights.shared).to(x.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swiftspec.backends import reference
 from swiftspec.backends.reference.linear import add_residual, apply_gate, rms_norm
-from swiftspec.backends.reference.mixture import choose_experts, pack_router
+from swiftspec.backends.reference.mixture import add_shared_expert, choose_experts, pack_router, pack_shared_expert
 from swiftspec.backends.reference.packing import ReferenceNorm
 from swiftspec.model.packed_model import PackedMixture, PackedMlp
 from swiftspec.model.spec import MlpSpec
@@ -22,7 +22,7 @@ GATHER_COST = 3  # a gathered matrix is read, written and read again; in a produ
 def pack_mixture(weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, device: torch.device | str) -> PackedMixture:
     """Packs the MLP of a layer that is a mixture of experts: dense matrices [num_experts, outputs, inputs]."""
     assert weights.router is not None and spec.experts is not None
-    router = pack_router(weights.router, dtype, device)
+    router, shared = pack_router(weights.router, dtype, device), pack_shared_expert(weights, spec, dtype, device)
     gate_up, down = (
         _stack_experts(weight, spec.num_experts, dtype, device) for weight in (weights.gate_up, weights.down)
     )
@@ -30,7 +30,7 @@ def pack_mixture(weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, devic
         None if bias is None else bias.to(device, dtype).view(spec.num_experts, -1)
         for bias in (weights.gate_up.bias, weights.down.bias)
     )
-    return PackedMixture(router, gate_up, down, spec.experts, spec.activation, gate_up_bias, down_bias)
+    return PackedMixture(router, gate_up, down, spec.experts, spec.activation, shared, gate_up_bias, down_bias)
 
 
 def _stack_experts(weight: Weight, count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -54,9 +54,11 @@ def mlp(
     if not isinstance(weights, PackedMixture):
         return reference.mlp(hidden, norm, weights, residual, reduce, output_norm, multiplier)
     x = hidden if norm is None else rms_norm(hidden, norm)
-    experts, shares = choose_experts(x, weights)
+    logits: Tensor = weights.router(x)
+    experts, shares = choose_experts(logits, weights.experts)
     gathers = GATHER_COST * experts.numel() < weights.experts.num_experts
     product = (_chosen_experts if gathers else _all_experts)(x, weights, experts, shares)
+    product = add_shared_expert(product, x, logits, weights.shared)
     return add_residual(product.to(x.dtype), residual, reduce, output_norm, multiplier)
 
 

@@ -18,8 +18,11 @@ from swiftspec.model.architectures import (
     mistral,
     olmo,
     phi3,
+    qwen2_moe,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from swiftspec.model.architectures.granite import granite_spec
@@ -58,9 +61,16 @@ ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", llama_spec),
     "Qwen2ForCausalLM": Architecture("qwen2", qwen2_spec),
     "Qwen3ForCausalLM": Architecture("qwen3", qwen3_spec),
+    "Qwen2MoeForCausalLM": Architecture("qwen2_moe", qwen2_moe.qwen2_moe_spec, defaults=qwen2_moe.DEFAULTS),
     "Qwen3MoeForCausalLM": Architecture("qwen3_moe", qwen3_moe.qwen3_moe_spec, defaults=qwen3_moe.DEFAULTS),
     "GptOssForCausalLM": Architecture("gpt_oss", gpt_oss.gpt_oss_spec, gpt_oss.NAMES, gpt_oss.DEFAULTS),
+    "Qwen3NextForCausalLM": Architecture(
+        "qwen3_next", qwen3_next.qwen3_next_spec, qwen3_next.NAMES, qwen3_next.DEFAULTS
+    ),
     "Qwen3_5ForCausalLM": Architecture("qwen3_5_text", qwen3_5.qwen3_5_spec, qwen3_5.NAMES, qwen3_5.DEFAULTS),
+    "Qwen3_5MoeForCausalLM": Architecture(
+        "qwen3_5_moe_text", qwen3_5_moe.qwen3_5_moe_spec, qwen3_5.NAMES, qwen3_5_moe.DEFAULTS
+    ),
     "MistralForCausalLM": Architecture("mistral", mistral.mistral_spec, defaults=mistral.MISTRAL_DEFAULTS),
     "Ministral3ForCausalLM": Architecture("ministral3", mistral.ministral3_spec, defaults=mistral.MINISTRAL3_DEFAULTS),
     "SmolLM3ForCausalLM": Architecture("smollm3", smollm3.smollm3_spec, defaults=smollm3.DEFAULTS),
@@ -93,6 +103,7 @@ class MultimodalArchitecture:
 MULTIMODAL_ARCHITECTURES = {
     "Mistral3ForConditionalGeneration": MultimodalArchitecture("mistral3", "mistral"),
     "Qwen3_5ForConditionalGeneration": MultimodalArchitecture("qwen3_5", "qwen3_5_text"),
+    "Qwen3_5MoeForConditionalGeneration": MultimodalArchitecture("qwen3_5_moe", "qwen3_5_moe_text"),
     "Gemma3ForConditionalGeneration": MultimodalArchitecture("gemma3", "gemma3_text"),
     "Gemma4ForConditionalGeneration": MultimodalArchitecture("gemma4", "gemma4_text"),
     "Gemma4UnifiedForConditionalGeneration": MultimodalArchitecture("gemma4_unified", "gemma4_unified_text"),

@@ -52,8 +52,9 @@ class LoadTimeQuantization:
 
 def _quantize_layer_activations(read: Callable[[], LayerWeights]) -> LayerWeights:
     layer = read()
-    names = ("qkv", "o", "gate_up", "down")
-    return replace(layer, **{name: _quantize_activations(getattr(layer, name)) for name in names})
+    names = ("qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down")
+    present = {name: weight for name in names if (weight := getattr(layer, name)) is not None}
+    return replace(layer, **{name: _quantize_activations(weight) for name, weight in present.items()})
 
 
 def _quantize_activations(weight: Weight) -> Weight:

@@ -39,6 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "tie": True},
     "moe": {"family": "qwen3_moe", "num_attention_heads": 8, "hidden_size": 64},
     "gpt_oss": {"family": "gpt_oss", "num_attention_heads": 6, "head_dim": 8},
+    "shared expert": {"family": "qwen2_moe", "num_attention_heads": 8, "hidden_size": 64},
 }
 Pairs = dict[str, tuple[Path, Path]]
 
@@ -81,6 +82,7 @@ def long(*values: Any) -> Any:
         *[long("qwen2", 1, 1), long("qwen2", 2, 1), slow("qwen2", 3, 1), long("qwen2", 2, 2), long("qwen2", 1, 3)],
         *[slow("awq", 1, 1), long("awq", 2, 1), long("awq", 3, 1), slow("awq", 2, 2), long("awq", 1, 3)],
         *[slow("moe", 1, 1), slow("moe", 2, 1), slow("gpt_oss", 1, 1), slow("gpt_oss", 2, 1)],
+        *[slow("shared expert", 1, 1), slow("shared expert", 2, 1)],
     ],
 )
 def test_async_equals_ar(pool: Pool, pairs: Pairs, kind: str, x: int, y: int) -> None:
@@ -98,7 +100,7 @@ def test_async_equals_ar(pool: Pool, pairs: Pairs, kind: str, x: int, y: int) ->
         *[("llama", "serial", 2, -1), slow("llama", "serial", 3, -1), slow("llama", "ar", 3, -1)],
         *[long("qwen2", "serial", 2, -1), slow("qwen2", "serial", 3, -1), long("qwen2", "ar", 3, -1)],
         *[slow("awq", "serial", 2, -1), long("awq", "serial", 3, -1), slow("awq", "ar", 3, -1)],
-        *[slow("moe", "serial", 2, -1), slow("gpt_oss", "serial", 3, -1)],
+        *[slow("moe", "serial", 2, -1), slow("gpt_oss", "serial", 3, -1), slow("shared expert", "serial", 2, -1)],
     ],
 )
 def test_one_group_equals_ar(pool: Pool, pairs: Pairs, kind: str, mode: str, x: int, y: int) -> None:

@@ -48,8 +48,8 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones() -> Non
     with pytest.raises(UserError) as caught:
         architecture_of(Fields({"architectures": ["MambaForCausalLM"]}))
     known = (
-        "Llama, Qwen2, Qwen3, Qwen3Moe, GptOss, Qwen3_5, Mistral, Ministral3, SmolLM3, Granite, Olmo2, Olmo3, Phi3,"
-        " Glm, Glm4, Gemma3, Gemma4, Gemma4Unified and Mistral3 are"
+        "Llama, Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, GptOss, Qwen3Next, Qwen3_5, Qwen3_5Moe, Mistral, Ministral3,"
+        " SmolLM3, Granite, Olmo2, Olmo3, Phi3, Glm, Glm4, Gemma3, Gemma4, Gemma4Unified and Mistral3 are"
     )
     assert str(caught.value) == f"architecture 'MambaForCausalLM' is not supported; {known}"
 

@@ -31,6 +31,7 @@ from tests.support.cases import fast_first
 from tests.support.thread_group import on_ranks
 from tests.support.tiny_checkpoints import (
     ALL_FAMILIES,
+    HYBRIDS,
     OTHER_FAMILIES,
     ROPES,
     chain,
@@ -133,6 +134,7 @@ MULTIMODAL = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 
 
@@ -192,8 +194,8 @@ def test_greedy_text_in_every_mode(tmp_path: Path, family: str) -> None:
 def test_a_float8_cache_holds_every_key_and_value(tmp_path: Path, family: str) -> None:
     target, draft = make_pair(tmp_path, family=family)
     options: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 96, "ops": "reference", "kv_cache_dtype": "fp8"}
-    if family.startswith("olmo") or family == "qwen3_5_text":
-        reason = "gated delta layers" if family == "qwen3_5_text" else "needs a norm before attention"
+    if family.startswith("olmo") or family in HYBRIDS:
+        reason = "gated delta layers" if family in HYBRIDS else "needs a norm before attention"
         with pytest.raises(UserError, match=reason):
             LLM(target, **options)
         return

@@ -25,7 +25,7 @@ from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
 from tests.support.cases import fast_first
 from tests.support.thread_group import on_ranks
-from tests.support.tiny_checkpoints import ALL_FAMILIES, chain, make_checkpoint, make_pair
+from tests.support.tiny_checkpoints import ALL_FAMILIES, HYBRIDS, chain, make_checkpoint, make_pair
 
 pytestmark = pytest.mark.skipif(host.level() == "none", reason="there are no native operators here")
 CAPACITY = 96
@@ -41,7 +41,7 @@ def checkpoint(path: Path, family: str, **more: Any) -> Path:
     shape = SHAPE | more | ({"sliding_window": WINDOWS[family]} if family in WINDOWS else {})
     if family.startswith("olmo"):  # whose head dimension is that of the hidden size
         shape["hidden_size"] = 64
-    if family == "qwen3_5_text":
+    if family in HYBRIDS:
         shape["linear_key_head_dim"] = 16
     if family == "phi3":
         shape["rope"] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
@@ -107,7 +107,7 @@ def test_a_draft_does_not_change_the_text(tmp_path: Path, family: str, dtype: st
     shape: dict[str, Any] = {"head_dim": 16, "tie": False, **(rope if family == "phi3" else {})}
     if family.startswith("olmo"):
         shape["hidden_size"] = 64
-    if family == "qwen3_5_text":
+    if family in HYBRIDS:
         shape["linear_key_head_dim"] = 16
     target, draft = make_pair(tmp_path, family=family, **shape)
     options: dict[str, Any] = {"dtype": dtype, "max_model_len": 128}

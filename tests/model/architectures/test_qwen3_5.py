@@ -1,5 +1,5 @@
-"""Qwen3.5, a hybrid of delta layers and attention: the text of transformers and of autoregressive decoding in every
-mode, and what does not support delta layers yet says so."""
+"""Qwen3.5 and Qwen3-Next, hybrids of delta layers and attention: the text of transformers and of autoregressive
+decoding in every mode, and what does not support delta layers yet says so."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from swiftspec.model.spec import AttentionSpec
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.sampler import Paths
 from tests.model.architectures.test_families import expected, logits, new_cache
+from tests.support.cases import fast_first
 from tests.support.ranks import Pool
 from tests.support.roles import drafter_of, make_runner, verifier_of
 from tests.support.thread_group import on_ranks
-from tests.support.tiny_checkpoints import chain, make_checkpoint, make_pair
+from tests.support.tiny_checkpoints import HYBRIDS, chain, make_checkpoint, make_pair
 from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
 from tests.support.workers import client_on_workers, started
 
@@ -48,9 +49,10 @@ Texts = dict[SamplingParams, list[int]]
 NATIVE = pytest.mark.skipif(cpu.level() == "none", reason="there are no native operators here")
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_pair(tmp_path_factory.mktemp("pair"), family=FAMILY)
+@pytest.fixture(scope="module", params=fast_first(sorted(HYBRIDS, key=lambda family: family != FAMILY), 1))
+def pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    seed = 5 if request.param == "qwen3_5_moe_text" else 1  # a pair that often agrees
+    return make_pair(tmp_path_factory.mktemp("pair"), family=request.param, seed=seed)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +77,9 @@ def test_logits_equal_those_of_transformers_however_a_text_is_cut(tmp_path: Path
     torch.testing.assert_close(torch.cat(rows), expected(theirs, tokens), rtol=0, atol=1e-9)
 
 
-def test_greedy_text_equals_that_of_transformers(tmp_path: Path) -> None:
-    theirs = make_checkpoint(tmp_path, family=FAMILY, dtype=torch.float64, seed=1)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_greedy_text_equals_that_of_transformers(tmp_path: Path, family: str) -> None:
+    theirs = make_checkpoint(tmp_path, family=family, dtype=torch.float64, seed=1)
     got = LLM(tmp_path, **OPTIONS).generate(PROMPT, GREEDY).token_ids
     want = expected(theirs, [*PROMPT, *got]).argmax(-1).tolist()  # a greedy text predicts itself
     assert got == want[len(PROMPT) - 1 : -1] and len(set(got)) > 20
@@ -172,11 +175,13 @@ def test_prefixes_of_batches_and_particles(pair: tuple[Path, Path], texts: Texts
     assert found[:2] == [0, 0] and found[2] >= len(prompt) and found[3] == len(prompt) - 1
 
 
-def test_weights_of_multi_token_prediction_are_not_read(tmp_path: Path) -> None:
-    theirs = make_checkpoint(tmp_path, family=FAMILY, dtype=torch.float64)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_weights_of_multi_token_prediction_are_not_read(tmp_path: Path, family: str) -> None:
+    theirs = make_checkpoint(tmp_path, family=family, dtype=torch.float64)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    save_file(tensors | {"mtp.fc.weight": torch.zeros(3)}, file)
+    unused = ("mtp.fc.weight", "mtp.layers.0.mlp.experts.0.gate_proj.weight", "mtp.layers.0.input_layernorm.weight")
+    save_file(tensors | {name: torch.zeros(3) for name in unused}, file)
     model = load_model(tmp_path, dtype=torch.float64, ops=reference, max_positions=16)
     ours = model.forward(chain(PROMPT), new_cache(model, reference, 16)).logits
     torch.testing.assert_close(ours, expected(theirs, PROMPT), rtol=0, atol=1e-9)
@@ -222,11 +227,14 @@ INT4_SHAPE: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
 }  # fmt: skip
+EXPERT_SHAPE = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
 
 
-def test_int4_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    """Rows that are reordered, of queries with their gates and of a shard, keep their codes."""
-    make_checkpoint(tmp_path / "dense", family=FAMILY, **INT4_SHAPE)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_int4_weights_are_those_of_the_checkpoint(tmp_path: Path, family: str) -> None:
+    """Rows that are reordered, of queries with their gates, of a delta layer and of a shard, keep their codes."""
+    more = {} if family == FAMILY else EXPERT_SHAPE
+    make_checkpoint(tmp_path / "dense", family=family, **INT4_SHAPE, **more)
     quantize(tmp_path / "dense", tmp_path / "int4", 32)
     tensors, layout = open_tensors(tmp_path / "int4"), format_of(read_config(tmp_path / "int4"))
     assert isinstance(tensors, Tensors) and layout is not None

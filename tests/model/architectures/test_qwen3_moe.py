@@ -80,7 +80,7 @@ def test_invalid_fields_are_refused(fields: dict[str, Any], message: str) -> Non
         spec(**fields)
 
 
-@pytest.mark.parametrize("name", ["Qwen2MoeForCausalLM", "MixtralForCausalLM"])
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "DeepseekV3ForCausalLM"])
 def test_other_mixtures_are_refused_by_name(name: str) -> None:
     with pytest.raises(UserError, match=f"architecture '{name}' is not supported; .*Qwen3Moe"):
         architecture_of(Fields(SIZES | {"architectures": [name]}))
