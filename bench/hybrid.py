@@ -169,10 +169,11 @@ def main() -> None:
             if not (path / "config.json").exists():
                 write_checkpoint(path, shape, args.share)
         options: dict[str, Any] = {"max_model_len": 2048, "threads": args.threads, "packed_cache": folder / "packed"}
-        serial = LLM(*paths, EngineConfig("serial"), **options)
+        target, draft = paths
+        serial = LLM(target, draft, EngineConfig("serial"), **options)
         print(f"ISA level {host.level()}, {host.threads()} threads\n")
         report_rows(serial, [int(count) for count in args.rows.split(",")], args.repeats)
-        report_speed({"ar": LLM(paths[0], **options), "serial": serial}, args.tokens, args.repeats)
+        report_speed({"ar": LLM(target, **options), "serial": serial}, args.tokens, args.repeats)
 
 
 if __name__ == "__main__":

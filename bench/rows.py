@@ -105,6 +105,8 @@ class MeasuredModel:
         self.name, self.stack, self._runner, self._children = name, runner.model.stack, runner, children
         if any(isinstance(layer.mlp, PackedMixture) for layer in self.stack.layers):
             raise UserError(f"{name}: the rows of mixtures of experts are measured by bench.mixture")
+        if self.stack.delta is not None:
+            raise UserError(f"{name}: the rows of hybrids are measured by bench.hybrid")
         self._kv, self._vocab, self._fused = runner.cache.kv, runner.vocab, runner.model.fused
         self._preparations = [(row_preparations(layer), layer) for layer in self.stack.layers]
 
@@ -182,7 +184,7 @@ class MeasuredModel:
         """Runs a forward in one native call. Returns its logits and its seconds. The next forward writes the same slots
         of the cache."""
         watch = Stopwatch()
-        logits = self._fused.forward(batch, self._kv, True).logits
+        logits = self._fused.forward(batch, self._runner.cache, True).logits
         watch.lap("forward")
         return logits, watch.spent
 

@@ -2,6 +2,9 @@
 
 They predict the time of a round of any shape (d, bs) before a round has been measured. They are kept in a file, so that
 later starts with the same models on the same machine do not measure again.
+
+The measured rows are proposals of the draft, because the price of a row of a mixture of experts is that of the experts
+that no other row uses: equal tokens would be routed to the same experts.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +26,7 @@ from swiftspec.messages import Proposal, RequestStart
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier
 
-FORMAT = 1
+FORMAT = 2
 MAX_FILE_BYTES = 1 << 14
 # Numbers of rows of the measured verifications, in this order: a slow model may not reach the last ones.
 VERIFIED_ROWS = (1, 8, 32, 16, 4)
@@ -134,9 +137,8 @@ def measure_pair_times(
 
     def verify(rows: int) -> float:
         verifier.open(ROOT)
-        chain = Proposal.from_draft_model(0, 0, 0, (0,) * rows, range(-1, rows - 1), (0.0,) * rows)
         began = clock()
-        verifier.verify(chain)
+        verifier.verify(proposals[rows])
         return clock() - began
 
     def expand(rows: int) -> float:
@@ -148,11 +150,27 @@ def measure_pair_times(
         return clock() - began
 
     counts = dict.fromkeys(min(rows, max_rows) for rows in VERIFIED_ROWS)
+    proposals = draft_proposals(drafter, counts)
     target = measure_row_times(verify, [*counts], TARGET_BUDGET_S, clock)
     verifier.close()
     draft = measure_row_times(expand, (1, max(leaves, 2)), DRAFT_BUDGET_S, clock)
     drafter.close()
     return None if target is None or draft is None else PairTimes(target, draft)
+
+
+def draft_proposals(drafter: LocalDrafter, counts: Collection[int]) -> dict[int, Proposal]:
+    """Returns a proposal of the draft for each of `counts` nodes, or of all nodes if its tree cannot grow further."""
+    drafter.open(ROOT)
+    nodes = 0
+    while nodes < drafter.tree.count and nodes < max(counts):
+        nodes = drafter.tree.count
+        drafter.expand()
+    found = dict[int, Proposal]()
+    for count in counts:
+        _, tokens, parents, weights = drafter.tree.best_subtree(count)
+        found[count] = Proposal.from_draft_model(0, 0, 0, tokens, parents, weights)
+    drafter.close()
+    return found
 
 
 def measure_row_times(

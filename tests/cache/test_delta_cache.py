@@ -53,7 +53,7 @@ def weights_in(ops: Any, dtype: torch.dtype) -> list[PackedDelta]:
     wide = torch.promote_types(dtype, torch.float32)
     return [
         PackedDelta(
-            None, *(part.to(wide) for part in (w.conv, w.decay_factor, w.decay_bias)),
+            None, w.conv.to(wide), w.decay_factor.to(wide), w.decay_bias.to(wide),
             ops.pack_norm(w.norm.weight.to(dtype), 1e-6, dtype, "cpu"),
         )
         for w in WEIGHTS

@@ -17,7 +17,14 @@ from swiftspec.control import row_times
 from swiftspec.control.cost_model import CostModel
 from swiftspec.control.policy import FIRST_DECISION_ROUNDS, REFRESH_ROUNDS, decide, initial_stats
 from swiftspec.control.round_stats import NO_SPECULATION, WINDOW_ROUNDS, RoundSample, RoundStats
-from swiftspec.control.row_times import PairTimes, RowTimes, RowTimesFile, measure_pair_times, measure_row_times
+from swiftspec.control.row_times import (
+    PairTimes,
+    RowTimes,
+    RowTimesFile,
+    draft_proposals,
+    measure_pair_times,
+    measure_row_times,
+)
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
 from tests.control.test_controller import chain, run, serial_round
@@ -233,6 +240,14 @@ def test_row_times_do_not_change_the_text(
     assert (starts[0].nodes > 8) == (row < 0.1) and drafter_of(llm).max_nodes == max(starts[0].batch_sizes)
     for _ in range(2):
         assert llm.generate(PROMPT, sampling).token_ids == plain
+
+
+def test_the_measured_rows_are_proposals_of_the_draft(pair: tuple[Path, Path]) -> None:
+    """With different tokens, which a mixture of experts routes to different experts."""
+    llm = LLM(*pair, EngineConfig(verify_batch=8), dtype=torch.float32, device="cpu")
+    found = draft_proposals(drafter_of(llm), (1, 4, 8))
+    assert {count: len(proposal.tokens) for count, proposal in found.items()} == {1: 1, 4: 4, 8: 8}
+    assert len({*found[8].tokens}) > 3 and [*found[8].parents][:2] == [-1, 0]
 
 
 def test_a_measurement_leaves_no_request_open(pair: tuple[Path, Path]) -> None:

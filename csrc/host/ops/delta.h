@@ -61,7 +61,8 @@ void multiply_add_columns(Factors x, int64_t rows, int64_t steps, const float* y
   }
 }
 
-// out [rows, columns] = scale out + x y [steps, columns], for an even number of rows. Sums are in the order of the steps, whatever the tiles.
+// out [rows, columns] = scale out + x y [steps, columns], for an even number of rows. Sums are in the order of the
+// steps, whatever the tiles.
 inline void multiply_add(const Factors& x, int64_t rows, int64_t steps, const float* y, int64_t columns, float scale,
                          float* out) {
   int64_t column = 0;
@@ -103,7 +104,9 @@ int64_t decay_factors(int64_t count, const Decay& decay, std::vector<float>& out
   }
   const bool all = first == 0 && !(sum < kSmallestDecay);
   out[static_cast<size_t>(count)] = sum;
-  for (int64_t i = first / kLanes * kLanes; i < padded; i += kLanes) store(out.data() + i, exponential(load(out.data() + i)));
+  for (int64_t i = first / kLanes * kLanes; i < padded; i += kLanes) {
+    store(out.data() + i, exponential(load(out.data() + i)));
+  }
   std::fill_n(out.begin(), first, 0.0f);
   if (!all) out[static_cast<size_t>(count)] = 0.0f;
   return first;
@@ -120,14 +123,17 @@ inline void fold_head(const DeltaShape& shape, const DeltaSlots& slots, int64_t 
   for (int64_t i = 0; i < kFoldPositions; ++i) {
     const float* update = slots.updates + ((first + i) * shape.v_heads + head) * columns;
     const F factor = broadcast(s.factors[static_cast<size_t>(i)]);
-    for (int64_t c = 0; c < columns; c += kLanes) store(s.updates.data() + i * columns + c, mul(load(update + c), factor));
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      store(s.updates.data() + i * columns + c, mul(load(update + c), factor));
+    }
   }
   s.keys.resize(static_cast<size_t>(kFoldPositions * shape.k_dim));
   for (int64_t i = 0; i < kFoldPositions; ++i) {
     std::copy_n(slots.keys + ((first + i) * shape.k_heads + k_head) * shape.k_dim, shape.k_dim,
                 s.keys.data() + i * shape.k_dim);
   }
-  multiply_add({s.keys.data(), 1, shape.k_dim}, shape.k_dim, kFoldPositions, s.updates.data(), columns, s.factors[kFoldPositions], state);
+  multiply_add({s.keys.data(), 1, shape.k_dim}, shape.k_dim, kFoldPositions, s.updates.data(), columns,
+               s.factors[kFoldPositions], state);
 }
 
 inline void fold_delta(const DeltaShape& shape, const DeltaSlots& slots) {
@@ -145,7 +151,8 @@ inline int64_t slot_of(const DeltaArgs& a, const DeltaGroup& group, const DeltaR
 
 // The convolution of `count` channels from `channel` on at one row, then SiLU, rounded to T.
 template <class T>
-void convolve(const DeltaArgs& a, const DeltaGroup& group, const DeltaRow& row, int64_t channel, int64_t count, float* out) {
+void convolve(const DeltaArgs& a, const DeltaGroup& group, const DeltaRow& row, int64_t channel, int64_t count,
+              float* out) {
   const int64_t width = a.shape.conv_width, size = a.shape.conv_size(), taps = std::min(width, row.count);
   int64_t last[kFoldPositions];
   for (int64_t t = 0; t < taps; ++t) last[t] = slot_of(a, group, row, row.count - taps + t);

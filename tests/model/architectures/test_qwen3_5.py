@@ -308,7 +308,7 @@ def test_a_grammar_that_forbids_every_draft(tmp_path: Path, native: bool) -> Non
     """The draft proposes only tokens that the target's grammar forbids: no state of a rejected node remains."""
     pair = make_pair(tmp_path, family=FAMILY, vocab=300, head_dim=16, linear_key_head_dim=16, tie=False)
     write_tokenizer(pair[0], byte_level_tokenizer())
-    options = OPTIONS | ({"dtype": "bfloat16"} if native else {})
+    options: dict[str, Any] = OPTIONS | ({"dtype": "bfloat16"} if native else {})
     sampling = replace(SEEDED, grammar="start: /[a-z]*/")  # in its place OneHalf
     plain, tree = LLM(pair[0], **options), LLM(*pair, EngineConfig("serial", self_switch=False), **options)
     for llm in (plain, tree):

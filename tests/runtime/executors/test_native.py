@@ -270,7 +270,7 @@ def test_invalid_arguments_are_refused(checkpoint: Path) -> None:
     """An invalid number from Python raises an exception instead of crashing."""
     runner = make_runner(checkpoint, torch.float32)
     model: Any = runner.model
-    rounds = model.fused.rounds(runner.cache.kv)
+    rounds = model.fused.rounds(runner.cache)
     scoring = rounds.scoring(VOCAB, 1.0, None, False, 0, 0)
     for tokens, parents, prefix, message in [
         ([1, 2], [-1], 0, "has a parent"),
