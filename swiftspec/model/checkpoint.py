@@ -193,7 +193,8 @@ class Checkpoint:
     def _mixture(self, prefix: str, mlp: MlpSpec, experts: ExpertsSpec) -> dict[str, Weight]:
         names, hidden, shared = self.names, self.spec.hidden_size, experts.shared_intermediate_size
         router = self._linear(f"{prefix}.{names.router}", experts.num_experts, hidden, mlp.bias)
-        gate_up, down = self._experts(f"{prefix}.{names.experts}", mlp)
+        joined = bool(names.gate_experts)
+        gate_up, down = self._joined(prefix, mlp) if joined else self._experts(f"{prefix}.{names.experts}", mlp)
         read = {"router": router, "gate_up": gate_up, "down": down}
         if not shared:
             return read
@@ -204,6 +205,17 @@ class Checkpoint:
             "shared_gate_up": fuse_weights(halves),
             "shared_down": self._linear(f"{module}.down_proj", hidden, shared, bias=False),
         }
+
+    def _joined(self, prefix: str, mlp: MlpSpec) -> tuple[Weight, Weight]:
+        """Reads the projections of all experts from the modules that have them one below the other. Returns gate and up
+        of each expert one below the other, too."""
+        names, count, inner, hidden = self.names, mlp.num_experts, mlp.intermediate_size, self.spec.hidden_size
+        rows = count * inner
+        modules = (f"{prefix}.{name}" for name in (names.gate_experts, names.up_experts))
+        halves = [self._linear(module, rows, hidden, bias=False) for module in modules]
+        order = torch.arange(2 * rows).view(2, count, inner).transpose(0, 1).flatten()
+        down = self._linear(f"{prefix}.{names.down_experts}", count * hidden, inner, bias=False)
+        return fuse_weights(halves).outputs(order), down
 
     def _experts(self, prefix: str, mlp: MlpSpec) -> tuple[Weight, Weight]:
         """Reads the projections of all experts: those of each expert, or the two tensors [num_experts, outputs, inputs]

@@ -50,6 +50,10 @@ class TensorNames:
     # whether those of all experts may be in two tensors [num_experts, inputs, outputs], with outputs of gate and up
     # alternately
     alternating_experts: bool = False
+    # instead of these modules, those with the projections of all experts of a layer, one below the other
+    gate_experts: str = ""
+    up_experts: str = ""
+    down_experts: str = ""
     sinks: str = "self_attn.sinks"  # the name of the tensor
     shared_expert: str = "mlp.shared_expert"  # of the modules gate_proj, up_proj and down_proj
     shared_gate: str = "mlp.shared_expert_gate"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def write_gguf(
     FEATURES.get(family, lambda writer, config: None)(writer, config)
     add_vocabulary(writer, config.vocab_size)
     metadata(writer)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in single_projections(model.state_dict()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         module, value = name.split(".")[-2], tensor.float()
@@ -81,20 +81,45 @@ def write_gguf(
             order = rotated_pairs(len(value), heads[module])
             value = value[order]
         shift = int(family in NORMS_PLUS_ONE and value.ndim == 1)
-        value, kind = value + shift, type_of(name) if value.ndim == 2 else "F32"
+        value, kind = value + shift, type_of(name) if value.ndim > 1 else "F32"
         enum = GGMLQuantizationType[kind]
         if kind in BLOCK_TYPES:
-            raw = random_blocks(BLOCK_TYPES[kind], len(value), value.shape[1], noise)
+            raw = random_blocks(BLOCK_TYPES[kind], value[..., 0].numel(), value.shape[-1], noise)
+            raw = raw.reshape(*value.shape[:-1], -1)
         else:
             raw = gguf.quantize(value.numpy(), enum)
         stored = torch.from_numpy(np.array(gguf.dequantize(raw, enum))) - shift
         values[name] = stored if order is None else torch.empty_like(stored).index_copy_(0, order, stored)
-        writer.add_tensor(gguf_name(family, config.num_hidden_layers, name), raw, raw_dtype=enum)
+        full = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+        writer.add_tensor(gguf_name(family, config.num_hidden_layers, full), raw, raw_dtype=enum)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return values
+    return joined_projections(values)
+
+
+def single_projections(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model, with gate and up of all experts as two."""
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            for half, part in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True):
+                yield name.replace("gate_up_proj", half), part
+        else:
+            yield name, tensor
+
+
+def joined_projections(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `single_projections`."""
+    joined = dict[str, Tensor]()
+    for name, value in values.items():
+        if name.endswith("experts.gate_proj"):
+            joined[name.replace("gate_proj", "gate_up_proj")] = torch.cat(
+                [value, values[name.replace("gate_proj", "up_proj")]], 1
+            )
+        elif not name.endswith("experts.up_proj"):
+            joined[name] = value
+    return joined
 
 
 def write_twin(folder: Path, model: PreTrainedModel, values: Mapping[str, Tensor]) -> Path:
@@ -176,9 +201,15 @@ def _mistral3(writer: GGUFWriter, config: Any) -> None:
     writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
 
 
+def _qwen3moe(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
 # what convert_hf_to_gguf.py of llama.cpp writes for an architecture in addition
 FEATURES: dict[str, Callable[[GGUFWriter, Any], None]] = {
-    "gemma3": _gemma3, "phi3": _phi3, "granite": _granite, "olmo2": _olmo, "mistral3": _mistral3,
+    "qwen3moe": _qwen3moe, "gemma3": _gemma3, "phi3": _phi3, "granite": _granite, "olmo2": _olmo, "mistral3": _mistral3,
 }  # fmt: skip
 
 

@@ -26,9 +26,10 @@ FIELDS = {  # of config.json, by the name after the architecture's
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 CHANGES = (  # names of features that change what a model computes; 0, where they are off
-    "expert_count", "attention.sliding_window", "attention.scale", "attention.clamp_kqv", "attn_logit_softcapping",
-    "final_logit_softcapping", "embedding_scale", "residual_scale", "logit_scale", "attention.max_alibi_bias",
-    "attention.temperature_scale", "rope.dimension_sections", "rope.scaling.alpha", "nextn_predict_layers",
+    "expert_count", "expert_weights_scale", "expert_group_count", "attention.sliding_window", "attention.scale",
+    "attention.clamp_kqv", "attn_logit_softcapping", "final_logit_softcapping", "embedding_scale", "residual_scale",
+    "logit_scale", "attention.max_alibi_bias", "attention.temperature_scale", "rope.dimension_sections",
+    "rope.scaling.alpha", "nextn_predict_layers",
 )  # fmt: skip
 
 

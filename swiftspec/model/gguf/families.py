@@ -27,6 +27,11 @@ GGUF_NAMES = TensorNames(
     up="ffn_up", down="ffn_down",
 )  # fmt: skip
 JOINED_MLP = replace(GGUF_NAMES, gate_up="ffn_up")
+MIXTURE = replace(
+    GGUF_NAMES, router="ffn_gate_inp", gate_experts="ffn_gate_exps", up_experts="ffn_up_exps",
+    down_experts="ffn_down_exps",
+)  # fmt: skip
+SOFTMAX = 1  # of `expert_gating_func`
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 MAX_LAYERS = 1 << 14
 GEMMA_27B_LAYERS = 62
@@ -127,10 +132,24 @@ def _mistral3(fields: GgufFields, rope: Json) -> Json:
     return {"rope_parameters": {**rope, "llama_4_scaling_beta": fields.scalar("attention.temperature_scale")}}
 
 
+def _qwen3moe(fields: GgufFields, rope: Json) -> Json:
+    """Every layer is a mixture; the probabilities of a token's experts are divided by their sum."""
+    if fields.number("expert_gating_func") not in (0, SOFTMAX):
+        raise fields.unsupported("expert_gating_func")
+    return {
+        "num_experts_per_tok": fields.scalar("expert_used_count"),
+        "moe_intermediate_size": fields.scalar("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
 GGUF_ARCHITECTURES = {
     "llama": GgufArchitecture("LlamaForCausalLM", rotates_pairs=True),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
+    "qwen3moe": GgufArchitecture(
+        "Qwen3MoeForCausalLM", features={"expert_count": "num_experts"}, read=_qwen3moe, names=MIXTURE
+    ),
     "gemma3": GgufArchitecture(
         "Gemma3ForCausalLM", norms_plus_one=True, read=_gemma3,
         features={WINDOW: "sliding_window", "final_logit_softcapping": "final_logit_softcapping"},

@@ -54,10 +54,12 @@ class GgufTensors:
         return name in self._file.tensors and self._file.tensors[name].type in DENSE_BYTES
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of the tensor `name`. Raises UserError if it is missing."""
+        """Returns the shape of the tensor `name`, where the matrices of all experts of a layer are one below the other.
+        Raises UserError if it is missing."""
         if name not in self._file.tensors:
             raise UserError(f"{self.folder}: tensor {name} is missing")
-        return self._file.tensors[name].shape
+        *rows, columns = self._file.tensors[name].shape
+        return (math.prod(rows), columns) if len(rows) > 1 else (*rows, columns)
 
     def take(self, name: str, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
         """Maps the tensor `name` and marks it as taken. A quantised one is dequantised. Raises UserError if it is

@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama with YaRN": {"family": "llama", "rope": YARN},
     "qwen2": {"family": "qwen2", "rope": YARN},
     "qwen3": {"family": "qwen3", "rope": YARN},
+    "qwen3moe": {"family": "qwen3_moe", "mlp_only_layers": [], "moe_intermediate_size": 64},
     "gemma3": {"family": "gemma3_text", "query_pre_attn_scalar": 16, "head_dim": 16},
     "smollm3": {"family": "smollm3"},
     "phi3": {"family": "phi3", "num_attention_heads": 2, "rope": PHI3_ROPE},
@@ -69,7 +70,7 @@ def test_every_architecture_is_tested() -> None:
     assert {architecture_of(make_model(**case)) for case in CASES.values()} == {*GGUF_ARCHITECTURES}
 
 
-@pytest.mark.parametrize("family", ["phi3", "glm4"])
+@pytest.mark.parametrize("family", ["phi3", "glm4", "qwen3moe"])
 def test_joined_matrices_on_two_ranks(tmp_path: Path, family: str) -> None:
     """Each rank has rows of each part of a joined matrix."""
     path = tmp_path / "model.gguf"
@@ -79,7 +80,7 @@ def test_joined_matrices_on_two_ranks(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
-@pytest.mark.parametrize("family", ["gemma3", "phi3", "glm4"])
+@pytest.mark.parametrize("family", ["gemma3", "phi3", "glm4", "qwen3moe"])
 def test_native_operators(tmp_path: Path, family: str) -> None:
     path, case = tmp_path / "model.gguf", {**CASES[family], "head_dim": 16}
     want = expected(written(path, "Q4_0", **case), TOKENS)
@@ -142,6 +143,8 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("qwen2", {"rope.scaling.type": "longrope"}, "'longrope' needs tensor rope_factors_short.weight"),
     ("qwen2", {"attention.causal": False}, "qwen2.attention.causal False is not supported"),
     ("qwen2", {"attention.temperature_scale": 0.1}, "qwen2.attention.temperature_scale 0.1 is not supported"),
+    ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func 2 is not supported"),
+    ("qwen3moe", {"expert_weights_scale": 2.5}, "qwen3moe.expert_weights_scale 2.5 is not supported"),
     ("gemma3", {"attention.sliding_window_pattern": "x"}, "gemma3.attention.sliding_window_pattern 'x'"),
     ("gemma3", {"attention.sliding_window_pattern": np.ones(2)}, "layer_types has 2 entries for 3 layers"),
     ("phi3", {"rope.scaling.type": "yarn"}, "RoPE type 'yarn' with tensor rope_factors_short.weight"),
