@@ -276,6 +276,28 @@ class DeltaMachine(RuleBasedStateMachine):
         keep = [slot for slot in range(len(self.sequences.tokens)) if not gone & {*self.sequences.path(slot)}]
         self.sequences.commit([], keep)
 
+    @precondition(lambda self: not self.sequences.tokens)
+    @rule(sequence=st.integers(0, 1))
+    def snapshot(self, sequence: int) -> None:
+        self.sequences.cache.take_snapshot(sequence)
+
+    @precondition(lambda self: not self.sequences.tokens)
+    @rule(data=st.data(), source=st.integers(0, 1), sequence=st.integers(0, 1), stored=st.booleans())
+    def reuse(self, data: st.DataObject, source: int, sequence: int, stored: bool) -> None:
+        """A part of a text becomes the prefix of another one, of the same sequence or the other, also after a copy of
+        it was stored."""
+        cache, text = self.sequences.cache, self.sequences.prefix[source]
+        most = data.draw(st.sampled_from([len(text)]) | st.integers(0, len(text)))
+        count = cache.reusable_len(source, most)
+        if stored and len(text) == cache.reusable_len(source, len(text)) > 0:
+            saved = cache.save_prefix(source, len(text))
+            assert len(saved[-1]) == cache.num_snapshots(source, len(text))
+            assert cache.saved_len(saved, most) == count
+            cache.load_prefix(sequence, saved, count)
+        else:
+            cache.set_prefix(sequence, count, source)
+        self.sequences.prefix[sequence] = text[:count]
+
     @rule()
     def close(self) -> None:
         """Ends a request: nothing is committed."""
@@ -300,7 +322,7 @@ class NativeDeltaMachine(DeltaMachine):
     ops = cpu
 
 
-NativeDeltaMachine.TestCase.settings = settings(max_examples=8, stateful_step_count=20, deadline=None)
+NativeDeltaMachine.TestCase.settings = settings(max_examples=16, stateful_step_count=20, deadline=None)
 TestNativeDeltaCache = native(NativeDeltaMachine.TestCase)
 
 
