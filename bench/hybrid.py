@@ -1,9 +1,12 @@
 """Hybrids of gated delta layers and attention on a CPU: random int4 weights in the shapes of Qwen3.5-4B and -0.8B.
 
     python -m bench.hybrid [--folder DIR] [--rows 1,2,4,8,16] [--tokens 96] [--repeats 3] [--threads 2]
+                           [--llama-bin DIR] [--drafts 2,4]
 
 Writes both checkpoints (5 GB; kept in --folder), and prints the price of rows of each model, the speed of prompts, and
-the speed of autoregressive and of serial decoding, which alternate.
+the speed of autoregressive and of serial decoding, which alternate. With --llama-bin, `llama-server` from that folder
+then runs the same weights (bench/baselines/hybrid_gguf.py; 6.5 GB more, written within minutes): plain, and with the
+draft, for each number of drafted tokens per round in --drafts. All systems sample from the models' distributions.
 
 The weights are random, but the pair agrees often: embedding and LM head are tied and the layers add little to the
 residual stream, so both models repeat the last token with a probability of about --share, and draw any other token
@@ -16,6 +19,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -28,15 +32,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.baselines.llama_server import UNCHANGED, LlamaServer, find_server
+from bench.width_expanded import complete, warm
+from bench.workload import Measured, Work
 from swiftspec.backends import cpu as host
 from swiftspec.builder.load_options import Side
 from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import Runner
 
 VOCAB, GROUP, CONTEXT, PROMPT = 248_320, 128, 64, 512
+KINDS = ("q4_1", "q4_0")  # weight types of llama.cpp's files
 SHAPES: dict[str, dict[str, int]] = {
     "4B": {
         "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "num_attention_heads": 16,
@@ -153,14 +162,69 @@ def report_speed(engines: dict[str, LLM], tokens: int, repeats: int) -> None:
         print(f"| {name} | {statistics.median(found[name]):.2f} | {statistics.median(lengths[name]):.2f} |")
 
 
-def main() -> None:
+def report_ours(paths: list[Path], args: argparse.Namespace) -> None:
+    target, draft = paths
+    packed = target.parent / "packed"
+    options: dict[str, Any] = {"max_model_len": 2048, "threads": args.threads, "packed_cache": packed}
+    serial = LLM(target, draft, EngineConfig("serial"), **options)
+    print(f"ISA level {host.level()}, {host.threads()} threads\n")
+    report_rows(serial, args.rows, args.repeats)
+    report_speed({"ar": LLM(target, **options), "serial": serial}, args.tokens, args.repeats)
+
+
+def gguf_file(checkpoint: Path, kind: str) -> Path:
+    """Returns llama.cpp's file of a checkpoint, which is written unless it exists."""
+    file = checkpoint.with_name(f"{checkpoint.name}.{kind}.gguf")
+    if not file.is_file():
+        from bench.baselines.hybrid_gguf import write_gguf  # needs the package gguf
+
+        with complete(file) as out:
+            write_gguf(checkpoint, out, kind)
+    return file
+
+
+def report_peer(server: LlamaServer, paths: list[Path], args: argparse.Namespace) -> None:
+    """Prints the speed of llama.cpp: of each model, and of the target with the draft."""
+    long, short = (torch.randint(0, VOCAB, (args.repeats, size)).tolist() for size in (PROMPT, CONTEXT))
+    work = Work(long, short, args.tokens)
+    print(f"\nllama.cpp {server.version}\n\n| mode | tok/s | tokens per round | prompt tok/s |\n|---|---|---|---|")
+    for kind in KINDS:
+        target, draft = files = [gguf_file(path, kind) for path in paths]
+        warm(files)
+        for shape, file in zip(SHAPES, files, strict=True):
+            found = server.measure(work, file, args.threads, sampling=UNCHANGED)
+            print(peer_row(f"{shape} {kind}, plain", found))
+        for count in args.drafts:
+            found = server.measure(work, target, args.threads, (draft, count), UNCHANGED)
+            print(peer_row(f"{' and '.join(SHAPES)} {kind}, draft of {count}", found))
+
+
+def peer_row(name: str, found: Measured) -> str:
+    speed, prompt = statistics.median(found.rates), max(found.prompts)
+    return f"| {name} | {speed:.2f} | {found.decoded / found.rounds:.2f} | {prompt:.0f} |"
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--rows", default="1,2,4,8,16")
+    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16])
     parser.add_argument("--share", type=float, default=0.75)
     for name, value in {"tokens": 96, "repeats": 3, "threads": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    args = parser.parse_args()
+    parser.add_argument("--llama-bin", type=Path, help="folder of llama-server (default: without llama.cpp)")
+    parser.add_argument("--drafts", type=numbers, default=[2, 4], help="draft tokens per round of llama.cpp")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    server = None if args.llama_bin is None else find_server(args.llama_bin)
+    if args.llama_bin is not None and server is None:
+        sys.exit(f"bench.hybrid: {args.llama_bin} does not contain llama-server")
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
@@ -168,12 +232,12 @@ def main() -> None:
         for path, shape in zip(paths, SHAPES, strict=True):
             if not (path / "config.json").exists():
                 write_checkpoint(path, shape, args.share)
-        options: dict[str, Any] = {"max_model_len": 2048, "threads": args.threads, "packed_cache": folder / "packed"}
-        target, draft = paths
-        serial = LLM(target, draft, EngineConfig("serial"), **options)
-        print(f"ISA level {host.level()}, {host.threads()} threads\n")
-        report_rows(serial, [int(count) for count in args.rows.split(",")], args.repeats)
-        report_speed({"ar": LLM(target, **options), "serial": serial}, args.tokens, args.repeats)
+        report_ours(paths, args)
+        if server is not None:
+            try:
+                report_peer(server, paths, args)
+            except UserError as error:
+                sys.exit(f"bench.hybrid: {error}")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class Model:
             say(f"{self.folder.name}: reused")
         else:
             say(f"{self.folder.name}: expanding")
-            with _whole(self.folder) as out:
+            with complete(self.folder) as out:
                 write(self.source, self.sizes, "int4", out)
                 pad_tokenizer(out / "tokenizer.json", self.sizes["vocab_size"])
         for kind in kinds:
@@ -92,7 +92,7 @@ class Model:
             say(f"{self.gguf(kind).name}: writing")
             from bench.baselines.to_gguf import write_gguf  # needs the package gguf
 
-            with _whole(self.gguf(kind)) as out:
+            with complete(self.gguf(kind)) as out:
                 write_gguf(self.folder, out, kind)
 
 
@@ -126,7 +126,7 @@ def warm(files: list[Path]) -> None:
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
+def complete(path: Path) -> Iterator[Path]:
     """Yields a temporary path that is renamed at the end and removed after an error."""
     partial = path.with_name(f"{path.name}.partial")
     _remove(partial)

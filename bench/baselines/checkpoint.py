@@ -34,6 +34,10 @@ class Weights:
     def has_int4(self) -> bool:
         return any(name.endswith(".qweight") for name in self._where)
 
+    def is_int4(self, name: str) -> bool:
+        """Returns whether the tensor is an int4 matrix."""
+        return name not in self._where
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of the tensor after dequantisation. Reads only the header of its file."""
         if name in self._where:
@@ -48,7 +52,7 @@ class Weights:
 
     def int4(self, name: str) -> Int4Weight | None:
         """Returns an int4 matrix, or None if the matrix is dense."""
-        if name in self._where:
+        if not self.is_int4(name):
             return None
         assert isinstance(self._layout, awq.Awq)
         module = name.removesuffix("weight")

@@ -23,6 +23,8 @@ from swiftspec.errors import UserError
 PATIENCE = 600.0  # timeout in seconds for loading, and for each answer
 BETWEEN = 0.05  # seconds between checks whether the models are loaded
 DRAFT_TOKENS = ("--spec-draft-n-max", "--draft-max")  # the same flag in different versions
+GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": 1, "samplers": ["top_k"]}
+UNCHANGED: dict[str, Any] = {"temperature": 1.0, "samplers": ["temperature"], "seed": 0}  # the model's distribution
 
 
 class LlamaServer:
@@ -34,19 +36,26 @@ class LlamaServer:
         version = next(iter(self._says("--version").splitlines()), "unknown").removeprefix("version: ")
         self.version = describe_build(version, recorded_amx(binary.resolve().parent))
 
-    def measure(self, work: Work, target: Path, threads: int, draft: tuple[Path, int] | None = None) -> Measured:
+    def measure(
+        self,
+        work: Work,
+        target: Path,
+        threads: int,
+        draft: tuple[Path, int] | None = None,
+        sampling: dict[str, Any] = GREEDY,
+    ) -> Measured:
         """Serves the GGUF file `target` and returns the measurements of the workload.
 
-        `draft`: GGUF file of the draft, and number of draft tokens per round; None decodes without a draft. Raises
-        UserError if the server does not start or answer.
+        `draft`: GGUF file of the draft, and number of draft tokens per round; None decodes without a draft. `sampling`:
+        fields of the requests. Raises UserError if the server does not start or answer.
         """
         with self._running(target, threads, draft) as (process, port, start):
             measured = Measured(start, notes={"version": self.version})
-            _complete(port, work.short[0], WARM_UP)
+            _complete(port, work.short[0], WARM_UP, sampling)
             for prompt in work.long:
-                measured.prompts.append(_complete(port, prompt, 1)["timings"]["prompt_per_second"])
+                measured.prompts.append(_complete(port, prompt, 1, sampling)["timings"]["prompt_per_second"])
             for prompt in work.short:
-                found = _complete(port, prompt, work.tokens)
+                found = _complete(port, prompt, work.tokens, sampling)
                 timings = found["timings"]
                 measured.rates.append(timings["predicted_per_second"])
                 measured.drafted += timings.get("draft_n", 0)
@@ -121,11 +130,11 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
     raise UserError(f"llama-server is not ready after {PATIENCE:.0f} seconds: {_last(log)}")
 
 
-def _complete(port: int, prompt: list[int], tokens: int) -> dict[str, Any]:
-    """Requests one greedy answer of exactly `tokens` tokens, with prompt caching disabled, and returns the response."""
+def _complete(port: int, prompt: list[int], tokens: int, sampling: dict[str, Any]) -> dict[str, Any]:
+    """Requests one answer of exactly `tokens` tokens, with prompt caching disabled, and returns the response."""
     asked = {
-        "prompt": prompt, "n_predict": tokens, "temperature": 0.0, "top_k": 1, "samplers": ["top_k"],
-        "ignore_eos": True, "cache_prompt": False, "return_tokens": True, "stream": False,
+        "prompt": prompt, "n_predict": tokens, "ignore_eos": True, "cache_prompt": False, "return_tokens": True,
+        "stream": False, **sampling,
     }  # fmt: skip
     status, body = _asked(port, "POST", "/completion", json.dumps(asked))
     if status != 200:

@@ -14,6 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -37,6 +40,29 @@ BLOCK = 32  # adjacent weights of a row that share a scale
 STRIP_ROWS = 4096  # rows of a matrix converted at a time
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a GGUF file, with its shape before encoding."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLQuantizationType
+    encode: Callable[[], np.ndarray]
+
+
+def write_entries(writer: GGUFWriter, entries: list[Entry]) -> None:
+    """Writes the metadata of `writer`, then the tensors, each of which is encoded when it is written."""
+    for entry in entries:
+        shape = gguf.quant_shape_to_byte_shape(entry.shape, entry.type)
+        writer.add_tensor_info(entry.name, shape, np.dtype(np.uint8), math.prod(shape), entry.type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for entry in entries:
+        writer.write_tensor_data(entry.encode())
+    writer.close()
+
+
 def write_gguf(model: Path, out: Path, kind: str) -> None:
     """Writes the checkpoint `model` as GGUF, with matrices of type `kind` (one of TYPES or INT4_TYPES) and vectors in
     float32. Encodes one tensor at a time, so memory does not grow with the file.
@@ -55,19 +81,14 @@ def write_gguf(model: Path, out: Path, kind: str) -> None:
     writer = GGUFWriter(out, "llama")
     _add_shape(writer, config)
     _add_vocabulary(writer, model, config.spec.vocab_size)
-    types = {name: _type(weights, name, kind) for name in weights.names}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, len(config.spec.layers))
-    for name, type_ in types.items():
-        shape = gguf.quant_shape_to_byte_shape(weights.shape(name), type_)
-        theirs = names.get_name(name, (".weight", ".bias"))
+    entries = list[Entry]()
+    for name in weights.names:
+        theirs, type_ = names.get_name(name, (".weight", ".bias")), _type(weights, name, kind)
         assert theirs is not None, f"{name}: no tensor of a Llama model"
-        writer.add_tensor_info(theirs, shape, np.dtype(np.uint8), math.prod(shape), type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for name, type_ in types.items():
-        writer.write_tensor_data(_encoded(weights, name, type_, _order(name, config)))
-    writer.close()
+        encode = partial(encoded, weights, name, type_, _order(name, config))
+        entries.append(Entry(theirs, weights.shape(name), type_, encode))
+    write_entries(writer, entries)
 
 
 def _type(weights: Weights, name: str, kind: str) -> GGMLQuantizationType:
@@ -79,17 +100,17 @@ def _type(weights: Weights, name: str, kind: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[kind.upper()]
 
 
-def _encoded(weights: Weights, name: str, type_: GGMLQuantizationType, order: Tensor | None) -> np.ndarray:
-    """Returns the encoded tensor. `order`: see `_order`."""
+def encoded(weights: Weights, name: str, type_: GGMLQuantizationType, order: Tensor | None) -> np.ndarray:
+    """Returns the encoded tensor, with its rows in `order` if that is given."""
     if type_ == GGMLQuantizationType.Q4_1:
-        return _as_they_are(weights, name, order).numpy()
+        return int4_blocks(weights, name, order).numpy()
     dense = _rows(weights.dense(name, torch.float32 if type_ == GGMLQuantizationType.F32 else torch.bfloat16), order)
     return np.concatenate([gguf.quantize(part.float().numpy(), type_) for part in dense.split(STRIP_ROWS)])
 
 
-def _as_they_are(weights: Weights, name: str, order: Tensor | None) -> Tensor:
-    """Returns the Q4_1 blocks of an int4 matrix, with unchanged codes: a scale, a minimum, and 16 bytes of which byte i
-    has weight i in its low half and weight i + 16 in its high half."""
+def int4_blocks(weights: Weights, name: str, order: Tensor | None) -> Tensor:
+    """Returns the Q4_1 blocks [rows, blocks, bytes] of an int4 matrix, with unchanged codes: a scale, a minimum, and 16
+    bytes of which byte i has weight i in its low half and weight i + 16 in its high half. `order`: of the rows."""
     weight = weights.int4(name)
     assert isinstance(weight, Int4Weight), f"{name}: expected an int4 matrix"
     scales = weight.scales.float()
