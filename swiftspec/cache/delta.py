@@ -162,7 +162,8 @@ class DeltaCache:
 
     def load_prefix(self, sequence: int, saved: Sequence[_Snapshot], count: int) -> None:
         if count == 0:
-            return self.clear(sequence)
+            self.clear(sequence)
+            return
         source = next(each for each in saved if each.reusable_len(count) == count)
         self.state[:, sequence] = source.state
         for buffer, part in zip(self._slot_buffers(), source.slots, strict=True):
