@@ -106,7 +106,7 @@ class MeasuredModel:
         if any(isinstance(layer.mlp, PackedMixture) for layer in self.stack.layers):
             raise UserError(f"{name}: the rows of mixtures of experts are measured by bench.mixture")
         if self.stack.delta is not None:
-            raise UserError(f"{name}: the rows of hybrids are measured by bench.hybrid")
+            raise UserError(f"{name}: the rows of hybrids are measured by bench.random_pairs")
         self._kv, self._vocab, self._fused = runner.cache.kv, runner.vocab, runner.model.fused
         self._preparations = [(row_preparations(layer), layer) for layer in self.stack.layers]
 

@@ -1,4 +1,4 @@
-"""Converts a Qwen3.5 checkpoint of bench/hybrid.py to GGUF, so that llama.cpp runs the same weights.
+"""Converts a Qwen3.5 checkpoint of bench/random_pairs.py to GGUF, so that llama.cpp runs the same weights.
 
     python -m bench.baselines.hybrid_gguf out.gguf --model DIR [--type q4_1]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
 
-from bench import hybrid
+from bench import random_pairs
 from bench.baselines.checkpoint import Weights
 from bench.baselines.hybrid_gguf import write_gguf
 from swiftspec.errors import UserError
@@ -24,10 +24,8 @@ TILED = [0, 3, 1, 4, 2, 5]  # the first value head of each key head, then the se
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(hybrid.SHAPES, "tiny", SHAPE)
-    monkeypatch.setattr(hybrid, "VOCAB", 64)
-    hybrid.write_checkpoint(tmp_path / "tiny", "tiny", 0.75)
+def checkpoint(tmp_path: Path) -> Path:
+    random_pairs.write_checkpoint(tmp_path / "tiny", random_pairs.HYBRID | SHAPE | {"vocab_size": 64}, 0.75)
     return tmp_path / "tiny"
 
 
@@ -68,7 +66,7 @@ def test_every_tensor_has_its_values_in_the_order_of_llama_cpp(checkpoint: Path,
 
 
 def test_q4_0_has_the_weights_of_q4_1(checkpoint: Path, tmp_path: Path) -> None:
-    files = {kind: tmp_path / f"{kind}.gguf" for kind in hybrid.KINDS}
+    files = {kind: tmp_path / f"{kind}.gguf" for kind in random_pairs.KINDS}
     for kind, file in files.items():
         write_gguf(checkpoint, file, kind)
     kinds = {t.name: t.tensor_type for t in GGUFReader(files["q4_0"]).tensors}
