@@ -7,7 +7,7 @@ of a group hold the same entries, and the leader sends the number of cached toke
 (exact batches, mode smc) have batching/prefix_reuse.py instead.
 
 Delta layers do not keep a state for every token. The caches of hybrids therefore take snapshots where later texts are
-likely to branch off: at the end of each prompt, and where a prompt stops to equal an earlier text.
+likely to branch off: at the end of each prompt, and where a prompt first differs from an earlier text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PrefixCachingRunner(Runner):
         super().__init__(*args, **kwargs)
         self.prefix_cache, self._snapshot_tokens = PrefixCache(budget, min_tokens), snapshot_tokens
         self._sequences: list[list[int]] = []  # the verified tokens of each sequence
-        self._branches: list[int] = []  # of each sequence: where its prompt stops to equal an earlier text
+        self._branches: list[int] = []  # of each sequence: where its prompt first differs from an earlier text
         self._incomplete = False  # whether prefix slots were allocated whose KV is not computed yet
 
     def cached_lengths(self, texts: TokenSequences, max_cached: Sequence[int] | None = None) -> list[int]:

@@ -231,8 +231,8 @@ def test_a_repeated_prompt_is_prefilled_once(pair: Pair) -> None:
 
 
 def test_a_hybrid_continues_where_texts_branch_off(hybrid: Pair) -> None:
-    """Snapshots are at the end of each prompt and where it stops to equal an earlier one; the last few tokens before a
-    snapshot can be replaced, too."""
+    """Snapshots are at the end of each prompt and where it first differs from an earlier one; the last few tokens
+    before a snapshot can be replaced, too."""
     llm, fresh = make(hybrid, cache_memory=64), make(hybrid, cache_memory=0)
     system, found = HybridRequests.first_text, list[int]()
     questions = [[1, 2, 3] * 8, [4, 5] * 12, [6] * 9, [1, 2, 3] * 8, [*[1, 2, 3] * 7, 1, 9, 9], [1, 9] * 3]

@@ -134,6 +134,8 @@ def _mistral3(fields: GgufFields, rope: Json) -> Json:
 
 def _qwen3moe(fields: GgufFields, rope: Json) -> Json:
     """Every layer is a mixture; the probabilities of a token's experts are divided by their sum."""
+    if fields.is_off("expert_count"):
+        raise fields.unsupported("expert_count")
     if fields.number("expert_gating_func") not in (0, SOFTMAX):
         raise fields.unsupported("expert_gating_func")
     return {

@@ -143,6 +143,8 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("qwen2", {"rope.scaling.type": "longrope"}, "'longrope' needs tensor rope_factors_short.weight"),
     ("qwen2", {"attention.causal": False}, "qwen2.attention.causal False is not supported"),
     ("qwen2", {"attention.temperature_scale": 0.1}, "qwen2.attention.temperature_scale 0.1 is not supported"),
+    ("qwen3moe", {"expert_count": None}, "qwen3moe.expert_count None is not supported"),
+    ("qwen3moe", {"expert_used_count": None}, "num_experts_per_tok is missing"),
     ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func 2 is not supported"),
     ("qwen3moe", {"expert_weights_scale": 2.5}, "qwen3moe.expert_weights_scale 2.5 is not supported"),
     ("gemma3", {"attention.sliding_window_pattern": "x"}, "gemma3.attention.sliding_window_pattern 'x'"),
