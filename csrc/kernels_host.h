@@ -202,21 +202,23 @@ struct DeltaSlots {
 // What a row reads in every delta layer.
 struct DeltaRow {
   int64_t row, slot;
-  int64_t first;         // its fold point as a slot: a multiple of kFoldPositions
-  int64_t begin, count;  // its ancestors from the fold point on and itself: entries of `DeltaPlan::visible`
+  int64_t begin_fold, folds;  // its ancestors before its fold point: entries of `DeltaPlan::folds`
+  int64_t begin, count;       // those from the fold point on and itself: entries of `DeltaPlan::visible`
 };
 
-// Rows that have the same fold point.
+// Rows that have the same ancestors before their fold point.
 struct DeltaGroup {
-  int64_t first;                // the fold point
+  int64_t begin_fold, folds;    // these ancestors, a multiple of kFoldPositions: entries of `DeltaPlan::folds`
   int64_t begin, end;           // entries of `DeltaPlan::rows`
   int64_t begin_slot, columns;  // the slots that any of these rows sees: entries of `DeltaPlan::slots`
 };
 
-// The rows of one sequence in a forward, by fold point, then by slot: ancestors come first.
+// The rows of one sequence in a forward, by fold point, then by the ancestors before it, then by slot: ancestors come
+// first.
 struct DeltaPlan {
   std::vector<DeltaRow> rows;
   std::vector<DeltaGroup> groups;
+  std::vector<int64_t> folds;    // slots
   std::vector<int64_t> slots;    // of the groups, ascending in each
   std::vector<int64_t> visible;  // of the rows, ascending: entries of `slots`, counted from `begin_slot`
 };

@@ -7,8 +7,9 @@ ancestors' slots add, so a tree needs no copies of states, and a commit recomput
 
 A row at position p reads the state of the positions before `fold_point(p)` and its ancestors' slots from there on. The
 fold point depends on the position alone, so the terms of a row's sums are the same wherever rounds and prefill chunks
-end. It lies 32 to 63 positions before p: a tree that is at most 32 levels deep has its fold points in the prefix, and
-the slots from the fold point on contain the window of the convolution.
+end. It lies 32 to 63 positions before p, so the slots from it on contain the window of the convolution. A tree that is
+at most 32 levels deep has its fold points in the prefix; a deeper row folds its own path up to the fold point, for that
+forward only.
 """
 
 from __future__ import annotations

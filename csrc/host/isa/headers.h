@@ -9,6 +9,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <type_traits>
 #include <utility>
 #include <variant>

@@ -112,16 +112,15 @@ int64_t decay_factors(int64_t count, const Decay& decay, std::vector<float>& out
   return first;
 }
 
-// Folds kFoldPositions slots from `first` on into the state [k_dim, v_dim] of one value head. Reads copies of keys and
+// Folds the kFoldPositions slots in `path` into the state [k_dim, v_dim] of one value head. Reads copies of keys and
 // updates, because those of consecutive slots lie a power of two apart and compete for the same places in a CPU cache.
-inline void fold_head(const DeltaShape& shape, const DeltaSlots& slots, int64_t first, int64_t head, float* state,
+inline void fold_head(const DeltaShape& shape, const DeltaSlots& slots, const int64_t* path, int64_t head, float* state,
                       DeltaScratch& s) {
   const int64_t k_head = head / (shape.v_heads / shape.k_heads), columns = shape.v_dim;
-  const float* decays = slots.decays + first * shape.v_heads + head;
-  decay_factors(kFoldPositions, [&](int64_t i) { return decays[i * shape.v_heads]; }, s.factors);
+  decay_factors(kFoldPositions, [&](int64_t i) { return slots.decays[path[i] * shape.v_heads + head]; }, s.factors);
   s.updates.resize(static_cast<size_t>(kFoldPositions * columns));
   for (int64_t i = 0; i < kFoldPositions; ++i) {
-    const float* update = slots.updates + ((first + i) * shape.v_heads + head) * columns;
+    const float* update = slots.updates + (path[i] * shape.v_heads + head) * columns;
     const F factor = broadcast(s.factors[static_cast<size_t>(i)]);
     for (int64_t c = 0; c < columns; c += kLanes) {
       store(s.updates.data() + i * columns + c, mul(load(update + c), factor));
@@ -129,7 +128,7 @@ inline void fold_head(const DeltaShape& shape, const DeltaSlots& slots, int64_t 
   }
   s.keys.resize(static_cast<size_t>(kFoldPositions * shape.k_dim));
   for (int64_t i = 0; i < kFoldPositions; ++i) {
-    std::copy_n(slots.keys + ((first + i) * shape.k_heads + k_head) * shape.k_dim, shape.k_dim,
+    std::copy_n(slots.keys + (path[i] * shape.k_heads + k_head) * shape.k_dim, shape.k_dim,
                 s.keys.data() + i * shape.k_dim);
   }
   multiply_add({s.keys.data(), 1, shape.k_dim}, shape.k_dim, kFoldPositions, s.updates.data(), columns,
@@ -138,9 +137,11 @@ inline void fold_head(const DeltaShape& shape, const DeltaSlots& slots, int64_t 
 
 inline void fold_delta(const DeltaShape& shape, const DeltaSlots& slots) {
   const int64_t size = shape.k_dim * shape.v_dim;
+  int64_t path[kFoldPositions];
+  std::iota(path, path + kFoldPositions, 0);
   run_tasks(shape.v_heads, shape.v_heads * size * kFoldPositions, [&](int64_t head) {
     thread_local DeltaScratch scratch;
-    fold_head(shape, slots, 0, head, slots.state + head * size, scratch);
+    fold_head(shape, slots, path, head, slots.state + head * size, scratch);
   });
 }
 
@@ -366,16 +367,19 @@ void delta_head(const DeltaArgs& a, int64_t k_head) {
   const DeltaShape& shape = a.shape;
   prepare_head<T>(a, k_head, s);
   const int64_t heads = shape.v_heads / shape.k_heads, size = shape.k_dim * shape.v_dim, first_head = k_head * heads;
-  const float* states = a.slots.state + first_head * size;
-  int64_t folded = 0;
+  const float *initial = a.slots.state + first_head * size, *states = initial;
+  const int64_t* folded = nullptr;  // the slots that `states` has folded beyond those of the cache
+  int64_t count = 0;
   for (const DeltaGroup& group : a.plan->groups) {
-    if (folded == 0 && folded < group.first) {
-      s.states.assign(states, states + heads * size);
+    const int64_t* path = a.plan->folds.data() + group.begin_fold;
+    if (count > 0 && !std::equal(folded, folded + count, path)) states = initial, count = 0;  // another branch
+    if (count == 0 && group.folds > 0) {
+      s.states.assign(initial, initial + heads * size);
       states = s.states.data();
     }
-    for (; folded < group.first; folded += kFoldPositions) {
+    for (folded = path; count < group.folds; count += kFoldPositions) {
       for (int64_t i = 0; i < heads; ++i) {
-        fold_head(shape, a.slots, folded, first_head + i, s.states.data() + i * size, s);
+        fold_head(shape, a.slots, path + count, first_head + i, s.states.data() + i * size, s);
       }
     }
     const int64_t columns = score_keys(a, group, k_head, s);

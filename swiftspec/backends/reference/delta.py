@@ -32,10 +32,11 @@ NORM_EPS = 1e-6  # of the L2 norm of queries and keys
 
 @dataclass(frozen=True, slots=True)
 class _FoldGroup:
-    """The rows of a sequence that have the same fold point."""
+    """The rows of a sequence that have the same ancestors before their fold point."""
 
     rows: Tensor  # [m] int64, indices in `_SequenceRows.rows`
-    first: int  # the slot at the fold point; the state reads the slots before it in folded form
+    folds: Tensor  # int64, slots of these ancestors, which the rows read in folded form
+    first: int  # the slot after them
     end: int  # one more than the largest slot of the rows
     visible: Tensor  # [m, end - first] bool, the ancestors of each row and itself
     own: Tensor  # [m] int64, slots of the rows, counted from `first`
@@ -50,7 +51,7 @@ class _SequenceRows:
     rows: Tensor  # [m] int64, indices in the batch
     slots: Tensor  # [m] int64
     window: Tensor  # [m, conv width] int64, slots that the convolution reads, the own one last; -1: before the text
-    groups: list[_FoldGroup]  # by ascending fold point, so that ancestors come first
+    groups: list[_FoldGroup]  # by ascending fold point, so that ancestors come first, then by the slots before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +89,16 @@ def _rows_of(
     window = np.full((len(rows), cache.conv_width), -1)
     width = min(window.shape[1], ancestors.shape[1])
     window[:, window.shape[1] - width :] = ancestors[:, ancestors.shape[1] - width :]
-    # far down a tree, a row may not see a slot before its fold point: then it reads a state that is folded less far
-    hidden = np.where(visible.all(1), visible.shape[1], visible.argmin(1))
-    positions = folded + visible.sum(1) - 1
-    wanted = np.array([max(fold_point(int(position)) - folded, 0) for position in positions])
-    firsts = np.minimum(wanted, hidden // FOLD_POSITIONS * FOLD_POSITIONS)
+    counts = visible.sum(1)
+    wanted = [max(fold_point(folded + int(count) - 1) - folded, 0) for count in counts]
+    paths = [tuple(np.flatnonzero(seen)[:count].tolist()) for seen, count in zip(visible, wanted, strict=True)]
+    members = dict[tuple[int, ...], list[int]]()
+    for row, path in enumerate(paths):
+        members.setdefault(path, []).append(row)
     groups = [
-        _group_of(np.flatnonzero(firsts == first), int(first), slots, visible, device) for first in np.unique(firsts)
+        _group_of(np.array(members[path]), path, slots, visible, device)
+        for path in sorted(members, key=lambda path: (len(path), path))
     ]
-
     return _SequenceRows(
         sequence=sequence,
         rows=torch.from_numpy(rows).to(device),
@@ -106,7 +108,10 @@ def _rows_of(
     )
 
 
-def _group_of(rows: NDArray, first: int, slots: NDArray, visible: NDArray, device: torch.device) -> _FoldGroup:
+def _group_of(
+    rows: NDArray, folds: tuple[int, ...], slots: NDArray, visible: NDArray, device: torch.device
+) -> _FoldGroup:
+    first = folds[-1] + 1 if folds else 0
     own = slots[rows] - first
     end = first + int(own.max()) + 1
     seen = visible[rows, first:end]
@@ -115,6 +120,7 @@ def _group_of(rows: NDArray, first: int, slots: NDArray, visible: NDArray, devic
     earlier = np.tril(seen[:, own] & ~same, -1) & ~repeated
     return _FoldGroup(
         rows=torch.from_numpy(rows).to(device),
+        folds=torch.tensor(folds, dtype=torch.int64, device=device),
         first=first,
         end=end,
         visible=torch.from_numpy(seen).to(device),
@@ -223,11 +229,14 @@ def _apply_rule(cached: _LayerSlots, part: _SequenceRows, new: tuple[Tensor, Ten
 
 def _folded_states(cached: _LayerSlots, groups: list[_FoldGroup]) -> Iterator[Tensor]:
     """Yields the state at the fold point of each group. Reads the slots before it when the group before is done."""
-    state, at = cached.state, 0
+    state, folded = cached.state, cached.state.new_empty(0, dtype=torch.int64)
     for group in groups:
-        while at < group.first:
-            part = slice(at, at + FOLD_POSITIONS)
-            state, at = _folded(state, cached.keys[part], cached.updates[part], cached.decays[part]), part.stop
+        if not torch.equal(group.folds[: len(folded)], folded):  # another branch
+            state, folded = cached.state, folded[:0]
+        for first in range(len(folded), len(group.folds), FOLD_POSITIONS):
+            part = group.folds[first : first + FOLD_POSITIONS]
+            state = _folded(state, cached.keys[part], cached.updates[part], cached.decays[part])
+        folded = group.folds
         yield state
 
 
