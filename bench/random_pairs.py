@@ -2,13 +2,15 @@
 of gated delta layers and attention), or of Qwen3-30B-A3B (a mixture) and Qwen3-0.6B.
 
     python -m bench.random_pairs [--pair qwen3.5|a3b] [--layers N] [--folder DIR] [--rows 1,2,4,8,16] [--tokens 96]
-                                 [--repeats 3] [--threads 2] [--llama-bin DIR] [--drafts 2,4]
+                                 [--repeats 3] [--threads 2] [--modes ar,serial]
+                                 [--llama-bin DIR] [--drafts 2,4]
 
 Writes both checkpoints (4 GB, of a3b 17 GB; kept in --folder), and prints the price of rows of each model, the speed of
 prompts, and the speed of autoregressive and of serial decoding, which alternate. --layers: of the target, all by
-default. With --llama-bin, `llama-server` from that folder then runs the same weights of qwen3.5
-(bench/baselines/hybrid_gguf.py; 6.5 GB more, written within minutes): plain, and with the draft, for each number of
-drafted tokens per round in --drafts. All systems sample from the models' distributions.
+default. --modes: one of the two for a pair that does not fit into the memory twice. With --llama-bin, `llama-server`
+from that folder then runs the same weights of qwen3.5 (bench/baselines/hybrid_gguf.py; 6.5 GB more, written within
+minutes): plain, and with the draft, for each number of drafted tokens per round in --drafts. All systems sample from
+the models' distributions.
 
 The weights are random, but the pair agrees often: embedding and LM head are tied and the layers add little to the
 residual stream, so both models repeat the last token with a probability of about --share, and draw any other token
@@ -221,12 +223,17 @@ def report_ours(paths: list[Path], args: argparse.Namespace) -> None:
     target, draft = paths
     packed = target.parent / "packed"
     options: dict[str, Any] = {"max_model_len": 2048, "threads": args.threads, "packed_cache": packed}
-    serial = LLM(target, draft, EngineConfig("serial"), **options)
+    engines = dict[str, LLM]()
+    if "serial" in args.modes:
+        engines["serial"] = LLM(target, draft, EngineConfig("serial"), **options)
+    if "ar" in args.modes:
+        engines["ar"] = LLM(target, **options)
     print(f"ISA level {host.level()}, {host.threads()} threads\n")
     pair = PAIRS[args.pair]
     vocab = min(fields["vocab_size"] for fields in pair.values())
-    report_rows(serial, pair, args.rows, args.repeats)
-    report_speed({"ar": LLM(target, **options), "serial": serial}, vocab, args.tokens, args.repeats)
+    if "serial" in engines:
+        report_rows(engines["serial"], pair, args.rows, args.repeats)
+    report_speed(engines, vocab, args.tokens, args.repeats)
 
 
 def gguf_file(checkpoint: Path, kind: str) -> Path:
@@ -273,6 +280,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16])
     parser.add_argument("--share", type=float, default=0.75)
+    parser.add_argument("--modes", type=lambda words: words.split(","), default=["ar", "serial"])
     for name, value in {"tokens": 96, "repeats": 3, "threads": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--llama-bin", type=Path, help="folder of llama-server (default: without llama.cpp)")

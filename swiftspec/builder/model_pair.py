@@ -179,8 +179,6 @@ class ModelPair:
             why = why_not_native(config.spec, self.dtype, self.device) if self.ops == "auto" else None
             if why is not None:
                 note(f"the {side} runs on torch's own operators: {why}")
-            if config.spec.delta_mixers and self.device.type == "cuda":
-                note(f"the {side} has gated delta layers, which run without CUDA graphs")
             layout = format_of(config)
             expanded = ops is unfused and (self.dtype != torch.bfloat16 or not unfused.has_int4_kernels(self.device))
             if layout is not None and layout.is_int4 and expanded and self.device.type == "cuda":
@@ -441,8 +439,7 @@ class ModelPair:
         if side == "draft":
             model = model.with_masked_tokens(self.masked_tokens)
         hook = None if times is None else step_time_emulation.make_hook(times, 1 if group is None else group.size)
-        hybrid = bool(config.spec.delta_mixers)
-        captures = self.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0 and self.verdict.graphs and not hybrid
+        captures = self.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0 and self.verdict.graphs
         priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
         capture = partial(self._new_capture, priority) if captures else None
         prefix_tokens = self._prefix_cache_tokens(plan) // self.sessions if plan.num_sequences == 1 else 0

@@ -80,6 +80,7 @@ class DeltaCache:
         self._conv_size = conv_size
         self._dtype, self._device = dtype, device
         self.folded = np.zeros(0, np.int64)  # [sequences], read by native code
+        self.folded_on_device = torch.empty(0)  # the same, read by captured forwards
         self._snapshots: list[list[_Snapshot]] = []  # by sequence, ascending
         self.state = self.keys = self.updates = self.decays = self.inputs = torch.empty(0)
 
@@ -93,6 +94,7 @@ class DeltaCache:
         )
         self.inputs = torch.zeros(*size, self._slots, self._conv_size, dtype=self._dtype, device=self._device)
         self.folded = np.zeros(sequences, np.int64)
+        self.folded_on_device = torch.from_numpy(self.folded).to(self._device)  # on a CPU the same memory
         self._snapshots = [[] for _ in range(sequences)]
 
     def _slot_buffers(self) -> tuple[Tensor, ...]:
@@ -117,7 +119,7 @@ class DeltaCache:
                 self._ops.fold_state(state, keys[part], updates[part], decays[part])
         for buffer in self._slot_buffers():
             self._ops.move_slots(buffer, sequence, range(count, used - folded), 0)
-        self.folded[sequence] += count
+        self._set_folded(sequence, folded + count)
 
     def reusable_len(self, sequence: int, count: int) -> int:
         live = count if self.folded[sequence] <= fold_point(count) else 0
@@ -146,7 +148,7 @@ class DeltaCache:
             self._snapshots[sequence] = [each for each in self._snapshots[sequence] if each.count <= count]
 
     def clear(self, sequence: int) -> None:
-        self.folded[sequence] = 0
+        self._set_folded(sequence, 0)
         self.state[:, sequence].zero_()
         self._snapshots[sequence] = []
 
@@ -169,8 +171,12 @@ class DeltaCache:
         self.state[:, sequence] = source.state
         for buffer, part in zip(self._slot_buffers(), source.slots, strict=True):
             buffer[:, sequence, : count - source.folded] = part[:, : count - source.folded]
-        self.folded[sequence] = source.folded
+        self._set_folded(sequence, source.folded)
         self._snapshots[sequence] = [each for each in saved if each.count <= count]
+
+    def _set_folded(self, sequence: int, count: int) -> None:
+        self.folded[sequence] = count
+        self.folded_on_device[sequence].fill_(count)
 
     def _earlier(self, sequence: int, count: int) -> list[_Snapshot]:
         return [each for each in self._snapshots[sequence] if each.count < count]

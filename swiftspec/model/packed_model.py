@@ -165,6 +165,7 @@ class DeltaTensors(Protocol):
     decays: Tensor
     inputs: Tensor
     folded: NDArray[np.int64]
+    folded_on_device: Tensor
 
 
 class LayerCaches(Protocol):

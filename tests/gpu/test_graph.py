@@ -36,6 +36,7 @@ from tests.gpu.device import DEVICE, EMULATED, most, needs_kernels, real
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.roles import make_drafter, make_runner, make_verifier
 from tests.support.same_rounds import same_rounds, same_verifications
+from tests.support.tiny_checkpoints import make_pair
 
 pytestmark = pytest.mark.gpu
 ROUNDS, VOCAB = (1, 136) if EMULATED else (20, 4096)
@@ -75,6 +76,17 @@ def test_the_gpu_generates_the_text_of_the_cpu(plan: EngineConfig) -> None:
     plain = LLM(DEMO / "target", dtype=torch.float32, max_model_len=128, device="cpu").generate(prompt, sampling)
     pair: tuple[Path, Path, EngineConfig] = (DEMO / "target", DEMO / "draft", plan)
     tree = LLM(*pair, dtype=torch.float32, max_model_len=128, ops="unfused", device="cuda").generate(prompt, sampling)
+    assert tree.token_ids == plain.token_ids and tree.stats.drafter_lost is None
+
+
+@real
+@pytest.mark.parametrize("plan", [EngineConfig(), EngineConfig("async", draft_tp=0)], ids=["serial", "async"])
+def test_graphs_of_a_hybrid_generate_the_text_of_the_cpu(tmp_path: Path, plan: EngineConfig) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    target, draft = make_pair(tmp_path, family="qwen3_5_text")
+    common: dict[str, Any] = {"dtype": torch.float32, "max_model_len": 256}
+    plain = LLM(target, device="cpu", **common).generate(list(range(40)), sampling)
+    tree = LLM(target, draft, plan, device="cuda", **common).generate(list(range(40)), sampling)
     assert tree.token_ids == plain.token_ids and tree.stats.drafter_lost is None
 
 

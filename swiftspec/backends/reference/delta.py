@@ -31,12 +31,13 @@ NORM_EPS = 1e-6  # of the L2 norm of queries and keys
 
 
 @dataclass(frozen=True, slots=True)
-class _FoldGroup:
+class ReferenceFoldGroup:
     """The rows of a sequence that have the same ancestors before their fold point."""
 
-    rows: Tensor  # [m] int64, indices in `_SequenceRows.rows`
-    folds: Tensor  # int64, slots of these ancestors, which the rows read in folded form
-    first: int  # the slot after them
+    rows: Tensor  # [m] int64, indices in `ReferenceDeltaRows.rows`
+    restarts: bool  # whether their state follows from the folded state, and not from the state of the group before
+    folds: tuple[Tensor, ...]  # [FOLD_POSITIONS] int64 each, the slots that are folded into that state, in this order
+    first: int  # the slot after these ancestors
     end: int  # one more than the largest slot of the rows
     visible: Tensor  # [m, end - first] bool, the ancestors of each row and itself
     own: Tensor  # [m] int64, slots of the rows, counted from `first`
@@ -44,14 +45,16 @@ class _FoldGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class _SequenceRows:
+class ReferenceDeltaRows:
     """The rows of one sequence in a batch, in the order of their slots."""
 
     sequence: int
     rows: Tensor  # [m] int64, indices in the batch
     slots: Tensor  # [m] int64
     window: Tensor  # [m, conv width] int64, slots that the convolution reads, the own one last; -1: before the text
-    groups: list[_FoldGroup]  # by ascending fold point, so that ancestors come first, then by the slots before it
+    groups: list[
+        ReferenceFoldGroup
+    ]  # by ascending fold point, so that ancestors come first, then by the slots before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +62,14 @@ class ReferenceDeltaPlan:
     """Inputs of the delta layers that are the same in every layer of a forward."""
 
     cache: DeltaTensors
-    parts: list[_SequenceRows]
+    parts: list[ReferenceDeltaRows]
 
 
 def prepare_delta(batch: Batch, cache: DeltaTensors) -> ReferenceDeltaPlan:
     """Prepares the delta layers of a forward. Reads the batch on the host."""
     lengths, sequences = batch.kv_len.tolist(), batch.sequence.cpu().numpy()
     slots, mask = batch.slots.cpu().numpy(), batch.mask.cpu().numpy()
-    parts: list[_SequenceRows] = []
+    parts: list[ReferenceDeltaRows] = []
     for sequence in sorted(set(sequences.tolist())):
         folded = int(cache.folded[sequence])
         used = lengths[sequence] - folded
@@ -82,7 +85,7 @@ def prepare_delta(batch: Batch, cache: DeltaTensors) -> ReferenceDeltaPlan:
 
 def _rows_of(
     sequence: int, rows: NDArray, slots: NDArray, visible: NDArray, folded: int, cache: DeltaTensors
-) -> _SequenceRows:
+) -> ReferenceDeltaRows:
     device = cache.keys.device
     ancestors = np.where(visible, np.arange(visible.shape[1]), -1)
     ancestors.sort(axis=1)
@@ -95,11 +98,11 @@ def _rows_of(
     members = dict[tuple[int, ...], list[int]]()
     for row, path in enumerate(paths):
         members.setdefault(path, []).append(row)
-    groups = [
-        _group_of(np.array(members[path]), path, slots, visible, device)
-        for path in sorted(members, key=lambda path: (len(path), path))
-    ]
-    return _SequenceRows(
+    groups, before = list[ReferenceFoldGroup](), tuple[int, ...]()
+    for path in sorted(members, key=lambda path: (len(path), path)):
+        groups.append(_group_of(np.array(members[path]), before, path, slots, visible, device))
+        before = path
+    return ReferenceDeltaRows(
         sequence=sequence,
         rows=torch.from_numpy(rows).to(device),
         slots=torch.from_numpy(slots).to(device),
@@ -109,18 +112,23 @@ def _rows_of(
 
 
 def _group_of(
-    rows: NDArray, folds: tuple[int, ...], slots: NDArray, visible: NDArray, device: torch.device
-) -> _FoldGroup:
-    first = folds[-1] + 1 if folds else 0
+    rows: NDArray, before: tuple[int, ...], path: tuple[int, ...], slots: NDArray, visible: NDArray,
+    device: torch.device,
+) -> ReferenceFoldGroup:  # fmt: skip
+    """`before`: the folded ancestors of the group before. `path`: those of these rows."""
+    restarts = path[: len(before)] != before
+    folds = torch.tensor(path if restarts else path[len(before) :], dtype=torch.int64, device=device)
+    first = path[-1] + 1 if path else 0
     own = slots[rows] - first
     end = first + int(own.max()) + 1
     seen = visible[rows, first:end]
     same = own[:, None] == own
     repeated = np.tril(same, -1).any(1)  # a row before this one has the same slot
     earlier = np.tril(seen[:, own] & ~same, -1) & ~repeated
-    return _FoldGroup(
+    return ReferenceFoldGroup(
         rows=torch.from_numpy(rows).to(device),
-        folds=torch.tensor(folds, dtype=torch.int64, device=device),
+        restarts=restarts,
+        folds=folds.split(FOLD_POSITIONS) if len(folds) else (),
         first=first,
         end=end,
         visible=torch.from_numpy(seen).to(device),
@@ -202,7 +210,7 @@ class _LayerSlots:
         return _LayerSlots(*(part[layer, sequence] for part in parts))
 
 
-def _convolve(cached: _LayerSlots, part: _SequenceRows, weights: PackedDelta) -> tuple[Tensor, Tensor, Tensor]:
+def _convolve(cached: _LayerSlots, part: ReferenceDeltaRows, weights: PackedDelta) -> tuple[Tensor, Tensor, Tensor]:
     """Returns queries and keys [rows, k_heads, k_head_dim], normed, and values [rows, v_heads, v_head_dim]."""
     wide, (k_heads, k_head_dim) = cached.state.dtype, cached.keys.shape[1:]
     k_size = k_heads * k_head_dim
@@ -218,7 +226,7 @@ def _l2_norm(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
 
 
-def _apply_rule(cached: _LayerSlots, part: _SequenceRows, new: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+def _apply_rule(cached: _LayerSlots, part: ReferenceDeltaRows, new: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     """Returns o [rows, v_heads, v_head_dim] and writes u to the cache. `new`: q, k, v and b of the rows."""
     out = torch.empty_like(new[2])
     for group, state in zip(part.groups, _folded_states(cached, part.groups), strict=True):
@@ -227,21 +235,18 @@ def _apply_rule(cached: _LayerSlots, part: _SequenceRows, new: tuple[Tensor, Ten
     return out
 
 
-def _folded_states(cached: _LayerSlots, groups: list[_FoldGroup]) -> Iterator[Tensor]:
+def _folded_states(cached: _LayerSlots, groups: list[ReferenceFoldGroup]) -> Iterator[Tensor]:
     """Yields the state at the fold point of each group. Reads the slots before it when the group before is done."""
-    state, folded = cached.state, cached.state.new_empty(0, dtype=torch.int64)
+    state = cached.state
     for group in groups:
-        if not torch.equal(group.folds[: len(folded)], folded):  # another branch
-            state, folded = cached.state, folded[:0]
-        for first in range(len(folded), len(group.folds), FOLD_POSITIONS):
-            part = group.folds[first : first + FOLD_POSITIONS]
+        state = cached.state if group.restarts else state
+        for part in group.folds:
             state = _folded(state, cached.keys[part], cached.updates[part], cached.decays[part])
-        folded = group.folds
         yield state
 
 
 def _solve(
-    cached: _LayerSlots, group: _FoldGroup, state: Tensor, q: Tensor, k: Tensor, v: Tensor, rate: Tensor
+    cached: _LayerSlots, group: ReferenceFoldGroup, state: Tensor, q: Tensor, k: Tensor, v: Tensor, rate: Tensor
 ) -> Tensor:
     """Solves the rows of a group. Returns o [m, v_heads, v_head_dim]."""
     columns = slice(group.first, group.end)

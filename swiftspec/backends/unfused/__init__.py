@@ -2,7 +2,8 @@
 
 It differs from reference/ in three points:
 - Int4 weights of bfloat16 models stay int4 and use torch's int4 product, whose scales are bfloat16.
-- Mixtures of experts read nothing from the device, for the same reason as `prepare`. Their experts are dense.
+- Mixtures of experts and delta layers read nothing from the device, for the same reason as `prepare`. The experts are
+  dense.
 - `prepare` reads nothing from the device, so that a forward can be captured in a CUDA graph
   (runtime/executors/graph.py). Attention therefore scores a power of two of slots (`capture_bucket`) and masks those
   that are not in use.
@@ -44,7 +45,6 @@ from swiftspec.backends.reference import (
     norm_linear,
     norm_swiglu,
     pack_norm,
-    prepare_delta,
     rope_tables,
     tree_attention,
 )
@@ -56,6 +56,7 @@ from swiftspec.backends.reference.attention import (
     plan_of,
 )
 from swiftspec.backends.reference.packing import LinearFn
+from swiftspec.backends.unfused.delta import prepare_delta
 from swiftspec.backends.unfused.mixture import mlp, pack_mixture
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors

@@ -139,6 +139,24 @@ def test_rounds_equal_those_that_synchronise_with_the_host(
         assert "tree_batch" not in calls[:10], "after the root no expansion has the host"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["serial", "async"])
+def test_a_hybrid_expands_the_same_tree_without_the_host(tmp_path: Path, mode: Any) -> None:
+    """Also when positions are folded between the rounds."""
+    make_checkpoint(tmp_path, family="qwen3_5_text")
+    host, ours, capture = drafters(tmp_path, EngineConfig(mode=mode, verify_batch=K, draft_leaves=W, draft_steps=D))
+    folded = set[int]()
+    settle = ours.runner.cache.delta.settle
+
+    def noted(*args: int) -> None:
+        settle(*args)
+        folded.add(int(ours.runner.cache.delta.folded[0]))
+
+    ours.runner.cache.delta.settle = noted
+    same_rounds(host, ours, SAMPLING[1], 64, prompt_len=50)
+    assert ours.executor.name == "graph" and grown(ours) and capture.captures > 0 and {0, 32} <= folded
+
+
 @pytest.mark.parametrize("sampling", SAMPLING[:2], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_group_expands_the_same_tree_without_the_host(checkpoint: Path, size: int, sampling: SamplingParams) -> None:

@@ -58,6 +58,22 @@ def test_graph_executors(checkpoint: Path, executor: str, sampling: SamplingPara
     assert graphed.executor.name == executor and graphed.accepted_hidden() is not None
 
 
+def test_graphs_of_a_hybrid(tmp_path: Path) -> None:
+    """Also when positions are folded between the rounds."""
+    make_checkpoint(tmp_path, family="qwen3_5_text", vocab=VOCAB, dtype=torch.float64)
+    eager, graphed = (verifier_on(tmp_path, name, unfused, torch.float64) for name in ("eager", "graph"))
+    folded = set[int]()
+    settle = graphed.runner.cache.delta.settle
+
+    def noted(*args: int) -> None:
+        settle(*args)
+        folded.add(int(graphed.runner.cache.delta.folded[0]))
+
+    graphed.runner.cache.delta.settle = noted
+    same_verifications(eager, graphed, SAMPLED, VOCAB, prompt_len=50)
+    assert graphed.executor.name == "graph" and {0, 32} <= folded
+
+
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_native_executor(checkpoint: Path, dtype: torch.dtype) -> None:
