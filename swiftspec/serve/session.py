@@ -24,6 +24,7 @@ from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.stdio import warn
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.serve.text.codec import ChatMessage, TextCodec, has_tokenizer, template_renderer
+from swiftspec.serve.text.harmony import HarmonyCodec, ShownText, harmony_markers
 from swiftspec.serve.text.stream import TextStream
 from swiftspec.serve.worker_endpoints import draft_worker
 
@@ -85,7 +86,13 @@ class Session:
         """
         sampling = replace(self.sampling_params(settings), **overrides)
         chunks = wrap(self.wrap_chunks(self.llm.stream(prompt, sampling)))
-        return TextStream(chunks, self.codec, sampling.stop, prompt[-16:] if settings.raw else ())
+        if settings.raw:
+            return TextStream(chunks, self.codec, sampling.stop, prompt[-16:])
+        markers = harmony_markers(self.codec, self.codec.template_source()) if self.codec.has_template else {}
+        if not markers:
+            return TextStream(chunks, self.codec, sampling.stop)
+        codec = HarmonyCodec(self.codec, markers)
+        return TextStream(chunks, codec, sampling.stop, view=ShownText(codec.prompt_end(prompt)))
 
     def close(self, *, will_restart: bool = False) -> None:
         """Shuts down the other ranks (see `LLM.close`) and the template process, and deletes temporary files. Warns if

@@ -33,6 +33,13 @@ def test_the_union_of_all_files(folder: Path) -> None:
     assert end_tokens(folder) == (2, 3, 5, 9)
 
 
+def test_all_tokens_of_a_list(folder: Path) -> None:
+    """gpt-oss ends an answer with one of three tokens; a tool call with the last one."""
+    write(folder, "config.json", **{**LLAMA, "eos_token_id": 102})
+    write(folder, "generation_config.json", eos_token_id=[102, 99, 112])
+    assert end_tokens(folder) == (102, 99, 112)
+
+
 @pytest.mark.parametrize(
     "tokenizer",
     [{"added_tokens": [{"id": 7, "content": "<s>"}, {"id": 9, "content": IM_END}]}, {"model": {"vocab": {IM_END: 9}}}],

@@ -179,11 +179,11 @@ class Chat:
                 self._conversation.turns = before
                 raise
         self._last_text, self._retries = text, retries
-        if stream.text and not self._settings.raw:
+        if stream.answer and not self._settings.raw:
             tokens = self._session.codec.without_final_special(stream.token_ids)
-            self._conversation.turns.append(Turn(text, stream.text, (*prompt, *tokens)))
+            self._conversation.turns.append(Turn(text, stream.answer, (*prompt, *tokens)))
         self._finish_answer(stream, prompt)
-        return bool(stream.text)
+        return bool(stream.answer)
 
     def _encode_message(self, text: str) -> list[int]:
         """Returns the tokens of the conversation with the message `text`; with --raw, those of the message alone."""

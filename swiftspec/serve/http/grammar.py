@@ -13,7 +13,9 @@ from typing import Any
 
 from llguidance import LLMatcher, grammar_from
 
-KINDS = ("json_schema", "regex", "grammar", "choice", "lark")  # "grammar": Lark, or the GBNF of llama.cpp
+# "grammar": Lark, or the GBNF of llama.cpp. "nested": JSON of a Lark grammar (`lark`) and the `kind` and `text` of the
+# constraint to which its rule `@answer` refers.
+KINDS = ("json_schema", "regex", "grammar", "choice", "lark", "nested")
 ANY_OBJECT = {"type": "object"}  # JSON schema of `response_format: json_object`
 # White space between the tokens of JSON: enough for indented JSON, and not endless as llguidance's default, which lets
 # a model fill the answer with blanks.
@@ -42,9 +44,7 @@ def build_grammar(kind: str, text: str) -> str:
     if kind not in KINDS:
         raise ValueError(f"unknown kind of grammar: {kind}")
     try:
-        if kind == "json_schema":
-            text = json.dumps(bound_whitespace(json.loads(text)))
-        grammar = str(grammar_from(kind, text))  # pyright: ignore[reportArgumentType]
+        grammar = _convert(kind, text)
         error_text = LLMatcher.validate_grammar(grammar)
     except Exception as error:  # the converters raise arbitrary exceptions on invalid input
         error_text = str(error) or type(error).__name__
@@ -53,6 +53,18 @@ def build_grammar(kind: str, text: str) -> str:
             return grammar
     error_line = " ".join(error_text.split())
     raise ValueError(error_line if len(error_line) <= MAX_ERROR_CHARS else error_line[: MAX_ERROR_CHARS - 3] + "...")
+
+
+def _convert(kind: str, text: str) -> str:
+    if kind == "nested":
+        fields = json.loads(text)
+        answer = _convert(fields["kind"], fields["text"])
+        inner = json.loads(answer)["grammars"] if answer.lstrip().startswith("{") else [{"lark_grammar": answer}]
+        outer: list[dict[str, Any]] = [{"lark_grammar": fields["lark"]}]
+        return json.dumps({"grammars": [*outer, {**inner[0], "name": "answer"}, *inner[1:]]})
+    if kind == "json_schema":
+        text = json.dumps(bound_whitespace(json.loads(text)))
+    return str(grammar_from(kind, text))  # pyright: ignore[reportArgumentType]
 
 
 def main() -> None:

@@ -245,14 +245,29 @@ class TextBuilder:
         return joined
 
 
+class TextView(Protocol):
+    """Filter of the text of one answer, such as the one that shows the channels of harmony."""
+
+    answer: str  # the answer proper so far, without reasoning
+
+    def push(self, piece: TextPiece, last: bool = False) -> TextPiece:
+        """Returns the text that is shown for a piece. `last`: no further piece follows."""
+        ...
+
+
 class TextStream:
-    """Iterable over the text of one answer, given the token chunks of an engine in this process."""
+    """Iterable over the text of one answer, given the token chunks of an engine in this process.
+
+    `view`: filter of the text; None: all text is shown.
+    """
 
     def __init__(
-        self, chunks: Iterator[ChunkLike], codec: TokenCodec, stops: Sequence[str] = (), context: Sequence[int] = ()
-    ) -> None:
-        self._chunks = chunks
+        self, chunks: Iterator[ChunkLike], codec: TokenCodec, stops: Sequence[str] = (), context: Sequence[int] = (),
+        view: TextView | None = None,
+    ) -> None:  # fmt: skip
+        self._chunks, self._view = chunks, view
         self._builder = TextBuilder(codec, stops, context)
+        self._shown = ""
 
     @property
     def token_ids(self) -> list[int]:
@@ -261,7 +276,13 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        return self._builder.text
+        """The text that was shown."""
+        return self._builder.text if self._view is None else self._shown
+
+    @property
+    def answer(self) -> str:
+        """The text without reasoning."""
+        return self._builder.text if self._view is None else self._view.answer
 
     @property
     def finish_reason(self) -> str | None:
@@ -272,7 +293,7 @@ class TextStream:
         """Yields pieces up to the first stop string. Closing the iterator, or an exception, ends the request."""
         try:
             for chunk in self._chunks:
-                yield from self._builder.push(chunk)
+                yield from self._view_pieces(self._builder.push(chunk), self.finish_reason is not None)
                 if self.finish_reason is not None:
                     return
         finally:
@@ -282,4 +303,15 @@ class TextStream:
 
     def flush(self) -> Iterator[TextPiece]:
         """Ends an answer that was cancelled: yields the text that was held back."""
-        yield from self._builder.flush()
+        if self.finish_reason is None:
+            yield from self._view_pieces(self._builder.flush(), last=True)
+
+    def _view_pieces(self, pieces: list[TextPiece], last: bool) -> Iterator[TextPiece]:
+        if self._view is None:
+            yield from pieces
+            return
+        for index, piece in enumerate([*pieces, *[TextPiece("", False)] * last]):
+            shown = self._view.push(piece, last and index == len(pieces))
+            self._shown += shown.text
+            if shown.text:
+                yield shown

@@ -30,6 +30,7 @@ from swiftspec.serve.terminal import Painter, line_reader, visible
 from swiftspec.serve.text.codec import TextCodec
 from swiftspec.serve.word_wrap import WordWrap
 from swiftspec.smc.group_result import GroupResult
+from tests.support.harmony import harmony_folder
 from tests.support.pty_terminal import Terminal
 from tests.support.toy_pair import CONTEXT, byte_level_tokenizer, make_pair, write_tokenizer
 
@@ -505,3 +506,21 @@ def test_in_a_real_terminal(tmp_path: Path) -> None:
     terminal.send("/quit\r")
     assert terminal.leave() == 0
     assert "Traceback" not in terminal.output
+
+
+def test_channels_of_harmony(tmp_path: Path) -> None:
+    """The chat shows reasoning before the answer; only the answer is part of the conversation."""
+    codec = TextCodec(harmony_folder(tmp_path / "harmony"))
+    chat_room = ChatRoom(codec)
+    chat_room.engine.reply = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>fine<|return|>"
+    )
+    output = chat_room.run("one", "two", EOFError)
+    assert output.count("Reasoning: hm\n\nfine\n") == 2 and "<|" not in output
+    assert "<|start|>assistant<|channel|>final<|message|>fine<|end|>" in chat_room.engine.requests[1][0]
+    assert "hm" not in chat_room.engine.requests[1][0]
+    chat_room.engine.reply = "<|channel|>analysis<|message|>hm"
+    before = len(chat_room.engine.requests)
+    assert "Reasoning: hm\n" in chat_room.run("three", EOFError)
+    assert len(chat_room.engine.requests) == before + 1 and "three" not in str(chat_room.chat._conversation.messages())
+    codec.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol
@@ -13,24 +12,18 @@ from fastapi.responses import Response
 
 from swiftspec.errors import UserError
 from swiftspec.serve.http import errors
+from swiftspec.serve.http.api.output_format import conversation_output
 from swiftspec.serve.http.api.sampling import GrammarRequest, sampling_params
 from swiftspec.serve.http.api.token_fields import bad_word_ids, scoring_params, truncate_prompt, truncates
 from swiftspec.serve.http.app_context import AppContext
 from swiftspec.serve.http.engine_link.engine_client import EngineClient, EngineRequest
-from swiftspec.serve.http.errors import ApiError, to_api_error, unsupported
+from swiftspec.serve.http.errors import ApiError, to_api_error
 from swiftspec.serve.http.format.conversation import Conversation, template_message
 from swiftspec.serve.http.format.generation_output import GenerationRequest, OutputDelta
-from swiftspec.serve.http.format.reasoning import REASONING_CLOSE, REASONING_OPEN, ReasoningParser
-from swiftspec.serve.http.format.tools import (
-    AllowedText,
-    ToolCallFormat,
-    ToolCallParser,
-    detect_tool_format,
-    tool_call_grammar,
-)
+from swiftspec.serve.http.format.harmony import harmony_messages, harmony_tools
 from swiftspec.serve.http.schema import SamplingFields, ScoringFields
 from swiftspec.serve.http.sse import ENCODER, EventStream, cancel_on_disconnect, sse_event
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.serve.text.harmony import harmony_markers
 from swiftspec.serve.text.template import PromptTooLong
 
 REPLACE_KEY_HEADER = "x-replace-key"
@@ -49,8 +42,6 @@ JSON_OR_SSE: dict[int | str, dict[str, Any]] = {  # for the OpenAPI document
         },
     }
 }
-ANSWER_FORMATS = ("response_format", "text.format", "output_config.format")  # constrain the answer, but not tool calls
-NO_TOOL_FORMAT = "this model's chat template does not support tools, or its tool call format is unknown"
 
 
 class OutputSource(Protocol):
@@ -103,9 +94,12 @@ async def encode_conversation(
         raise ApiError(400, "this model has no chat template: send plain text to /v1/completions")
     tools = conversation.tools if conversation.tools and conversation.tool_choice != "none" else None
     try:
+        messages = conversation.messages
+        if harmony_markers(codec, codec.template_source(tools)):
+            messages, tools = harmony_messages(messages), None if tools is None else harmony_tools(tools)
         return await context.run_in_tokenizer_thread(
             codec.encode_chat,
-            conversation.messages,
+            messages,
             None if any_length else info.max_model_len,
             tools,
             conversation.template_variables,
@@ -133,7 +127,7 @@ async def chat_generation_request(
     `choices`: (number of texts to return, number to sample) in mode smc; None: a single text.
     `scoring`: the request's fields for log-probabilities; None if the endpoint has none.
     `stream`: the field of the request.
-    `keep_cut_call`: whether the output has a tool call whose arguments a limit cut, if a tool must be called.
+    `keep_cut_call`: whether the output has a tool call whose arguments a limit cut; see `conversation_output`.
     Raises ApiError on an unsupported combination of fields.
     """
     info, codec = context.require_ready()
@@ -142,34 +136,17 @@ async def chat_generation_request(
     negative = await _negative_prompt(context, body, conversation)
     sampling = sampling_params(body, info, prompt, negative, limit) | await bad_word_ids(context, codec, body)
     sampling |= scoring_params(scoring or ScoringFields.model_validate({}), info, logprobs, stream=stream)
-    template = codec.template_source(conversation.tools or None)
-    tool_format = _tool_format(conversation, template)
-    allowed: AllowedText = "any"
-    if tool_format is not None:
-        allowed = "calls" if conversation.forces_tool_call else "calls_or_answer" if _is_format(grammar) else "any"
-        grammar = _grammar_with_tools(grammar, tool_format, conversation, codec)
-    if grammar is not None:
-        sampling["grammar"] = await context.compile_grammar(grammar)
-    thinks = (
-        grammar is None
-        and not conversation.continues_last_message
-        and (REASONING_OPEN in template or REASONING_OPEN in codec.vocab)
-    )
-    names = [tool["function"]["name"] for tool in conversation.tools]
+    output = conversation_output(codec, conversation, prompt, grammar, keep_cut_call)
+    if output.grammar is not None:
+        sampling["grammar"] = await context.compile_grammar(output.grammar)
     return GenerationRequest(
         EngineRequest(prompt, sampling, replace_key(request, body), choices),
         stops,
         continues_text=conversation.continues_last_message,
-        reasoning_parser=ReasoningParser(codec.token_text(prompt[-8:]).rstrip().endswith(REASONING_OPEN))
-        if thinks
-        else None,
-        tool_call_parser=None if tool_format is None else ToolCallParser(tool_format, names, allowed, keep_cut_call),
-        single_tool_call=conversation.single_tool_call and tool_format is not None,
-        marker_tokens=_marker_ids(
-            codec,
-            [REASONING_OPEN, REASONING_CLOSE] * thinks
-            + ([tool_format.begin, tool_format.end or ""] if tool_format else []),
-        ),
+        parser=output.parser,
+        single_tool_call=conversation.single_tool_call and output.has_calls,
+        marker_tokens=output.marker_tokens,
+        harmony_markers=output.harmony,
         include_stop=bool(body.include_stop_str_in_output),
         end_tokens=info.eos_token_ids,
         skip_special_tokens=body.skip_special_tokens is not False,
@@ -182,48 +159,6 @@ async def _negative_prompt(context: AppContext, body: SamplingFields, conversati
         return None
     user = template_message("user", body.negative_prompt or "")
     return await encode_conversation(context, Conversation([user], template_variables=conversation.template_variables))
-
-
-def _tool_format(conversation: Conversation, template: str) -> ToolCallFormat | None:
-    if not conversation.tools or conversation.tool_choice == "none":
-        return None
-    tool_format = detect_tool_format(template)
-    if tool_format is None:
-        raise unsupported("tools", NO_TOOL_FORMAT)
-    return tool_format
-
-
-def _is_format(grammar: GrammarRequest | None) -> bool:
-    return grammar is not None and grammar[2] in ANSWER_FORMATS
-
-
-def _grammar_with_tools(
-    grammar: GrammarRequest | None, tool_format: ToolCallFormat, conversation: Conversation, codec: TextCodec
-) -> GrammarRequest | None:
-    """Returns the grammar of an output that can call tools.
-
-    If a tool must be called, the grammar accepts exactly one call: of any tool, or of the one that `tool_choice` names.
-    Otherwise the format of the answer (`ANSWER_FORMATS`) restricts only an answer without calls, and any other
-    constraint the whole output. Raises ApiError if such a constraint excludes the call.
-    """
-    forced = conversation.forces_tool_call
-    if not forced and not _is_format(grammar):
-        return grammar
-    if grammar is not None and not _is_format(grammar):
-        raise ApiError(400, f"{grammar[2]} and tool_choice both constrain the answer; omit one of them", "tool_choice")
-    tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in conversation.tools}
-    if forced and conversation.tool_choice in tools:
-        tools = {conversation.tool_choice: tools[conversation.tool_choice]}
-    begin = codec.vocab.get(tool_format.begin)
-    marker = begin if begin in codec.special else None
-    if forced or grammar is None:
-        return "lark", tool_call_grammar(tool_format, tools, marker), "tool_choice"
-    text = tool_call_grammar(tool_format, tools, marker, json.loads(grammar[1]), conversation.single_tool_call)
-    return "lark", text, grammar[2]
-
-
-def _marker_ids(codec: TextCodec, words: Sequence[str]) -> frozenset[int]:
-    return frozenset(codec.vocab[word] for word in words if word in codec.vocab)
 
 
 async def respond(

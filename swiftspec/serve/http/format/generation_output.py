@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -19,10 +19,11 @@ from swiftspec.serve.http.engine_link.engine_client import (
     RequestFrame,
 )
 from swiftspec.serve.http.engine_link.frames import Choice, DoneFrame, PromptLogprobsFrame, TokenLogprob, TokensFrame
-from swiftspec.serve.http.format.reasoning import ReasoningParser
-from swiftspec.serve.http.format.tools import ParsedToolCall, ToolCallParser
+from swiftspec.serve.http.format.output_parser import MarkupParser, OutputParser, OutputText
+from swiftspec.serve.http.format.tools import ParsedToolCall
 from swiftspec.serve.text.codec import TextCodec
-from swiftspec.serve.text.stream import TextBuilder
+from swiftspec.serve.text.harmony import HarmonyCodec
+from swiftspec.serve.text.stream import TextBuilder, TokenCodec
 
 CONTEXT_TOKENS = 16  # last prompt tokens that precede the output in detokenization if it continues the prompt
 
@@ -45,12 +46,13 @@ class MarkerCodec:
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """Engine request and the parsers of its output.
+    """Engine request and the parser of its output.
 
     `continues_text`: whether the output continues the prompt's text; its first word then keeps a leading space.
     `single_tool_call`: whether the output ends after the first tool call.
     `prompt_only`: whether only the prompt's log-probabilities are requested; the one generated token is then dropped.
-    `marker_tokens`: special tokens that are detokenized because the parsers search for their text.
+    `marker_tokens`: special tokens that are detokenized because the parser searches for their text.
+    `harmony_markers`: characters by token id of the markers of harmony, in which case the parser reads these.
     `include_stop`: whether the text contains the stop string or the text of the token that ends it.
     `end_tokens`: end-of-text tokens of the model.
     `skip_special_tokens`: whether special tokens are left out of the text.
@@ -59,11 +61,11 @@ class GenerationRequest:
     engine_request: EngineRequest
     stop_strings: Sequence[str] = ()
     continues_text: bool = False
-    reasoning_parser: ReasoningParser | None = None
-    tool_call_parser: ToolCallParser | None = None
+    parser: OutputParser = field(default_factory=MarkupParser)
     single_tool_call: bool = False
     prompt_only: bool = False
     marker_tokens: frozenset[int] = frozenset()
+    harmony_markers: Mapping[int, str] = field(default_factory=dict)
     include_stop: bool = False
     end_tokens: Sequence[int] = ()
     skip_special_tokens: bool = True
@@ -76,10 +78,14 @@ class GenerationRequest:
     def text_builder(self, codec: TextCodec) -> TextBuilder:
         """Returns an empty builder of the output's text."""
         context = self.engine_request.prompt[-CONTEXT_TOKENS:] if self.continues_text else ()
+        text_codec: TokenCodec = MarkerCodec(codec, self.marker_tokens, self.skip_special_tokens)
+        if self.harmony_markers:
+            text_codec = HarmonyCodec(codec, self.harmony_markers, self.skip_special_tokens)
+        ends = {*self.end_tokens, *self.stop_token_ids} - self.harmony_markers.keys()
         return TextBuilder(
-            MarkerCodec(codec, self.marker_tokens, self.skip_special_tokens), self.stop_strings, context,
+            text_codec, self.stop_strings, context,
             min_tokens=self.engine_request.sampling.get("min_tokens") or 0, include_stop=self.include_stop,
-            hidden_ends=() if self.include_stop else {*self.end_tokens, *self.stop_token_ids},
+            hidden_ends=() if self.include_stop else ends,
         )  # fmt: skip
 
 
@@ -148,8 +154,7 @@ class GenerationOutput:
     request: GenerationRequest
     codec: TextCodec
     text_builder: TextBuilder
-    reasoning_parser: ReasoningParser | None
-    tool_call_parser: ToolCallParser | None
+    parser: OutputParser
     round_pieces: list[OutputPiece] = field(default_factory=list)  # of all rounds, merged within each
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -160,9 +165,8 @@ class GenerationOutput:
 
     @staticmethod
     def create(request: GenerationRequest, codec: TextCodec) -> GenerationOutput:
-        """Creates an empty output with its own copies of the request's parsers."""
-        parsers = copy.deepcopy(request.reasoning_parser), copy.deepcopy(request.tool_call_parser)  # parsers have state
-        return GenerationOutput(request, codec, request.text_builder(codec), *parsers)
+        """Creates an empty output with its own copy of the request's parser, which has state."""
+        return GenerationOutput(request, codec, request.text_builder(codec), copy.deepcopy(request.parser))
 
     @property
     def prompt(self) -> list[int]:
@@ -262,17 +266,9 @@ class GenerationOutput:
         """Yields the pieces that the text after one token completes."""
         ended, end_token = self.text_builder.finish_reason is not None, len(self.tokens)
         first_token = max(end_token - 1, 0)
-        reasoning, content = "", text
-        if self.reasoning_parser is not None:
-            reasoning, content = self.reasoning_parser.push(text, ended)
-        parts: list[str | ParsedToolCall] = [content] if content else []
-        if self.tool_call_parser is not None:
-            parts = self.tool_call_parser.push(content, ended)
-        if reasoning:
-            yield OutputPiece("reasoning", reasoning, None, first_token, end_token)
-        for part in parts:
-            if isinstance(part, str):
-                yield OutputPiece("content", part, None, first_token, end_token)
+        for part in self.parser.push(text, ended):
+            if isinstance(part, OutputText):
+                yield OutputPiece(part.kind, part.text, None, first_token, end_token)
             elif part.cut_json is None or self.text_builder.finish_reason == "length":  # not if a stop string cut it
                 yield OutputPiece("tool_call", "", part, first_token, end_token)
 
@@ -283,11 +279,10 @@ class GenerationOutput:
 
     @property
     def reasoning_tokens(self) -> int:
-        if self.reasoning_parser is None:
-            return 0
-        if self.reasoning_parser.reasoning_end is None:
-            return len(self.tokens) if self.reasoning_parser.in_reasoning else 0
-        return bisect_left(self.text_builder.text_offsets, self.reasoning_parser.reasoning_end)
+        offsets = self.text_builder.text_offsets
+        return sum(
+            bisect_left(offsets, end) - bisect_left(offsets, begin) for begin, end in self.parser.reasoning_ranges
+        )
 
     @property
     def num_accepted(self) -> int:

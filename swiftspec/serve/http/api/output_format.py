@@ -1,0 +1,169 @@
+"""Output format of a conversation: the parser of the output, the special tokens it needs, and the grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from swiftspec.serve.http.api.sampling import GrammarRequest
+from swiftspec.serve.http.errors import ApiError, unsupported
+from swiftspec.serve.http.format.conversation import Conversation
+from swiftspec.serve.http.format.harmony import HarmonyParser, harmony_grammar
+from swiftspec.serve.http.format.output_parser import MarkupParser, OutputParser
+from swiftspec.serve.http.format.reasoning import REASONING_CLOSE, REASONING_OPEN, ReasoningParser
+from swiftspec.serve.http.format.tools import (
+    AllowedText,
+    ToolCallFormat,
+    ToolCallParser,
+    detect_tool_format,
+    tool_call_grammar,
+)
+from swiftspec.serve.text.codec import TextCodec
+from swiftspec.serve.text.harmony import ChannelParser, HarmonyCodec, harmony_markers
+
+ANSWER_FORMATS = ("response_format", "text.format", "output_config.format")  # constrain the answer, but not tool calls
+NO_TOOL_FORMAT = "this model's chat template does not support tools, or its tool call format is unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationOutput:
+    """How the output of a conversation is constrained and parsed.
+
+    `grammar`: constraint of the whole output; None if there is none.
+    `marker_tokens`: special tokens that are detokenized because the parser searches for their text.
+    `harmony`: characters of the markers of harmony by token id; empty for other formats.
+    `has_calls`: whether the output can have tool calls.
+    """
+
+    parser: OutputParser
+    grammar: GrammarRequest | None
+    marker_tokens: frozenset[int] = frozenset()
+    harmony: Mapping[int, str] = field(default_factory=dict)
+    has_calls: bool = False
+
+
+def conversation_output(
+    codec: TextCodec, conversation: Conversation, prompt: Sequence[int], grammar: GrammarRequest | None,
+    keep_cut_call: bool,
+) -> ConversationOutput:  # fmt: skip
+    """Returns how the output is constrained and parsed, in the format that the chat template and the vocabulary show.
+    Raises ApiError on constraints that exclude each other, and on tools if their format is unknown.
+
+    `prompt`: token ids.
+    `grammar`: constraint that the request contains. A tool that must be called replaces a format of the answer.
+    `keep_cut_call`: whether the output has a tool call whose arguments a limit cut: in harmony always, in other formats
+        if a tool must be called.
+    """
+    template = codec.template_source(conversation.tools or None)
+    if markers := harmony_markers(codec, template):
+        return _harmony_output(codec, conversation, prompt, grammar, keep_cut_call, markers)
+    tool_format = _tool_format(conversation, template)
+    allowed: AllowedText = "any"
+    if tool_format is not None:
+        allowed = "calls" if conversation.forces_tool_call else "calls_or_answer" if _is_format(grammar) else "any"
+        grammar = _grammar_with_tools(grammar, tool_format, conversation, codec)
+    thinks = (
+        grammar is None
+        and not conversation.continues_last_message
+        and (REASONING_OPEN in template or REASONING_OPEN in codec.vocab)
+    )
+    names = [tool["function"]["name"] for tool in conversation.tools]
+    opened = thinks and codec.token_text(prompt[-8:]).rstrip().endswith(REASONING_OPEN)
+    words = [REASONING_OPEN, REASONING_CLOSE] * thinks
+    words += [] if tool_format is None else [tool_format.begin, tool_format.end or ""]
+    parser = MarkupParser(
+        ReasoningParser(opened) if thinks else None,
+        None if tool_format is None else ToolCallParser(tool_format, names, allowed, keep_cut_call),
+    )
+    return ConversationOutput(parser, grammar, _marker_ids(codec, words), has_calls=tool_format is not None)
+
+
+def _harmony_output(
+    codec: TextCodec, conversation: Conversation, prompt: Sequence[int], grammar: GrammarRequest | None,
+    keep_cut_call: bool, markers: Mapping[int, str],
+) -> ConversationOutput:  # fmt: skip
+    """As `conversation_output`, for harmony: the output can have analysis before whatever a grammar constrains."""
+    prompt_end = HarmonyCodec(codec, markers).prompt_end(prompt)
+    has_tools = bool(conversation.tools) and conversation.tool_choice != "none"
+    forced = conversation.forces_tool_call
+    names = [tool["function"]["name"] for tool in conversation.tools] if has_tools else None
+    parser = HarmonyParser(prompt_end, names, drops_cut_call=forced, keep_cut_call=keep_cut_call)
+    if grammar is not None or forced:
+        _check_tool_choice(grammar, forced)
+        grammar = _harmony_grammar(conversation, prompt_end, grammar, markers)
+    return ConversationOutput(parser, grammar, harmony=markers, has_calls=has_tools)
+
+
+def _harmony_grammar(
+    conversation: Conversation, prompt_end: str, grammar: GrammarRequest | None, markers: Mapping[int, str]
+) -> GrammarRequest:
+    """Returns the grammar of the messages: that of a call if a tool must be called, and otherwise with `grammar` in the
+    channel final. If the output continues a message, that is its rest."""
+    state, forced = ChannelParser(prompt_end).state, conversation.forces_tool_call
+    if state == "body" and grammar is not None and not forced:
+        return grammar
+    if state == "body":
+        raise ApiError(400, "tool_choice: a call cannot continue the last message; omit one of them", "tool_choice")
+    calls = forced or (_is_format(grammar) and conversation.tool_choice != "none")
+    tools = _callable_tools(conversation) if calls else {}
+    answer = None if forced or grammar is None else grammar
+    lark = harmony_grammar(markers, state, tools, answer is not None)
+    param = "tool_choice" if answer is None else answer[2]
+    if answer is None:
+        return "lark", lark, param
+    return "nested", json.dumps({"lark": lark, "kind": answer[0], "text": answer[1]}), param
+
+
+def _callable_tools(conversation: Conversation) -> dict[str, dict[str, object]]:
+    """Returns the schemas of the arguments by name of the tools that can be called: of the one that `tool_choice`
+    names, or of all."""
+    tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in conversation.tools}
+    if conversation.forces_tool_call and conversation.tool_choice in tools:
+        return {conversation.tool_choice: tools[conversation.tool_choice]}
+    return tools
+
+
+def _tool_format(conversation: Conversation, template: str) -> ToolCallFormat | None:
+    if not conversation.tools or conversation.tool_choice == "none":
+        return None
+    tool_format = detect_tool_format(template)
+    if tool_format is None:
+        raise unsupported("tools", NO_TOOL_FORMAT)
+    return tool_format
+
+
+def _is_format(grammar: GrammarRequest | None) -> bool:
+    return grammar is not None and grammar[2] in ANSWER_FORMATS
+
+
+def _check_tool_choice(grammar: GrammarRequest | None, forced: bool) -> None:
+    """Raises ApiError if a constraint of the whole output excludes the call that is required."""
+    if forced and grammar is not None and not _is_format(grammar):
+        raise ApiError(400, f"{grammar[2]} and tool_choice both constrain the answer; omit one of them", "tool_choice")
+
+
+def _grammar_with_tools(
+    grammar: GrammarRequest | None, tool_format: ToolCallFormat, conversation: Conversation, codec: TextCodec
+) -> GrammarRequest | None:
+    """Returns the grammar of an output that can call tools.
+
+    If a tool must be called, the grammar accepts exactly one call: of any tool, or of the one that `tool_choice` names.
+    Otherwise the format of the answer (`ANSWER_FORMATS`) restricts only an answer without calls, and any other
+    constraint the whole output. Raises ApiError if such a constraint excludes the call.
+    """
+    forced = conversation.forces_tool_call
+    if not forced and not _is_format(grammar):
+        return grammar
+    _check_tool_choice(grammar, forced)
+    tools = _callable_tools(conversation)
+    begin = codec.vocab.get(tool_format.begin)
+    marker = begin if begin in codec.special else None
+    if forced or grammar is None:
+        return "lark", tool_call_grammar(tool_format, tools, marker), "tool_choice"
+    text = tool_call_grammar(tool_format, tools, marker, json.loads(grammar[1]), conversation.single_tool_call)
+    return "lark", text, grammar[2]
+
+
+def _marker_ids(codec: TextCodec, words: Sequence[str]) -> frozenset[int]:
+    return frozenset(codec.vocab[word] for word in words if word in codec.vocab)
