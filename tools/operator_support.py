@@ -118,6 +118,6 @@ def _matrices() -> dict[str, Weight]:
         "int4 with activation order (GPTQ, compressed-tensors)": replace(int4, permutation=torch.arange(INPUTS)),
         "int8 (compressed-tensors)": int8,
         "float8 (fp8, compressed-tensors)": floats,
-        "MXFP4 (mxfp4)": mxfp4,
+        "MXFP4 (mxfp4, GGUF)": mxfp4,
         **blocks,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from swiftspec.model.spec import AttentionSpec, ExpertsSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelSpec
 from swiftspec.model.tensor_names import HF_NAMES, TensorNames
-from swiftspec.model.weights import DeltaWeights, DenseWeight, LayerWeights, ModelWeights, Weight, fuse_weights
+from swiftspec.model.weights import DeltaWeights, DenseWeight, LayerWeights, ModelWeights, Weight, fuse_weights, select
 
 SCALES = ("weight_scale", "weight_scale_inv")  # of a tensor "weight" with int8 or float8 codes
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -113,15 +114,21 @@ class Checkpoint:
         delta = DeltaWeights(
             rates=rates,
             conv=take(f"{prefix}.{names.conv}", mixer.conv_size, 1, mixer.conv_width).squeeze(1),
-            decay_log=take(f"{prefix}.{names.decay_log}", heads),
+            decay_log=self._decay_log(prefix, heads),
             decay_bias=take(f"{prefix}.{names.decay_bias}", heads),
             norm=take(f"{prefix}.{names.delta_norm}", mixer.v_head_dim),
         )
-        return {
-            "qkv": qkv,
-            "o": self._linear(f"{prefix}.{names.delta_o}", self.spec.hidden_size, mixer.v_size, bias=False),
-            "delta": delta,
-        }
+        o = self._linear(f"{prefix}.{names.delta_o}", self.spec.hidden_size, mixer.v_size, bias=False)
+        if names.tiled_value_heads:
+            qkv, o, delta = _in_order_of_key_heads(mixer, qkv, o, delta)
+        return {"qkv": qkv, "o": o, "delta": delta}
+
+    def _decay_log(self, prefix: str, heads: int) -> Tensor:
+        """Reads A_log of a delta layer."""
+        if not self.names.decay:
+            return self.tensors.take(f"{prefix}.{self.names.decay_log}", heads)
+        # in float64, because exp(log x) is not x in float32
+        return self.tensors.take(f"{prefix}.{self.names.decay}", heads).double().neg().log()
 
     def _delta_projections(self, prefix: str, mixer: GatedDeltaSpec) -> tuple[Weight, Weight]:
         """Reads the projection of a delta layer to queries, keys, values and gate, and that to the rates."""
@@ -130,17 +137,17 @@ class Checkpoint:
         def fused(*parts: tuple[str, int]) -> Weight:
             return fuse_weights([self._linear(f"{prefix}.{name}", rows, hidden, bias=False) for name, rows in parts])
 
-        if not names.delta_qkv_gate:
-            qkv = fused((names.delta_qkv, mixer.conv_size), (names.delta_gate, mixer.v_size))
-            return qkv, fused((names.update_rate, heads), (names.decay_rate, heads))
         shared = heads // mixer.num_k_heads  # value heads of a key head
         keys, values = mixer.k_head_dim, shared * mixer.v_head_dim
-        qkv = fused((names.delta_qkv_gate, mixer.conv_size + mixer.v_size))
+        if names.delta_qkv_gate:
+            joined = fused((names.delta_qkv_gate, mixer.conv_size + mixer.v_size))
+            qkv = _reordered(joined, _parts_of_key_heads(mixer.num_k_heads, keys, keys, values, values))
+        else:
+            qkv = fused((names.delta_qkv, mixer.conv_size), (names.delta_gate, mixer.v_size))
+        if not names.rates:
+            return qkv, fused((names.update_rate, heads), (names.decay_rate, heads))
         rates = fused((names.rates, 2 * heads))
-        return (
-            _reordered(qkv, _parts_of_key_heads(mixer.num_k_heads, keys, keys, values, values)),
-            _reordered(rates, _parts_of_key_heads(mixer.num_k_heads, shared, shared)),
-        )
+        return qkv, _reordered(rates, _parts_of_key_heads(mixer.num_k_heads, shared, shared))
 
     def _gated_qkv(self, prefix: str, mixer: AttentionSpec) -> Weight:
         """Reads the projection of queries, keys, values and output gate. The checkpoint has the gate of each head after
@@ -198,12 +205,14 @@ class Checkpoint:
         read = {"router": router, "gate_up": gate_up, "down": down}
         if not shared:
             return read
-        module = f"{prefix}.{names.shared_expert}"
-        halves = [self._linear(f"{module}.{name}", shared, hidden, bias=False) for name in ("gate_proj", "up_proj")]
+        halves = [
+            self._linear(f"{prefix}.{name}", shared, hidden, bias=False)
+            for name in (names.shared_gate_proj, names.shared_up_proj)
+        ]
         return read | {
             "router": fuse_weights([router, self._linear(f"{prefix}.{names.shared_gate}", 1, hidden, bias=False)]),
             "shared_gate_up": fuse_weights(halves),
-            "shared_down": self._linear(f"{module}.down_proj", hidden, shared, bias=False),
+            "shared_down": self._linear(f"{prefix}.{names.shared_down_proj}", hidden, shared, bias=False),
         }
 
     def _joined(self, prefix: str, mlp: MlpSpec) -> tuple[Weight, Weight]:
@@ -212,9 +221,9 @@ class Checkpoint:
         names, count, inner, hidden = self.names, mlp.num_experts, mlp.intermediate_size, self.spec.hidden_size
         rows = count * inner
         modules = (f"{prefix}.{name}" for name in (names.gate_experts, names.up_experts))
-        halves = [self._linear(module, rows, hidden, bias=False) for module in modules]
+        halves = [self._linear(module, rows, hidden, mlp.bias) for module in modules]
         order = torch.arange(2 * rows).view(2, count, inner).transpose(0, 1).flatten()
-        down = self._linear(f"{prefix}.{names.down_experts}", count * hidden, inner, bias=False)
+        down = self._linear(f"{prefix}.{names.down_experts}", count * hidden, inner, mlp.bias)
         return fuse_weights(halves).outputs(order), down
 
     def _experts(self, prefix: str, mlp: MlpSpec) -> tuple[Weight, Weight]:
@@ -272,6 +281,25 @@ def _in_rope_order(qkv: Weight, mixer: AttentionSpec) -> Weight:
     first = torch.arange(rotated).unsqueeze(1) * mixer.head_dim
     values = torch.arange(rotated * mixer.head_dim, mixer.q_size + 2 * mixer.kv_size)
     return _reordered(qkv, torch.cat(((first + order).flatten(), values)))
+
+
+def _in_order_of_key_heads(
+    mixer: GatedDeltaSpec, qkv: Weight, o: Weight, delta: DeltaWeights
+) -> tuple[Weight, Weight, DeltaWeights]:
+    """Returns the weights of a delta layer whose value heads are ordered by their key head. In the arguments the first
+    value head of each key head comes first, then the second one of each."""
+    heads, width = mixer.num_v_heads, mixer.v_head_dim
+    order = torch.arange(heads).view(-1, mixer.num_k_heads).T.flatten()
+    values = (order.unsqueeze(1) * width + torch.arange(width)).flatten()
+    conv = torch.cat((torch.arange(2 * mixer.k_size), 2 * mixer.k_size + values))
+    ordered = replace(
+        delta,
+        rates=delta.rates.outputs(torch.cat((order, heads + order))),
+        conv=select(delta.conv, 0, conv),
+        decay_log=select(delta.decay_log, 0, order),
+        decay_bias=select(delta.decay_bias, 0, order),
+    )
+    return _reordered(qkv, torch.cat((conv, mixer.conv_size + values))), o.inputs(values, width), ordered
 
 
 def _parts_of_key_heads(heads: int, *rows: int) -> Tensor:

@@ -28,7 +28,7 @@ class TensorNames:
     delta_gate: str = "linear_attn.in_proj_z"
     update_rate: str = "linear_attn.in_proj_b"
     decay_rate: str = "linear_attn.in_proj_a"
-    # one module for queries, keys, values and gate, and one for both rates, instead of the four before: the rows that
+    # one module for queries, keys, values and gate, and one for both rates, instead of two before each: the rows that
     # belong to a key head are adjacent
     delta_qkv_gate: str = ""
     rates: str = ""
@@ -37,6 +37,10 @@ class TensorNames:
     conv: str = "linear_attn.conv1d.weight"
     decay_log: str = "linear_attn.A_log"
     decay_bias: str = "linear_attn.dt_bias"
+    decay: str = ""  # the tensor -exp(A_log), instead of `decay_log`
+    # whether the value heads of a delta layer are in the order of a GGUF file: the first one of each key head, then the
+    # second one of each, instead of all those of the first key head, then those of the next one
+    tiled_value_heads: bool = False
     mixer_output_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     mlp_output_norm: str = "post_feedforward_layernorm"
@@ -55,7 +59,9 @@ class TensorNames:
     up_experts: str = ""
     down_experts: str = ""
     sinks: str = "self_attn.sinks"  # the name of the tensor
-    shared_expert: str = "mlp.shared_expert"  # of the modules gate_proj, up_proj and down_proj
+    shared_gate_proj: str = "mlp.shared_expert.gate_proj"
+    shared_up_proj: str = "mlp.shared_expert.up_proj"
+    shared_down_proj: str = "mlp.shared_expert.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
     output_scale: str = "layer_scalar"  # the name of the tensor
     # of a multimodal checkpoint: names in files with another layout, and prefixes of the text model's tensors, beyond

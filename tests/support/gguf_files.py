@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swiftspec.model.formats.blocks import BLOCK_TYPES, BlockType
+from swiftspec.model.formats.blocks import FILE_TYPES, FLOAT4, BlockType
 from swiftspec.model.gguf.families import GGUF_ARCHITECTURES
 
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # byte positions
 SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}  # whole super-blocks
 # what convert_hf_to_gguf.py of llama.cpp does to the tensors of an architecture
 PAIRS = ("llama", "smollm3", "granite", "mistral3")  # rows of queries and keys for a RoPE of adjacent rows
-NORMS_PLUS_ONE = ("gemma3",)
+NORMS_PLUS_ONE = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
+TILED = ("qwen35", "qwen35moe")  # value heads of delta layers: the first of each key head, then the second of each
+RENAMED = {"dt_bias": "dt_proj.bias", "self_attn.sinks": "self_attn.sinks.weight"}
+Step = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]  # a conversion and its inverse
 LETTERS = [chr(code) for code in range(33, 97)]  # 64 tokens
 
 
@@ -30,7 +33,9 @@ def random_blocks(kind: BlockType, rows: int, columns: int, noise: np.random.Gen
     raw = noise.integers(0, 256, (rows, kind.row_bytes(columns)), dtype=np.uint8)
     blocks = raw.reshape(rows, -1, kind.bytes)
     size = 2.0 / columns**0.5 / 2 ** (kind.bits - 1) / (40 if kind.name.endswith("_K") else 1)
-    for at in HALVES[kind.name]:
+    if kind == FLOAT4:
+        blocks[..., 0] = noise.integers(119, 124, blocks.shape[:2])  # exponents plus 127
+    for at in HALVES.get(kind.name, ()):
         values = (size * noise.standard_normal(blocks.shape[:2])).astype(np.float16)
         blocks[..., at : at + 2] = values[..., None].view(np.uint8)
     return raw
@@ -45,6 +50,7 @@ def architecture_of(model: PreTrainedModel) -> str:
 def gguf_name(architecture: str, layers: int, name: str) -> str:
     """The name in a GGUF file of a tensor of a Hugging Face checkpoint, as the package `gguf` has it."""
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    number = gguf.MODEL_ARCH.QWEN35MOE if "in_proj_" in name and "in_proj_ba" not in name else number
     found = gguf.get_tensor_name_map(number, layers).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found
@@ -65,61 +71,126 @@ def write_gguf(
     get random values. Returns the values in float32, as a Hugging Face checkpoint has them."""
     config, values = model.config, {}
     family = architecture_of(model)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     noise, writer = np.random.default_rng(0), GGUFWriter(path, family)
     add_shape(writer, config)
     add_rope(writer, config)
     FEATURES.get(family, lambda writer, config: None)(writer, config)
     add_vocabulary(writer, config.vocab_size)
     metadata(writer)
-    for name, tensor in single_projections(model.state_dict()):
+    for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        module, value = name.split(".")[-2], tensor.float()
-        order = None
-        if family in PAIRS and module in heads:
-            order = rotated_pairs(len(value), heads[module])
-            value = value[order]
-        shift = int(family in NORMS_PLUS_ONE and value.ndim == 1)
-        value, kind = value + shift, type_of(name) if value.ndim > 1 else "F32"
-        enum = GGMLQuantizationType[kind]
-        if kind in BLOCK_TYPES:
-            raw = random_blocks(BLOCK_TYPES[kind], value[..., 0].numel(), value.shape[-1], noise)
-            raw = raw.reshape(*value.shape[:-1], -1)
-        else:
-            raw = gguf.quantize(value.numpy(), enum)
-        stored = torch.from_numpy(np.array(gguf.dequantize(raw, enum))) - shift
-        values[name] = stored if order is None else torch.empty_like(stored).index_copy_(0, order, stored)
-        full = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
-        writer.add_tensor(gguf_name(family, config.num_hidden_layers, full), raw, raw_dtype=enum)
+        parts, join = single_projections(name, tensor, config)
+        found = list[Tensor]()
+        for part, single in parts.items():
+            made = steps(family, part, single, config)
+            value = single.float()
+            for convert, _ in made:
+                value = convert(value)
+            dense = value.ndim == 1 or part.endswith(("bias", "conv1d.weight"))
+            kind = "F32" if dense else type_of(name)
+            enum = GGMLQuantizationType[kind]
+            if kind in FILE_TYPES:
+                raw = random_blocks(FILE_TYPES[kind], value[..., 0].numel(), value.shape[-1], noise)
+                raw = raw.reshape(*value.shape[:-1], -1)
+            else:
+                raw = gguf.quantize(value.numpy(), enum)
+            stored = torch.from_numpy(np.array(gguf.dequantize(raw, enum)))
+            for _, inverse in reversed(made):
+                stored = inverse(stored)
+            found.append(stored)
+            writer.add_tensor(gguf_name(family, config.num_hidden_layers, full_name(part)), raw, raw_dtype=enum)
+        values[name] = join(found)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return joined_projections(values)
+    return values
 
 
-def single_projections(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model, with gate and up of all experts as two."""
-    for name, tensor in state.items():
-        if name.endswith("experts.gate_up_proj"):
-            for half, part in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True):
-                yield name.replace("gate_up_proj", half), part
-        else:
-            yield name, tensor
+def full_name(name: str) -> str:
+    """The name of a tensor as the package `gguf` knows it."""
+    for ours, theirs in RENAMED.items():
+        name = f"{name.removesuffix(ours)}{theirs}" if name.endswith(ours) else name
+    return name if name.endswith((".weight", ".bias", "A_log")) else f"{name}.weight"
 
 
-def joined_projections(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `single_projections`."""
-    joined = dict[str, Tensor]()
-    for name, value in values.items():
-        if name.endswith("experts.gate_proj"):
-            joined[name.replace("gate_proj", "gate_up_proj")] = torch.cat(
-                [value, values[name.replace("gate_proj", "up_proj")]], 1
-            )
-        elif not name.endswith("experts.up_proj"):
-            joined[name] = value
-    return joined
+def single_projections(
+    name: str, tensor: Tensor, config: Any
+) -> tuple[dict[str, Tensor], Callable[[list[Tensor]], Tensor]]:
+    """The tensors of a GGUF file for one of a model, by their names, and the inverse."""
+    if name.endswith("in_proj_qkvz.weight"):
+        order, rows = key_head_parts(config), 2 * config.linear_key_head_dim * config.linear_num_key_heads
+        rows += config.linear_value_head_dim * config.linear_num_value_heads
+        names = [name.replace("qkvz", part) for part in ("qkv", "z")]
+        return dict(
+            zip(names, tensor[order].split([rows, len(tensor) - rows]), strict=True)
+        ), lambda parts: torch.empty_like(torch.cat(parts)).index_copy_(0, order, torch.cat(parts))
+    if ".experts." not in name:
+        return {name: tensor}, lambda parts: parts[0]
+    bias, transposed = name.endswith("_bias"), config.model_type == "gpt_oss" and not name.endswith("_bias")
+    whole = tensor.mT if transposed else tensor
+    full = name.removesuffix("_bias") + (".bias" if bias else ".weight")
+    if "gate_up_proj" not in name:
+        return {full: whole}, lambda parts: parts[0].mT if transposed else parts[0]
+    names = [full.replace("gate_up_proj", half) for half in ("gate_proj", "up_proj")]
+    if config.model_type != "gpt_oss":
+        return dict(zip(names, whole.chunk(2, 1), strict=True)), lambda parts: torch.cat(parts, 1)
+    halves = dict(zip(names, (whole[:, ::2], whole[:, 1::2]), strict=True))
+
+    def alternating(parts: list[Tensor]) -> Tensor:
+        both = torch.stack(parts, 2).flatten(1, 2)
+        return both.mT if transposed else both
+
+    return halves, alternating
+
+
+def key_head_parts(config: Any) -> Tensor:
+    """The rows of queries, keys, values and gate of a Qwen3-Next, which has them ordered by key head."""
+    keys = config.linear_key_head_dim
+    values = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+    sizes = [keys, keys, values, values]
+    rows = torch.arange(config.linear_num_key_heads * sum(sizes)).view(config.linear_num_key_heads, -1)
+    return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
+
+
+def reordered(order: Tensor, dim: int = 0) -> Step:
+    return (
+        lambda value: value.index_select(dim, order),
+        lambda value: torch.empty_like(value).index_copy_(dim, order, value),
+    )
+
+
+def steps(family: str, name: str, tensor: Tensor, config: Any) -> list[Step]:
+    """What the converter does to a tensor."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    module, made = name.split(".")[-2], list[Step]()
+    if family in PAIRS and module in heads:
+        made.append(reordered(rotated_pairs(len(tensor), heads[module])))
+    if family in NORMS_PLUS_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
+        made.append((lambda value: value + 1, lambda value: value - 1))
+    if name.endswith(("conv1d.weight", "shared_expert_gate.weight")):
+        made.append((lambda value: value.squeeze(), lambda value: value.view(tensor.shape)))
+    if name.endswith("A_log"):
+        made.append((lambda value: -value.exp(), lambda value: (-value.double()).log()))
+    if family in TILED and "linear_attn" in name:
+        made += tiled_heads(name, tensor, config)
+    return made
+
+
+def tiled_heads(name: str, tensor: Tensor, config: Any) -> list[Step]:
+    """The new order of the value heads in a tensor of a delta layer, the output projection of which has them as
+    columns."""
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    keys, values, size = (
+        getattr(config, f"linear_{part}") for part in ("num_key_heads", "num_value_heads", "value_head_dim")
+    )
+    width = 1 if module in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else size
+    order = torch.arange(values * width).view(keys, values // keys, width).transpose(0, 1).flatten()
+    if module in ("in_proj_qkv", "conv1d"):
+        first = 2 * keys * config.linear_key_head_dim
+        order = torch.cat((torch.arange(first), first + order))
+    return [] if module == "norm" else [reordered(order, int(module == "out_proj"))]
 
 
 def write_twin(folder: Path, model: PreTrainedModel, values: Mapping[str, Tensor]) -> Path:
@@ -134,7 +205,8 @@ def add_shape(writer: GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if getattr(config, "intermediate_size", None) is not None:
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
@@ -207,9 +279,37 @@ def _qwen3moe(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
+def _shared_expert(writer: GGUFWriter, config: Any) -> None:
+    _qwen3moe(writer, config)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _gpt_oss(writer: GGUFWriter, config: Any) -> None:
+    _windows(writer, config)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+
+
+def _delta(writer: GGUFWriter, config: Any) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    kinds = [kind == "linear_attention" for kind in config.layer_types]
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", kinds)
+    writer.add_full_attention_interval(4)
+    if writer.arch != "qwen3next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if writer.arch != "qwen35":
+        _shared_expert(writer, config)
+
+
 # what convert_hf_to_gguf.py of llama.cpp writes for an architecture in addition
 FEATURES: dict[str, Callable[[GGUFWriter, Any], None]] = {
-    "qwen3moe": _qwen3moe, "gemma3": _gemma3, "phi3": _phi3, "granite": _granite, "olmo2": _olmo, "mistral3": _mistral3,
+    "qwen3moe": _qwen3moe, "qwen2moe": _shared_expert, "gpt-oss": _gpt_oss, "qwen35": _delta, "qwen35moe": _delta,
+    "qwen3next": _delta, "gemma3": _gemma3, "phi3": _phi3, "granite": _granite, "olmo2": _olmo, "mistral3": _mistral3,
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from swiftspec.file_io import Fields
 from swiftspec.model.checkpoint import Source
 from swiftspec.model.config_json import Json
 from swiftspec.model.formats.int8 import Int8Weight
+from swiftspec.model.formats.mxfp4 import DOUBLED, EXPONENT_BIAS, GROUP, GROUP_BYTES, Mxfp4Weight
 from swiftspec.model.weights import select
 
 GGUF_METHOD = "gguf"  # `quant_method` of a GGUF file's configuration
@@ -78,6 +79,12 @@ def _q6_k(blocks: Tensor) -> Unpacked:
     return codes, blocks[..., 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208), None
 
 
+def _mxfp4(blocks: Tensor) -> Unpacked:
+    codes = torch.tensor(DOUBLED, dtype=torch.int8)[_nibbles(blocks[..., 1:], GROUP_BYTES).int()]
+    exponents = blocks[..., :1].int() - (EXPONENT_BIAS + 1)
+    return codes, torch.ldexp(torch.ones(exponents.shape), exponents), None
+
+
 @dataclass(frozen=True, slots=True)
 class BlockType:
     """A type of quantised blocks."""
@@ -113,6 +120,21 @@ BLOCK_TYPES = {
         BlockType("Q6_K", SUPER_BLOCK, 210, 16, 8, torch.int8, False, _q6_k),
     )
 }
+
+
+FLOAT4 = BlockType("MXFP4", GROUP, 1 + GROUP_BYTES, GROUP, 4, torch.uint8, False, _mxfp4)  # see `float4_weight`
+FILE_TYPES = {**BLOCK_TYPES, FLOAT4.name: FLOAT4}  # all types that are read
+
+
+def float4_weight(rows: Tensor, bias: Tensor | None = None) -> Mxfp4Weight:
+    """Returns the matrix in MXFP4 blocks [outputs, bytes] uint8 with its codes in the order of safetensors files. A
+    block is an exponent, and 16 bytes of which byte i has the codes of the inputs i and i + 16."""
+    blocks = rows.unflatten(1, (-1, FLOAT4.bytes))
+    codes = torch.empty(*blocks.shape[:2], GROUP_BYTES, dtype=torch.uint8)
+    for part, out in zip(blocks.split(STRIP_ROWS), codes.split(STRIP_ROWS), strict=True):
+        both = _nibbles(part[..., 1:], GROUP_BYTES)
+        torch.bitwise_or(both[..., ::2], both[..., 1::2] << 4, out=out)
+    return Mxfp4Weight(codes, blocks[..., 0].contiguous(), bias)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -216,7 +238,11 @@ class Blocks:
         """Parses the configuration that gguf/config.py writes."""
         return Blocks(Fields(data, "quantization_config.").integer("block_inputs", SUPER_BLOCK, ge=32, le=SUPER_BLOCK))
 
-    def linear(self, tensors: Source, module: str, rows: int, columns: int, bias: Tensor | None) -> BlockWeight:
+    def linear(
+        self, tensors: Source, module: str, rows: int, columns: int, bias: Tensor | None
+    ) -> BlockWeight | Mxfp4Weight:
+        """Reads the matrix of `module`. One of type MXFP4 has the class of the format with that name."""
         if not isinstance(tensors, BlockTensors):
             raise UserError(f"{tensors.folder}: quantisation method '{GGUF_METHOD}' occurs in GGUF files only")
-        return BlockWeight(*tensors.take_blocks(f"{module}.weight", rows, columns), bias)
+        blocks, kind = tensors.take_blocks(f"{module}.weight", rows, columns)
+        return float4_weight(blocks, bias) if kind == FLOAT4 else BlockWeight(blocks, kind, bias)

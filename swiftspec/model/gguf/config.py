@@ -8,8 +8,8 @@ from typing import Any
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.config_json import parse_config
-from swiftspec.model.formats.blocks import BLOCK_TYPES, GGUF_METHOD
-from swiftspec.model.gguf.families import GgufArchitecture, gguf_architecture
+from swiftspec.model.formats.blocks import FILE_TYPES, GGUF_METHOD
+from swiftspec.model.gguf.families import MTP_LAYERS, GgufArchitecture, gguf_architecture
 from swiftspec.model.gguf.fields import GgufFields
 from swiftspec.model.gguf.file import DENSE_BYTES, GgufFile
 from swiftspec.model.gguf.rope import rope_parameters
@@ -29,7 +29,7 @@ CHANGES = (  # names of features that change what a model computes; 0, where the
     "expert_count", "expert_weights_scale", "expert_group_count", "attention.sliding_window", "attention.scale",
     "attention.clamp_kqv", "attn_logit_softcapping", "final_logit_softcapping", "embedding_scale", "residual_scale",
     "logit_scale", "attention.max_alibi_bias", "attention.temperature_scale", "rope.dimension_sections",
-    "rope.scaling.alpha", "nextn_predict_layers",
+    "rope.scaling.alpha", MTP_LAYERS,
 )  # fmt: skip
 
 
@@ -55,13 +55,15 @@ def config_object(file: GgufFile) -> dict[str, Any]:
     for ours, theirs in architecture.features.items():
         data[theirs] = None if fields.is_off(ours) else fields.scalar(ours)
     rope = rope_parameters(file, fields.head_dim(), partial=architecture.partial_rope)
+    bias = f"{names.layer(0)}.{names.q}.bias" in tensors
     ends = [file.metadata[key] for key in END_TOKENS if type(file.metadata.get(key)) is int]
     return {
         **data,
         "architectures": [architecture.family],
         "vocab_size": embedding.shape[0],
         "hidden_act": "silu",
-        "attention_bias": f"{names.layer(0)}.{names.q}.bias" in tensors,
+        "attention_bias": bias,
+        "qkv_bias": bias,
         "mlp_bias": f"{names.layer(0)}.{names.down}.bias" in tensors,
         "tie_word_embeddings": f"{names.head}.weight" not in tensors,
         "eos_token_id": [*dict.fromkeys(token for token in ends if token < embedding.shape[0])],
@@ -72,12 +74,19 @@ def config_object(file: GgufFile) -> dict[str, Any]:
     }
 
 
+def extra_layers(file: GgufFile, count: int) -> range:
+    """Returns the indices of the layers that follow the `count` layers of the model: those of multi-token prediction,
+    which are not used."""
+    fields = GgufFields.of(file)
+    return range(count, count + (0 if fields.is_off(MTP_LAYERS) else int(fields.number(MTP_LAYERS))))
+
+
 def _refuse_unsupported(file: GgufFile, fields: GgufFields, architecture: GgufArchitecture) -> None:
     count = file.metadata.get("split.count")
     if isinstance(count, int | float) and count > 1:
         raise UserError("one of several files of a model; merge them with `llama-gguf-split --merge`")
     for feature in CHANGES:
-        if feature not in architecture.features and not fields.is_off(feature):
+        if feature not in (*architecture.features, *architecture.known) and not fields.is_off(feature):
             raise fields.unsupported(feature)
     if fields.values.get("attention.causal") is False:
         raise fields.unsupported("attention.causal")
@@ -92,5 +101,5 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _quantization(file: GgufFile) -> dict[str, Any]:
-    sizes = [BLOCK_TYPES[each.type].inputs for each in file.tensors.values() if each.type not in DENSE_BYTES]
+    sizes = [FILE_TYPES[each.type].inputs for each in file.tensors.values() if each.type not in DENSE_BYTES]
     return {"quant_method": GGUF_METHOD, "block_inputs": max(sizes)} if sizes else {}

@@ -15,6 +15,7 @@ import numpy as np
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.model.architectures.decoder import FULL, SLIDING
 from swiftspec.model.architectures.gemma3 import GELU
+from swiftspec.model.architectures.qwen3_5 import LINEAR
 from swiftspec.model.gguf.fields import GgufFields
 from swiftspec.model.gguf.file import GgufFile
 from swiftspec.model.gguf.rope import DEFAULT_THETA
@@ -27,11 +28,25 @@ GGUF_NAMES = TensorNames(
     up="ffn_up", down="ffn_down",
 )  # fmt: skip
 JOINED_MLP = replace(GGUF_NAMES, gate_up="ffn_up")
-MIXTURE = replace(
-    GGUF_NAMES, router="ffn_gate_inp", gate_experts="ffn_gate_exps", up_experts="ffn_up_exps",
-    down_experts="ffn_down_exps",
+DELTA = replace(
+    GGUF_NAMES, mlp_norm="post_attention_norm", delta_qkv="attn_qkv", delta_gate="attn_gate", update_rate="ssm_beta",
+    decay_rate="ssm_alpha", delta_o="ssm_out", delta_norm="ssm_norm.weight", conv="ssm_conv1d.weight", decay="ssm_a",
+    decay_bias="ssm_dt.bias", tiled_value_heads=True,
 )  # fmt: skip
-SOFTMAX = 1  # of `expert_gating_func`
+
+
+def _with_experts(names: TensorNames) -> TensorNames:
+    return replace(
+        names, router="ffn_gate_inp", gate_experts="ffn_gate_exps", up_experts="ffn_up_exps",
+        down_experts="ffn_down_exps", shared_gate="ffn_gate_inp_shexp", shared_gate_proj="ffn_gate_shexp",
+        shared_up_proj="ffn_up_shexp", shared_down_proj="ffn_down_shexp",
+    )  # fmt: skip
+
+
+SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3  # of `expert_gating_func`
+MTP_LAYERS = "nextn_predict_layers"  # layers of multi-token prediction, after the others
+SECTIONS = "rope.dimension_sections"
+RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 MAX_LAYERS = 1 << 14
 GEMMA_27B_LAYERS = 62
@@ -57,6 +72,7 @@ class GgufArchitecture:
     `read`: returns further fields of config.json, of which `architectures` and `rope_parameters` replace the usual
     ones. Its arguments are the metadata and the parameters of RoPE. Raises UserError on unsupported features.
     `names`: names of the tensors.
+    `known`: further names like those of `features`, which have no field of config.json.
     """
 
     family: str
@@ -66,6 +82,7 @@ class GgufArchitecture:
     features: Mapping[str, str] = field(default_factory=dict[str, str])
     read: Callable[[GgufFields, Json], Json] = no_fields
     names: TensorNames = GGUF_NAMES
+    known: tuple[str, ...] = ()
 
 
 def _layer_types(fields: GgufFields, period: int) -> list[str]:
@@ -134,23 +151,127 @@ def _mistral3(fields: GgufFields, rope: Json) -> Json:
 
 def _qwen3moe(fields: GgufFields, rope: Json) -> Json:
     """Every layer is a mixture; the probabilities of a token's experts are divided by their sum."""
-    if fields.is_off("expert_count"):
-        raise fields.unsupported("expert_count")
-    if fields.number("expert_gating_func") not in (0, SOFTMAX):
-        raise fields.unsupported("expert_gating_func")
+    inner = fields.scalar("expert_feed_forward_length")
     return {
-        "num_experts_per_tok": fields.scalar("expert_used_count"),
-        "moe_intermediate_size": fields.scalar("expert_feed_forward_length"),
+        "num_experts_per_tok": _experts_per_token(fields, SOFTMAX),
+        "moe_intermediate_size": inner,
+        "intermediate_size": inner,  # of a dense MLP, which no layer has
         "norm_topk_prob": True,
     }
 
 
+def _experts_per_token(fields: GgufFields, gating: int) -> Any:
+    """Returns the number of experts that a token uses. `gating`: the only kind of probabilities that is supported."""
+    if fields.is_off("expert_count"):
+        raise fields.unsupported("expert_count")
+    if fields.number("expert_gating_func") not in (0, gating):
+        raise fields.unsupported("expert_gating_func")
+    return fields.scalar("expert_used_count")
+
+
+def _shared_expert(fields: GgufFields, rope: Json) -> Json:
+    """As in Qwen3-MoE, with a shared expert."""
+    own, dense = (fields.scalar(f"{name}feed_forward_length") for name in ("expert_shared_", ""))
+    return {**_qwen3moe(fields, rope), "shared_expert_intermediate_size": dense if own is None else own}
+
+
+def _qwen2moe(fields: GgufFields, rope: Json) -> Json:
+    """The probabilities of a token's experts are those among all experts."""
+    return {**_shared_expert(fields, rope), "norm_topk_prob": False}
+
+
+def _gpt_oss(fields: GgufFields, rope: Json) -> Json:
+    """All layers have the same RoPE. Whether YaRN rounds the bounds of its ramp is not in the metadata; the released
+    models do not."""
+    if _local_theta(fields, rope["rope_theta"]) != rope["rope_theta"]:
+        raise fields.unsupported("rope.freq_base_swa")
+    return {
+        "num_experts_per_tok": _experts_per_token(fields, SOFTMAX_OF_CHOSEN),
+        "intermediate_size": fields.scalar("expert_feed_forward_length"),
+        "layer_types": _layer_types(fields, 2),
+        "rope_parameters": {**rope, "truncate": False},
+    }
+
+
+def _qwen35(fields: GgufFields, rope: Json) -> Json:
+    """RoPE has one position per token: in a text those of all sections are equal."""
+    sections = fields.values.get(SECTIONS)
+    pairs = (fields.number("rope.dimension_count") or fields.head_dim()) // 2
+    if sections is not None and not _sections_cover(sections, pairs):
+        raise fields.unsupported(SECTIONS)
+    return _delta(fields, rope)
+
+
+def _sections_cover(sections: Any, pairs: float) -> bool:
+    """Returns whether the sections for time, height and width, which take turns, have all `pairs` of elements that are
+    rotated. llama.cpp does not rotate the others in a text."""
+    if not isinstance(sections, np.ndarray) or sections.dtype.kind not in "iu" or len(sections) not in (3, 4):
+        return False
+    return pairs <= sum(sections.tolist()) and all(
+        pairs <= 3 * size + turn for turn, size in enumerate(sections[:3].tolist())
+    )
+
+
+def _delta(fields: GgufFields, rope: Json) -> Json:
+    """Models with delta layers. The layers of multi-token prediction are not part of `num_hidden_layers`."""
+    heads = fields.number("ssm.time_step_rank")
+    size = fields.number("ssm.inner_size")
+    if not heads > 0 or size % heads:
+        raise fields.unsupported("ssm.inner_size")
+    count = fields.number("block_count") - fields.number(MTP_LAYERS)
+    if not 0 < count <= MAX_LAYERS or count % 1:
+        raise fields.unsupported("block_count")
+    found: Json = {
+        "num_hidden_layers": int(count),
+        "linear_conv_kernel_dim": fields.scalar("ssm.conv_kernel"),
+        "linear_key_head_dim": fields.scalar("ssm.state_size"),
+        "linear_num_key_heads": fields.scalar("ssm.group_count"),
+        "linear_num_value_heads": fields.scalar("ssm.time_step_rank"),
+        "linear_value_head_dim": int(size // heads),
+        "full_attention_interval": fields.scalar(INTERVAL) if INTERVAL in fields.values else 4,
+    }
+    recurrent = fields.values.get(RECURRENT)
+    if recurrent is None:
+        return found
+    if not isinstance(recurrent, np.ndarray):
+        raise fields.unsupported(RECURRENT)
+    return {**found, "layer_types": [LINEAR if each else FULL for each in recurrent[: int(count)].tolist()]}
+
+
+def _with_mixture(read: Callable[[GgufFields, Json], Json]) -> Callable[[GgufFields, Json], Json]:
+    """Returns the reader of a family with delta layers and mixtures that have a shared expert."""
+    return lambda fields, rope: {**read(fields, rope), **_shared_expert(fields, rope)}
+
+
+EXPERTS = {"expert_count": "num_experts"}
 GGUF_ARCHITECTURES = {
     "llama": GgufArchitecture("LlamaForCausalLM", rotates_pairs=True),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
     "qwen3moe": GgufArchitecture(
-        "Qwen3MoeForCausalLM", features={"expert_count": "num_experts"}, read=_qwen3moe, names=MIXTURE
+        "Qwen3MoeForCausalLM", features=EXPERTS, read=_qwen3moe, names=_with_experts(GGUF_NAMES)
+    ),
+    "qwen2moe": GgufArchitecture(
+        "Qwen2MoeForCausalLM", features=EXPERTS, read=_qwen2moe, names=_with_experts(GGUF_NAMES)
+    ),
+    "gpt-oss": GgufArchitecture(
+        "GptOssForCausalLM", read=_gpt_oss,
+        features={"expert_count": "num_local_experts", WINDOW: "sliding_window"},
+        names=replace(
+            _with_experts(GGUF_NAMES), mlp_norm="post_attention_norm", sinks="attn_sinks.weight"
+        ),
+    ),
+    "qwen35": GgufArchitecture(
+        "Qwen3_5ForCausalLM", partial_rope=True, norms_plus_one=True, read=_qwen35, names=DELTA,
+        known=(MTP_LAYERS, SECTIONS),
+    ),
+    "qwen35moe": GgufArchitecture(
+        "Qwen3_5MoeForCausalLM", partial_rope=True, norms_plus_one=True, features=EXPERTS, read=_with_mixture(_qwen35),
+        names=_with_experts(DELTA), known=(MTP_LAYERS, SECTIONS),
+    ),
+    "qwen3next": GgufArchitecture(
+        "Qwen3NextForCausalLM", partial_rope=True, norms_plus_one=True, features=EXPERTS, read=_with_mixture(_delta),
+        names=replace(_with_experts(DELTA), rates="ssm_ba", tiled_value_heads=False), known=(MTP_LAYERS,),
     ),
     "gemma3": GgufArchitecture(
         "Gemma3ForCausalLM", norms_plus_one=True, read=_gemma3,

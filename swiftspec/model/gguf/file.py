@@ -17,7 +17,7 @@ import numpy as np
 
 from swiftspec import file_io
 from swiftspec.errors import UserError, truncated_repr
-from swiftspec.model.formats.blocks import BLOCK_TYPES
+from swiftspec.model.formats.blocks import FILE_TYPES
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -64,7 +64,7 @@ class GgufStrings:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor in the file. Its type is in DENSE_BYTES or in BLOCK_TYPES."""
+    """A tensor in the file. Its type is in DENSE_BYTES or in FILE_TYPES."""
 
     name: str
     shape: tuple[int, ...]  # as in torch: the contiguous dimension last
@@ -222,10 +222,10 @@ class _Header:
 
 def _tensor_type(number: int, name: str) -> str:
     found = TENSOR_TYPES.get(number, f"number {number}")
-    if found not in DENSE_BYTES and found not in BLOCK_TYPES:
+    if found not in DENSE_BYTES and found not in FILE_TYPES:
         raise UserError(
             f"tensor {truncated_repr(name)} has type {found}, which is not supported; use a file of type"
-            f" {', '.join((*DENSE_BYTES, *BLOCK_TYPES))}"
+            f" {', '.join((*DENSE_BYTES, *FILE_TYPES))}"
         )
     return found
 
@@ -240,7 +240,7 @@ def _located(
     if kind in DENSE_BYTES:
         nbytes, fits = numbers * DENSE_BYTES[kind], True
     else:
-        block = BLOCK_TYPES[kind]
+        block = FILE_TYPES[kind]
         nbytes, fits = block.row_bytes(numbers), shape[-1] % block.inputs == 0
     if not fits or numbers == 0 or offset % alignment:
         raise UserError(f"damaged: tensor {truncated_repr(name)} [{', '.join(map(str, shape))}] {kind} at {offset}")

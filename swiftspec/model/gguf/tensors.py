@@ -13,8 +13,8 @@ from torch import Tensor
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import file_facts
 from swiftspec.model.checkpoint import FLOATS
-from swiftspec.model.formats.blocks import BLOCK_TYPES, BlockType, BlockWeight
-from swiftspec.model.gguf.config import gguf_config
+from swiftspec.model.formats.blocks import FILE_TYPES, BlockType, BlockWeight
+from swiftspec.model.gguf.config import extra_layers, gguf_config
 from swiftspec.model.gguf.families import gguf_architecture
 from swiftspec.model.gguf.file import DENSE_BYTES, GgufFile, GgufTensor
 from swiftspec.model.gguf.rope import ROPE_TENSORS
@@ -41,12 +41,13 @@ class GgufTensors:
         self.facts = {path.name: file_facts(path)}  # attributes that change with the contents
         self._file, self._progress, self._dtype = GgufFile.read(path), progress, dtype
         config, architecture = gguf_config(self._file), gguf_architecture(self._file)
-        mixer, names = config.spec.layers[0].attention, architecture.names
+        mixer, names = config.spec.attention_mixers[0], architecture.names
         self._heads: dict[str, int] = {}  # of the modules whose rows are reordered
         if architecture.rotates_pairs:
             self._heads = {names.q: mixer.num_heads, names.k: mixer.num_kv_heads}
-        self._norms_plus_one = architecture.norms_plus_one
-        self._left = {*self._file.tensors} - {*ROPE_TENSORS}
+        self._norms_plus_one, self._delta_norm = architecture.norms_plus_one, names.delta_norm
+        beyond = tuple(f"{names.layer(index)}." for index in extra_layers(self._file, len(config.spec.layers)))
+        self._left = {name for name in self._file.tensors if not name.startswith(beyond)} - {*ROPE_TENSORS}
         self._read, self._bytes = 0, file_facts(path)[0]
 
     def __contains__(self, name: str) -> bool:
@@ -54,32 +55,34 @@ class GgufTensors:
         return name in self._file.tensors and self._file.tensors[name].type in DENSE_BYTES
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of the tensor `name`, where the matrices of all experts of a layer are one below the other.
-        Raises UserError if it is missing."""
+        """Returns the shape of the tensor `name`, where the matrices of all experts of a layer are one below the other,
+        and so are their biases. Raises UserError if it is missing."""
         if name not in self._file.tensors:
             raise UserError(f"{self.folder}: tensor {name} is missing")
-        *rows, columns = self._file.tensors[name].shape
+        *rows, columns = shape = self._file.tensors[name].shape
+        if name.endswith(".bias"):
+            return (math.prod(shape),)
         return (math.prod(rows), columns) if len(rows) > 1 else (*rows, columns)
 
     def take(self, name: str, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
         """Maps the tensor `name` and marks it as taken. A quantised one is dequantised. Raises UserError if it is
         missing, its shape is not `shape`, or its dtype is not in `kinds`."""
         tensor = self._find(name, shape)
-        if tensor.type in BLOCK_TYPES:
+        if tensor.type in FILE_TYPES:
             return BlockWeight(*self.take_blocks(name, *shape)).dequantize(self._dtype)
         dtype = DENSE_TYPES[tensor.type]
         if dtype not in kinds:
             raise UserError(f"{self.folder}: {name} has unsupported dtype {dtype}")
         found = self._in_order(name, self._map(tensor).view(dtype).view(shape))
-        if self._norms_plus_one and name.endswith(NORM):  # 1 + (w - 1) is w again in float32, for any w above 0.5
-            return found.float() - 1
+        if self._norms_plus_one and name.endswith(NORM) and not name.endswith(self._delta_norm):
+            return found.float() - 1  # 1 + (w - 1) is w again in float32, for any w above 0.5
         return found
 
     def take_blocks(self, name: str, rows: int, columns: int) -> tuple[Tensor, BlockType]:
         """Maps the quantised matrix `name` [rows, columns] as rows of blocks [rows, bytes] uint8, and returns them with
         their type. Raises UserError if it is missing or has another shape."""
         tensor = self._find(name, (rows, columns))
-        kind = BLOCK_TYPES[tensor.type]
+        kind = FILE_TYPES[tensor.type]
         return self._in_order(name, self._map(tensor).view(rows, kind.row_bytes(columns))), kind
 
     def skip(self, prefix: str) -> None:
@@ -97,8 +100,9 @@ class GgufTensors:
             raise UserError(f"{self.folder}: tensor {shown} is not part of the architecture in the metadata")
 
     def _find(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
+        """Returns the tensor `name`. Dimensions of size 1 are not compared, because a file may lack them."""
         found = self.shape_of(name)
-        if found != shape:
+        if [size for size in found if size != 1] != [size for size in shape if size != 1]:
             raise UserError(
                 f"{self.folder}: {name} has shape {truncated_repr([*found])}, the metadata imply {[*shape]}"
             )

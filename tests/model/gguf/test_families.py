@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
+from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends import cpu, reference
 from swiftspec.errors import UserError
-from swiftspec.model.checkpoint_files import read_config
+from swiftspec.model.checkpoint import Checkpoint
+from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.config_json import parse_config
+from swiftspec.model.formats import format_of
+from swiftspec.model.formats.blocks import BLOCK_TYPES, BlockWeight
+from swiftspec.model.formats.int8 import Int8Weight
+from swiftspec.model.formats.mxfp4 import Mxfp4Weight
 from swiftspec.model.gguf.config import gguf_config
 from swiftspec.model.gguf.families import GGUF_ARCHITECTURES
 from swiftspec.model.gguf.file import GgufFile
 from swiftspec.model.loader import load_model
 from swiftspec.model.spec import AttentionSpec
+from swiftspec.model.weights import LayerWeights
 from tests.model.architectures.test_families import CAPACITY, TOKENS, expected, logits, new_cache
 from tests.support.gguf_files import architecture_of, write_gguf
 from tests.support.thread_group import on_ranks
@@ -30,12 +38,19 @@ PHI3_ROPE = {
     **LONGROPE, "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0], "long_factor": [2.0, 2.5, 3.5, 4.0, 6.5, 8.0],
     "attention_factor": 1.125,  # exact in float32, in which GGUF stores it
 }  # fmt: skip
+HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
+EXPERTS = {"mlp_only_layers": [], "moe_intermediate_size": 64}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "attention_bias": True},
     "llama with YaRN": {"family": "llama", "rope": YARN},
     "qwen2": {"family": "qwen2", "rope": YARN},
     "qwen3": {"family": "qwen3", "rope": YARN},
-    "qwen3moe": {"family": "qwen3_moe", "mlp_only_layers": [], "moe_intermediate_size": 64},
+    "qwen3moe": {"family": "qwen3_moe", **EXPERTS},
+    "qwen2moe": {"family": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 96},
+    "gpt-oss": {"family": "gpt_oss"},
+    "qwen35": {"family": "qwen3_5_text"},
+    "qwen35moe": {"family": "qwen3_5_moe_text", **EXPERTS, "shared_expert_intermediate_size": 96},
+    "qwen3next": {"family": "qwen3_next", **EXPERTS, "shared_expert_intermediate_size": 96},
     "gemma3": {"family": "gemma3_text", "query_pre_attn_scalar": 16, "head_dim": 16},
     "smollm3": {"family": "smollm3"},
     "phi3": {"family": "phi3", "num_attention_heads": 2, "rope": PHI3_ROPE},
@@ -47,10 +62,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def written(path: Path, kind: str, **model: Any) -> Any:
+def written(
+    path: Path, kind: str | Callable[[str], str], metadata: Callable[[GGUFWriter], object] = lambda writer: None,
+    **model: Any,
+) -> Any:  # fmt: skip
     """Writes a GGUF file whose matrices have the type `kind`, and returns the model of transformers with its values."""
     built = make_model(dtype=torch.float64, **{"intermediate_size": 64, **model})
-    values = write_gguf(path, built, lambda name: kind)
+    values = write_gguf(path, built, (lambda name: kind) if isinstance(kind, str) else kind, metadata)
     missing, unexpected = built.load_state_dict(values, strict=False)
     assert not unexpected and {*missing} <= {"lm_head.weight"}
     return built
@@ -70,7 +88,10 @@ def test_every_architecture_is_tested() -> None:
     assert {architecture_of(make_model(**case)) for case in CASES.values()} == {*GGUF_ARCHITECTURES}
 
 
-@pytest.mark.parametrize("family", ["phi3", "glm4", "qwen3moe"])
+FAMILIES_OF_PARTS = ["phi3", "glm4", "qwen3moe", "qwen2moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"]
+
+
+@pytest.mark.parametrize("family", FAMILIES_OF_PARTS)
 def test_joined_matrices_on_two_ranks(tmp_path: Path, family: str) -> None:
     """Each rank has rows of each part of a joined matrix."""
     path = tmp_path / "model.gguf"
@@ -80,14 +101,88 @@ def test_joined_matrices_on_two_ranks(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
-@pytest.mark.parametrize("family", ["gemma3", "phi3", "glm4", "qwen3moe"])
+@pytest.mark.parametrize("family", ["gemma3", *FAMILIES_OF_PARTS])
 def test_native_operators(tmp_path: Path, family: str) -> None:
     path, case = tmp_path / "model.gguf", {**CASES[family], "head_dim": 16}
+    if family in HYBRIDS:
+        case["linear_key_head_dim"] = 16
     want = expected(written(path, "Q4_0", **case), TOKENS)
+    torch.testing.assert_close(forward_native(path), want, rtol=1e-4, atol=1e-4)
+
+
+def weights_of(path: Path, layer: int) -> LayerWeights:
+    config = read_config(path)
+    return Checkpoint(config.spec, open_tensors(path), format_of(config), config.names).read().layers[layer]()
+
+
+def forward_native(path: Path) -> Tensor:
     model = load_model(path, dtype=torch.float32, ops=cpu, max_positions=CAPACITY)
     found = model.forward(chain(TOKENS), new_cache(model, cpu)).logits
     assert found is not None
-    torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-4)
+    return found.double()
+
+
+def test_float4_experts(tmp_path: Path) -> None:
+    """Experts in MXFP4 keep their codes, in the class of safetensors checkpoints, which the native operators pack."""
+    path = tmp_path / "model.gguf"
+    built = written(path, lambda name: "MXFP4" if "experts" in name else "Q8_0", **CASES["gpt-oss"], head_dim=16)
+    want = expected(built, TOKENS)
+    read = weights_of(path, 0)
+    assert isinstance(read.gate_up, Mxfp4Weight) and isinstance(read.down, Mxfp4Weight)
+    torch.testing.assert_close(logits(path, reference), want, rtol=0, atol=1e-9)
+    for found in on_ranks(2, lambda group: logits(path, reference, group)):
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-9)
+    if _C.level() != "none":
+        torch.testing.assert_close(forward_native(path), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_dense_matrix_of_float4_blocks(tmp_path: Path) -> None:
+    """Every matrix may have this type; those of a block with others are expanded."""
+    path = tmp_path / "model.gguf"
+    built = written(path, lambda name: "Q8_0" if "gate_up" in name else "MXFP4", **CASES["gpt-oss"])
+    torch.testing.assert_close(logits(path, reference), expected(built, TOKENS), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("kind", "width"), [("Q8_0", 64), ("Q8_0", 16), ("Q4_K", 64)])
+def test_the_order_of_value_heads(tmp_path: Path, kind: str, width: int) -> None:
+    """Rows and whole blocks of columns change places in packed form. A block that heads divide becomes codes in int8,
+    with the same values."""
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "linear_value_head_dim": width}
+    path = tmp_path / "model.gguf"
+    want = expected(written(path, kind, **CASES["qwen35"], **sizes), TOKENS)
+    read = weights_of(path, 0)
+    assert isinstance(read.qkv, BlockWeight) and read.qkv.kind.name == kind
+    assert isinstance(read.o, BlockWeight if width % BLOCK_TYPES[kind].inputs == 0 else Int8Weight)
+    torch.testing.assert_close(logits(path, reference), want, rtol=0, atol=1e-9)
+    for found in on_ranks(2, lambda group: logits(path, reference, group)):
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS])
+def test_layers_of_multi_token_prediction_are_not_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.gguf"
+    extra = np.zeros(3, np.float32)
+
+    def further(writer: GGUFWriter) -> None:
+        writer.add_nextn_predict_layers(1)
+        writer.add_block_count(5)
+        for tensor in ("nextn.eh_proj", "attn_q"):
+            writer.add_tensor(f"blk.4.{tensor}.weight", extra)
+
+    want = expected(written(path, "F32", metadata=further, **CASES[name]), TOKENS)
+    torch.testing.assert_close(logits(path, reference), want, rtol=0, atol=1e-9)
+
+
+def test_what_the_metadata_of_hybrids_leave_out(tmp_path: Path) -> None:
+    """Every fourth layer has attention, or as the interval has it; a mixture's shared expert has the dense size."""
+    path, kinds = tmp_path / "model.gguf", "attention.recurrent_layers"
+    written(path, "F32", **CASES["qwen35moe"])
+    for interval, attention in ((None, [3]), (2, [1, 3])):
+        spec = gguf_config(changed(path, {kinds: None, "full_attention_interval": interval})).spec
+        assert [index for index, layer in enumerate(spec.layers) if isinstance(layer.mixer, AttentionSpec)] == attention
+    without = {"expert_shared_feed_forward_length": None, "feed_forward_length": 128}
+    experts = gguf_config(changed(path, without)).spec.layers[0].mlp.experts
+    assert experts is not None and experts.shared_intermediate_size == 128
 
 
 def changed(path: Path, changes: Mapping[str, object]) -> GgufFile:
@@ -147,6 +242,23 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("qwen3moe", {"expert_used_count": None}, "num_experts_per_tok is missing"),
     ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func 2 is not supported"),
     ("qwen3moe", {"expert_weights_scale": 2.5}, "qwen3moe.expert_weights_scale 2.5 is not supported"),
+    ("qwen2moe", {"expert_gating_func": 2}, "qwen2moe.expert_gating_func 2 is not supported"),
+    ("qwen2moe", {"expert_feed_forward_length": None}, "intermediate_size is missing"),
+    ("gpt-oss", {"expert_gating_func": 1}, "gpt-oss.expert_gating_func 1 is not supported"),
+    ("gpt-oss", {"rope.freq_base_swa": 5.0}, "gpt-oss.rope.freq_base_swa 5.0 is not supported"),
+    ("gpt-oss", {"expert_count": None}, "gpt-oss.expert_count None is not supported"),
+    ("qwen35", {"rope.dimension_sections": np.array([1, 0, 1, 0])}, "qwen35.rope.dimension_sections array("),
+    ("qwen35", {"rope.dimension_sections": 3}, "qwen35.rope.dimension_sections 3 is not supported"),
+    ("qwen35", {"rope.dimension_sections": np.array([11.0, 11, np.nan])}, "qwen35.rope.dimension_sections array("),
+    ("qwen35", {"attention.recurrent_layers": True}, "qwen35.attention.recurrent_layers True is not supported"),
+    ("qwen35", {"full_attention_interval": 0}, "full_attention_interval must be"),
+    ("qwen35", {"ssm.inner_size": 63}, "qwen35.ssm.inner_size 63 is not supported"),
+    ("qwen35", {"ssm.time_step_rank": None}, "qwen35.ssm.inner_size 64 is not supported"),
+    ("qwen35", {"ssm.group_count": 3}, "linear_num_value_heads 4 is not a multiple of linear_num_key_heads 3"),
+    ("qwen35", {"nextn_predict_layers": 4}, "qwen35.block_count 4 is not supported"),
+    ("qwen35", {"attention.recurrent_layers": np.ones(4, bool)}, "without a layer of type full_attention"),
+    ("qwen35moe", {"expert_weights_scale": 2.5}, "qwen35moe.expert_weights_scale 2.5 is not supported"),
+    ("qwen3next", {"attention.recurrent_layers": np.ones(2)}, "layer_types has 2 entries for 4 layers"),
     ("gemma3", {"attention.sliding_window_pattern": "x"}, "gemma3.attention.sliding_window_pattern 'x'"),
     ("gemma3", {"attention.sliding_window_pattern": np.ones(2)}, "layer_types has 2 entries for 3 layers"),
     ("phi3", {"rope.scaling.type": "yarn"}, "RoPE type 'yarn' with tensor rope_factors_short.weight"),

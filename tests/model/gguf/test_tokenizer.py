@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from swiftspec.serve.text.codec import TextCodec, has_tokenizer
 TEXTS = [
     "Hello world! It's 12345 things, don't you think?", "def f(x):\n    return x + 1\n\n\n", "  two  spaces\t\ttabs ",
     "Gr\u00f6\u00dfe \u6771\u4eac \U0001f600 1a2b", "HELLO'S we'Ll", "", " ", "\r\n", "a\u0301",
+    "\u0939\u093f\u0928\u094d\u0926\u0940 x\u0301!\u0301", "path/to\n//\n",
 ]  # fmt: skip
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -30,7 +32,11 @@ GPT4O_SPLIT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)  # as in the tokenizer.json of Phi-4-mini
+)  # as in the tokenizer.json of Phi-4-mini and of gpt-oss
+QWEN35_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # as in the tokenizer.json of Qwen3.5
 SPLITS: dict[str, list[Any]] = {
     "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
@@ -42,6 +48,10 @@ SPLITS: dict[str, list[Any]] = {
         pre_tokenizers.Split(Regex(GPT4O_SPLIT), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ],
+    "qwen35": [
+        pre_tokenizers.Split(Regex(QWEN35_SPLIT), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
 }
 
 
@@ -50,6 +60,8 @@ def byte_level(name: str) -> Tokenizer:
     made = Tokenizer(BPE(ignore_merges=name == "llama-bpe"))
     made.pre_tokenizer = pre_tokenizers.Sequence(SPLITS[name])
     made.decoder = decoders.ByteLevel()
+    if name == "qwen35":
+        made.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<s>", "</s>", "<unk>"]
     made.train_from_iterator(TEXTS * 4, BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet))
@@ -92,7 +104,8 @@ def test_the_ids_are_those_of_the_original(tmp_path: Path, name: str) -> None:
     assert ours.vocab == original.get_vocab()
     for text in TEXTS:
         ids = ours.encode(text)
-        assert ids == original.encode(text).ids and ours.decode(ids) == text
+        assert ids == original.encode(text).ids and ours.decode(ids) == original.decode(ids)
+        assert ours.decode(ids) == (unicodedata.normalize("NFC", text) if original.normalizer else text)
     assert ours.encode("<s>A</s>") == [0, *original.encode("A").ids, 1] and ours.special == {0, 1, 2}
 
 
