@@ -16,6 +16,7 @@ from swiftspec.messages import NodeSource, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph import GraphForwardExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 from tests.support.proposals import draft_proposal
 from tests.support.roles import request_start
@@ -78,6 +79,20 @@ def sampled_tokens(verifier: LocalVerifier, proposal: Proposal) -> list[int]:
             patches.enter_context(mock.patch.object(steps, "run_batch", recorded(steps.run_batch)))
         verifier.submit(proposal).wait()
     return found[-1].tolist()
+
+
+def folded_counts(runner: Runner) -> set[int]:
+    """Returns a set to which every settlement of the delta cache adds the number of folded positions."""
+    counts, cache = set[int](), runner.cache.delta
+    assert cache is not None
+    settle = cache.settle
+
+    def counted(*args: int) -> None:
+        settle(*args)
+        counts.add(int(cache.folded[0]))
+
+    setattr(cache, "settle", counted)  # noqa: B010 - the class declares a method
+    return counts
 
 
 def same_hidden(one: Tensor | None, other: Tensor | None, rows: int) -> None:

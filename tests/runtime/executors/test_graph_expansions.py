@@ -28,7 +28,7 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from tests.support.cases import fast_first
 from tests.support.fake_cuda_graphs import Rerun, RerunWithoutReads, inside_kernel
 from tests.support.roles import make_drafter, make_runner, request_start
-from tests.support.same_rounds import same_rounds, weights_by_path
+from tests.support.same_rounds import folded_counts, same_rounds, weights_by_path
 from tests.support.thread_group import ThreadGroup, on_ranks, peers
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -145,14 +145,7 @@ def test_a_hybrid_expands_the_same_tree_without_the_host(tmp_path: Path, mode: A
     """Also when positions are folded between the rounds."""
     make_checkpoint(tmp_path, family="qwen3_5_text")
     host, ours, capture = drafters(tmp_path, EngineConfig(mode=mode, verify_batch=K, draft_leaves=W, draft_steps=D))
-    folded = set[int]()
-    settle = ours.runner.cache.delta.settle
-
-    def noted(*args: int) -> None:
-        settle(*args)
-        folded.add(int(ours.runner.cache.delta.folded[0]))
-
-    ours.runner.cache.delta.settle = noted
+    folded = folded_counts(ours.runner)
     same_rounds(host, ours, SAMPLING[1], 64, prompt_len=50)
     assert ours.executor.name == "graph" and grown(ours) and capture.captures > 0 and {0, 32} <= folded
 

@@ -24,7 +24,7 @@ from tests.support.fake_cuda_graphs import Recorder
 from tests.support.history_models import HistoryModel
 from tests.support.proposals import draft_proposal
 from tests.support.roles import make_runner, make_scheduler, make_verifier, request_start, restrict_executors
-from tests.support.same_rounds import same_verifications
+from tests.support.same_rounds import folded_counts, same_verifications
 from tests.support.tiny_checkpoints import chain, make_checkpoint
 
 VOCAB = 300
@@ -62,14 +62,7 @@ def test_graphs_of_a_hybrid(tmp_path: Path) -> None:
     """Also when positions are folded between the rounds."""
     make_checkpoint(tmp_path, family="qwen3_5_text", vocab=VOCAB, dtype=torch.float64)
     eager, graphed = (verifier_on(tmp_path, name, unfused, torch.float64) for name in ("eager", "graph"))
-    folded = set[int]()
-    settle = graphed.runner.cache.delta.settle
-
-    def noted(*args: int) -> None:
-        settle(*args)
-        folded.add(int(graphed.runner.cache.delta.folded[0]))
-
-    graphed.runner.cache.delta.settle = noted
+    folded = folded_counts(graphed.runner)
     same_verifications(eager, graphed, SAMPLED, VOCAB, prompt_len=50)
     assert graphed.executor.name == "graph" and {0, 32} <= folded
 
