@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import exp
 
-from swiftspec import _C
+from swiftspec.backends.cpu.suffix_index import MAX_MATCH_TOKENS, NativeSuffixIndex
 from swiftspec.messages import NodeSource, Proposal, RequestStart, VerifyResult
 from swiftspec.tree.match_acceptance import MatchAcceptance
 
@@ -37,8 +37,8 @@ class SuffixDrafter:
     def __init__(self, max_nodes: int, max_model_len: int, row_seconds: Sequence[float] | None = None) -> None:
         """`max_nodes`: largest bs. `max_model_len`: tokens of the longest text. `row_seconds`: seconds of verifications
         of 1 to `max_nodes` nodes; None: not measured."""
-        self._index = _C.SuffixIndex(max(MEMORY_TOKENS, max_model_len))
-        self.acceptance = MatchAcceptance(_C.MAX_MATCH_TOKENS)
+        self._index = NativeSuffixIndex(max(MEMORY_TOKENS, max_model_len))
+        self.acceptance = MatchAcceptance(MAX_MATCH_TOKENS)
         self._max_nodes = max_nodes
         self._row_seconds = default_row_seconds(max_nodes) if row_seconds is None else list(row_seconds)
 

@@ -134,7 +134,7 @@ def test_the_oldest_tokens_are_evicted(texts: list[Text], path: Text, capacity: 
 
 
 def test_a_copy_is_followed_although_later_texts_contain_its_tokens() -> None:
-    """The end of the copied text also occurs more often, later and with another continuation than the index examines."""
+    """The end of the copied text also occurs more often later, with another continuation."""
     source = [*range(100, 140), 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 50, 51]
     noise = [7] * 300
     index = index_of([source, noise, source[:-2]], queries=True)

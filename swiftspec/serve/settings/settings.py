@@ -89,6 +89,8 @@ class Settings(SettingsFields):
         mode = self.mode or ("ar" if not has_draft else "async" if split else "serial")
         if mode != "ar" and not has_draft:
             raise UserError(f"--mode {mode} requires a draft model: specify one with --draft-model, or use --mode ar")
+        if mode == "async" and self.drafts_by_lookup:
+            raise UsageError(f"--draft-model {SUFFIX_LOOKUP} is not supported in mode async; use --mode serial")
         for part in UNSUPPORTED_PARTS[mode]:
             for name in self._explicitly_set(part):
                 raise UsageError(f"{flag_name(name)} is not supported in mode {mode}, which has no {part}; remove it")
