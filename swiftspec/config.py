@@ -121,7 +121,6 @@ class EngineConfig:
     """
 
     mode: str = setting("auto", choices=("auto", *MODES))
-    drafter: str = setting("model", choices=("model", SUFFIX_LOOKUP))  # what proposes: see `for_models`
     verify_batch: int = setting(
         8,
         "Tree nodes verified per round, including the root.",
@@ -174,6 +173,7 @@ class EngineConfig:
     target_remote: bool = False  # a worker runs the target instead of the ranks of this job
     draft_remote: bool = False  # the same for the draft
     population: PopulationConfig = PopulationConfig()  # mode smc
+    drafter: str = setting("model", choices=("model", SUFFIX_LOOKUP))  # what proposes: see `for_models`
 
     def __post_init__(self) -> None:
         check_fields(self)
