@@ -11,6 +11,7 @@ build_info: str
 cuda_built: bool
 cuda_archs: tuple[int, ...]
 ROW_GROUP_WORDS: int
+MAX_MATCH_TOKENS: int
 
 class Cache:
     """A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], and the delta cache of the same
@@ -204,6 +205,21 @@ class ShmGroup:
         """Sums x (float32, float64 or bfloat16) over the ranks, in place and in rank order."""
     def leave(self) -> None:
         """Announces that this rank sends no more. Sent data stays readable."""
+
+class SuffixIndex:
+    """Continuations of earlier occurrences of the latest tokens; see host/decoder/suffix_index.h."""
+    def __init__(self, capacity: int) -> None:
+        """An empty index. `capacity`: tokens of all texts, rounded up to a power of two; the oldest are evicted."""
+    def append(self, tokens: Sequence[int]) -> None:
+        """Appends tokens to the latest text."""
+    def begin_text(self) -> None:
+        """Begins a text; no match crosses its border."""
+    def query(
+        self, max_nodes: int, acceptance: Array, path: Sequence[int] = []
+    ) -> tuple[list[int], list[int], list[int], list[float], list[float]]:
+        """The likeliest continuations of the latest text followed by `path`: tokens, parents (0: the root, so the first
+        node is 1), match lengths, shares and log-weights. `acceptance` [MAX_MATCH_TOKENS + 1]: probability that a
+        continuation is right, by match length."""
 
 class Tree:
     """A draft tree on NumPy arrays, which it keeps alive; see host/decoder/tree.h."""

@@ -18,6 +18,7 @@ MAX_CONCURRENT_REQUESTS = 256
 MAX_THREADS = 8  # threads of one operator by default: more take longer to synchronise than short rounds compute
 MAX_TREE_NODES = 64  # limit of bs, w and d: a larger round costs more than it can save
 MAX_ADAPTED_NODES = 32  # largest bs that adaptation chooses where it exceeds `verify_batch`
+SUFFIX_LOOKUP = "suffix"  # value of `draft_model` that selects suffix lookup instead of a model
 VERIFY_METHODS = ("match", "reject")
 PROPOSAL_METHODS = ("top", "coupled", "sample")
 # by proposal method; greedy: any method at temperature 0
@@ -172,6 +173,7 @@ class EngineConfig:
     target_remote: bool = False  # a worker runs the target instead of the ranks of this job
     draft_remote: bool = False  # the same for the draft
     population: PopulationConfig = PopulationConfig()  # mode smc
+    drafter: str = setting("model", choices=("model", SUFFIX_LOOKUP))  # what proposes: see `for_models`
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -183,6 +185,8 @@ class EngineConfig:
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
         self._check_rejection()
+        if self.drafts_by_lookup:
+            self._check_lookup()
         if self.max_num_seqs > 1:
             self._make_chains()
         if self.mode == "async":
@@ -203,6 +207,19 @@ class EngineConfig:
             " timing; set both to False",
         )
 
+    def _check_lookup(self) -> None:
+        """Raises UserError if another field excludes suffix lookup, which runs in the target's process."""
+        why = None
+        if self.mode in ("async", "smc"):
+            why = f"mode {self.mode}, which needs a draft model; use mode serial"
+        elif self.target_remote or self.draft_remote:
+            why = "workers; run the target on this machine, or use a draft model"
+        elif self.max_num_seqs > 1:
+            why = "max_num_seqs above 1; remove it, or use a draft model"
+        elif self.verify == "reject":
+            why = "verify reject, since its tokens are not sampled from a distribution; use verify match"
+        require(why is None, f"draft model {SUFFIX_LOOKUP} is not supported with {why}")
+
     def _make_chains(self) -> None:
         """Sets w and bs so that the tree is a chain of d draft tokens, all of which are verified. Raises UserError if
         another field requires a tree."""
@@ -222,10 +239,13 @@ class EngineConfig:
         object.__setattr__(self, "verify_batch", self.initial_draft_steps + 1)
 
     def for_models(self, draft: object) -> "EngineConfig":
-        """Returns the configuration with mode auto resolved. `draft`: the local draft model; None: there is none."""
+        """Returns the configuration with mode auto resolved, and with the drafter that `draft` names. `draft`: the
+        local draft model, or "suffix" for suffix lookup; None: there is none, unless the configuration names it."""
+        if draft == SUFFIX_LOOKUP and not self.drafts_by_lookup and self.mode != "ar":
+            return replace(self, drafter=SUFFIX_LOOKUP).for_models(draft)
         if self.mode != "auto":
             return self
-        has_draft = draft is not None or self.draft_remote
+        has_draft = draft is not None or self.draft_remote or self.drafts_by_lookup
         require(has_draft or self.max_num_seqs == 1, "max_num_seqs above 1 requires a draft model: specify one")
         return replace(self, mode="serial" if has_draft else "ar", draft_tp=-1)
 
@@ -282,6 +302,16 @@ class EngineConfig:
         if self.calibration is not None:
             return self.calibration
         return DEFAULT_CALIBRATION["greedy" if greedy else str(self.proposal)]
+
+    @property
+    def drafts_by_lookup(self) -> bool:
+        """Whether suffix lookup proposes, instead of a draft model."""
+        return self.drafter == SUFFIX_LOOKUP
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether a draft model proposes, in this job or on a worker."""
+        return self.mode != "ar" and not self.drafts_by_lookup
 
     @property
     def adapts_shape(self) -> bool:

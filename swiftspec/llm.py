@@ -192,7 +192,8 @@ class LLM(LLMBase):
     go to `note`, by default to the logger "swiftspec" as warnings.
 
     `model`: folder of the target.
-    `draft_model`: folder of the draft, or address of its worker; None without a draft.
+    `draft_model`: folder of the draft, address of its worker, or "suffix" for suffix lookup, which needs no draft model
+    (`runtime/suffix_drafter.py`); None without a draft.
     `device`: device of this process.
     `dtype`: torch dtype of both models.
     `threads`: CPU threads of one operator.

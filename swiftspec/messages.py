@@ -56,6 +56,7 @@ class NodeSource(IntEnum):
 
     ROOT = 0  # the last verified token, which is node 0 of every proposal
     DRAFT_MODEL = 1
+    SUFFIX = 2  # suffix lookup (runtime/suffix_drafter.py)
 
     @property
     def label(self) -> str:

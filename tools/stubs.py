@@ -35,6 +35,7 @@ build_info: str
 cuda_built: bool
 cuda_archs: tuple[int, ...]
 ROW_GROUP_WORDS: int
+MAX_MATCH_TOKENS: int
 '''
 # type names of pybind11 and their replacements
 TYPE_NAMES = {

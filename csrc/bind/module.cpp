@@ -56,6 +56,7 @@ PYBIND11_MODULE(_C, m) {
   bind_sampling(m);
   bind_shm(m);
   bind_tree(m);
+  bind_suffix(m);
   bind_mailbox(m);
   bind_decoder(m);
   bind_rounds(m);

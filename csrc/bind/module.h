@@ -20,6 +20,7 @@ void bind_shm(py::module_& m);
 void bind_mailbox(py::module_& m);
 void bind_decoder(py::module_& m);
 void bind_tree(py::module_& m);
+void bind_suffix(py::module_& m);
 void bind_rounds(py::module_& m);
 void bind_particles(py::module_& m);
 void bind_population(py::module_& m);

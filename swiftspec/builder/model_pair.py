@@ -48,8 +48,8 @@ from swiftspec.builder.loaded_model import LoadedModel
 from swiftspec.builder.memory_estimate import MemoryEstimate, fit_context, kv_bytes_per_token, snapshot_bytes
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile, VerdictRecord
-from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
-from swiftspec.control.row_times import PairTimes, RowTimesFile, measure_pair_times
+from swiftspec.config import SUFFIX_LOOKUP, BatchConfig, EngineConfig, PopulationConfig
+from swiftspec.control.row_times import PairTimes, RowTimesFile, measure_pair_times, measure_target_times
 from swiftspec.distributed.launch.config_check import RankConfig, settings_of
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.errors import UserError, truncated_repr
@@ -76,6 +76,7 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY, OverlappedDrafter
 from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.suffix_drafter import SuffixDrafter
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.grammar import GrammarCompiler
@@ -129,7 +130,8 @@ class ModelPair:
         configuration, ranks and options are not consistent, or if the memory of a GPU does not suffice. `plan`: the
         engine configuration. `ranks`: None for a single process."""
         _check_ranks(plan, draft, ranks)
-        config, draft_path = read_config(target), None if draft is None else Path(draft)
+        draft_path = None if draft is None or plan.drafts_by_lookup or draft == SUFFIX_LOOKUP else Path(draft)
+        config = read_config(target)
         length, masked = _context_length(config, options), tuple(options.get("masked_tokens", ()))
         vocab = _vocab_size(Path(target), draft_path, options.get("vocab_size"), masked)
         share = options.get("share_device", False)
@@ -378,6 +380,15 @@ class ModelPair:
                 file.write(times)
         return times
 
+    def suffix_drafter(self, plan: EngineConfig, verifier: LocalVerifier | None = None) -> SuffixDrafter:
+        """Returns a drafter by suffix lookup. `verifier`: on the target of this process, whose verifications are timed
+        if `plan` requires it; None: they are not."""
+        times = None
+        if verifier is not None and plan.time_rows:
+            times = measure_target_times(verifier, plan.max_nodes, self.vocab_size)
+        rows = range(1, plan.max_nodes + 1)
+        return SuffixDrafter(plan.max_nodes, self.max_model_len, times and [times.at(count) for count in rows])
+
     def peer_all_reduce_width(self, *, target: bool, draft: bool) -> int:
         """Returns the largest hidden size of the models whose kernels all-reduce through peer memory, or 0 if they do
         not: other projections than those of cuda, ranks that share a GPU, or a verdict against peer memory. `target`,
@@ -516,7 +527,7 @@ def _ranks_of(side: Side, plan: EngineConfig) -> int:
 
 def _check_ranks(plan: EngineConfig, draft: str | Path | None, ranks: RankLayout | None) -> None:
     """Raises UserError if the mode requires a draft and there is none, or if the number of ranks is wrong."""
-    if plan.mode != "ar" and draft is None and not plan.draft_remote:
+    if plan.has_draft_model and draft is None and not plan.draft_remote:
         raise UserError(f"mode {plan.mode} requires a draft model: specify one, or use mode ar")
     count = 1 if ranks is None else ranks.size
     if plan.num_ranks != count:

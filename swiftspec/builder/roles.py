@@ -197,7 +197,7 @@ def _tree(
         away = RemoteDraft(drafter, drafter.link, rank.recovery) if isinstance(drafter, RemoteDrafter) else None
     else:
         alone = models.verifier(config, None, progress)
-        local = None if config.mode == "ar" or config.draft_remote else models.drafter(config, None, progress)
+        local = models.drafter(config, None, progress) if config.has_draft_model and not config.draft_remote else None
         threaded = config.mode == "async" and not config.draft_remote
         drafter = local or (NoDrafter() if away is None else away.drafter)
         parts = TreeRoles(drafter, ThreadedVerifier(alone) if threaded else alone)
@@ -205,17 +205,22 @@ def _tree(
         if config.overlap_on_one_gpu and local is not None:
             warm_up(local, alone)
     assert isinstance(alone, TargetVerifier)
+    if config.drafts_by_lookup:
+        parts = TreeRoles(models.suffix_drafter(config, alone if rank is None else None), parts.verifier)
     times = None if rank is not None or local is None else models.row_times(config, alone, local)
     rpc_log = None if away is None else away.rpc_log
     captured = partial(num_captures, alone, local)
-    decoding = make_tree_decoding(parts, config, recorder, alone.probabilities, captured, local, away, rpc_log, times)
+    spare = None if local is None or config.verify == "reject" else models.suffix_drafter(config)
+    decoding = make_tree_decoding(
+        parts, config, recorder, alone.probabilities, captured, local, away, rpc_log, times, spare
+    )
     return parts, decoding, config
 
 
 def make_tree_decoding(
     parts: TreeRoles, config: EngineConfig, recorder: Recorder, probabilities: Probabilities,
     captured_graphs: Callable[[], int], local: LocalDrafter | None, away: RemoteDraft | None,
-    rpc_log: RpcLog | None = None, row_times: PairTimes | None = None,
+    rpc_log: RpcLog | None = None, row_times: PairTimes | None = None, spare: Drafter | None = None,
 ) -> TreeDecoding:  # fmt: skip
     """Returns the decoding with a draft tree: wraps the drafter in a controller, if the config is adaptive, and for
     failover or fallback, and adds observers.
@@ -226,27 +231,31 @@ def make_tree_decoding(
     `captured_graphs`: returns the number of CUDA graphs that the models in this process have captured.
     `rpc_log`: log of the RPCs with workers; None without workers.
     `row_times`: times of the models' forwards by number of rows; None: not measured.
+    `spare`: proposes after the draft of this process has failed; None: only the root is proposed.
     """
     controller = None
-    if config.mode != "ar" and config.is_adaptive:
+    if config.has_draft_model and config.is_adaptive:
         controller = Controller(parts.drafter, lambda: initial_stats(config, row_times))
         if local is not None and row_times is not None:
             local.max_nodes = max(controller.round_stats.batch_sizes)
     on_event = _observers(recorder, parts, probabilities, local, controller, rpc_log)
     report = (lambda: None) if controller is None else controller.report
     if away is None:
-        return make_fallback_decoding(controller or parts.drafter, parts.verifier, on_event, report, captured_graphs)
+        return make_fallback_decoding(
+            controller or parts.drafter, parts.verifier, on_event, report, captured_graphs, spare
+        )
     drafter = FailoverDrafter(controller or away.drafter, away)
     return TreeDecoding(drafter, parts.verifier, on_event, lambda: drafter.lost_reason, report, captured_graphs)
 
 
 def make_fallback_decoding(
     drafter: Drafter, verifier: Verifier, on_event: Observer = no_observer, report: Callable[[], Any] = lambda: None,
-    captured_graphs: Callable[[], int] = lambda: 0,
+    captured_graphs: Callable[[], int] = lambda: 0, spare: Drafter | None = None,
 ) -> TreeDecoding:  # fmt: skip
     """Returns a decoding that continues without the drafter once it fails. `report`: returns the report of a controller
-    around the drafter, or None without a controller. `captured_graphs`: see `TreeDecoding`."""
-    fallback = FallbackDrafter(drafter)
+    around the drafter, or None without a controller. `captured_graphs`: see `TreeDecoding`. `spare`: see
+    `FallbackDrafter`."""
+    fallback = FallbackDrafter(drafter, spare)
     return TreeDecoding(fallback, verifier, on_event, lambda: fallback.lost, report, captured_graphs)
 
 

@@ -31,6 +31,7 @@ MAX_FILE_BYTES = 1 << 14
 # Numbers of rows of the measured verifications, in this order: a slow model may not reach the last ones.
 VERIFIED_ROWS = (1, 8, 32, 16, 4)
 TARGET_BUDGET_S, DRAFT_BUDGET_S = 1.3, 0.4  # of the measurement of each model, without its warm-up
+MEASURED_TOKEN_STRIDE = 7919  # between the tokens of a measured chain, a prime, so that they differ
 REPEATS = 3  # forwards with each number of rows, while the budget lasts
 # More of them for fast models, whose forwards take less time than another process may run before them.
 MAX_REPEATS, REPEAT_BUDGET_S = 12, 0.1
@@ -156,6 +157,27 @@ def measure_pair_times(
     draft = measure_row_times(expand, (1, max(leaves, 2)), DRAFT_BUDGET_S, clock)
     drafter.close()
     return None if target is None or draft is None else PairTimes(target, draft)
+
+
+def measure_target_times(
+    verifier: LocalVerifier, max_rows: int, vocab: int, clock: Callable[[], float] = time.perf_counter
+) -> RowTimes | None:
+    """Measures the times of the target's verifications by their number of rows, without a draft: of different tokens
+    below `vocab`. Returns None if the budget does not suffice. No request is open afterwards. `max_rows`: the largest
+    bs. `clock`: returns the time in seconds."""
+
+    def verify(rows: int) -> float:
+        tokens = [(i * MEASURED_TOKEN_STRIDE) % vocab for i in range(rows)]
+        verifier.open(ROOT)
+        proposal = Proposal.from_draft_model(0, 0, 0, tokens, range(-1, rows - 1), (0.0,) * rows)
+        began = clock()
+        verifier.verify(proposal)
+        return clock() - began
+
+    counts = [*dict.fromkeys(min(rows, max_rows) for rows in VERIFIED_ROWS)]
+    times = measure_row_times(verify, counts, TARGET_BUDGET_S, clock)
+    verifier.close()
+    return times
 
 
 def draft_proposals(drafter: LocalDrafter, counts: Collection[int]) -> dict[int, Proposal]:

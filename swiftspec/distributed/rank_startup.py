@@ -111,6 +111,11 @@ class RoleBuilder(Protocol):
 Role = LocalVerifier | LocalDrafter | BatchScheduler
 
 
+def _drafts_on_all_ranks(config: EngineConfig) -> bool:
+    """Returns whether every rank runs both models."""
+    return config.has_draft_model and config.mode != "async"
+
+
 def executor_names(role: Role) -> set[str]:
     """Returns the names of the executors that `role` supports."""
     return {kind.name for kind in role.executors}
@@ -147,7 +152,7 @@ class EngineRank:
 
     def __init__(self, world: World, config: EngineConfig, builder: RoleBuilder, progress: Progress | None) -> None:
         here = RankRole.of(world.rank, config)
-        holds = {"target": here.group == "target", "draft": here.group == "draft" or config.mode not in ("ar", "async")}
+        holds = {"target": here.group == "target", "draft": here.group == "draft" or _drafts_on_all_ranks(config)}
         with report_startup_error(world):
             facts = builder.rank_config(config, **holds)
         whole = world

@@ -14,14 +14,15 @@ FAILURES = (DrafterLost, GrammarTooComplex, RuntimeError, MemoryError)
 
 
 class FallbackDrafter:
-    """A drafter that delegates to another one and, after that one has failed, proposes only the root.
+    """A drafter that delegates to another one and, after that one has failed, to a spare one without a model.
 
     `lost`: reason of the failure, None while the other drafter works. The next request uses the other drafter again.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, spare: Drafter | None = None) -> None:
+        """`spare`: must not fail; None: proposes only the root."""
         self._drafter = drafter
-        self._none = NoDrafter()
+        self._spare = NoDrafter() if spare is None else spare
         self.lost: str | None = None
 
     @property
@@ -30,7 +31,7 @@ class FallbackDrafter:
 
     def open(self, start: RequestStart) -> None:
         self.lost = None
-        self._none.open(start)
+        self._spare.open(start)
         try:
             self._drafter.open(start)
         except FAILURES as error:
@@ -42,7 +43,7 @@ class FallbackDrafter:
                 return self._drafter.propose()
             except FAILURES as error:
                 self._mark_lost(error)
-        return self._none.propose()
+        return self._spare.propose()
 
     def grow(self) -> None:
         if self.lost is None:
@@ -57,11 +58,12 @@ class FallbackDrafter:
                 self._drafter.observe(result)  # first, since a remote draft waits for it
             except FAILURES as error:
                 self._mark_lost(error)
-        self._none.observe(result)
+        self._spare.observe(result)
 
     def close(self) -> None:
         with contextlib.suppress(*FAILURES):
             self._drafter.close()
+        self._spare.close()
 
     def _mark_lost(self, error: BaseException) -> None:
         self.lost = str(error) or type(error).__name__

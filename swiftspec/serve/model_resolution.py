@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from swiftspec.config import EngineConfig
+from swiftspec.config import SUFFIX_LOOKUP, EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.extras import require_extra
 from swiftspec.file_io import Fields, expand_user, is_file, is_folder, read_object
@@ -47,7 +47,8 @@ class ResolvedModels:
     """The located models, and the plan.
 
     `model`, `draft_model`: names as the user gave them; HOST:PORT for a draft that a worker runs.
-    `target`, `draft`: directories or GGUF files; `draft` is None if a worker runs the draft.
+    `target`, `draft`: directories or GGUF files; `draft` is None if a worker runs the draft, and
+    with suffix lookup.
     In mode ar `draft_model` and `draft` are None.
     `built_in`: the models that run if the settings name none; None if they name a target.
     """
@@ -76,6 +77,7 @@ class ResolvedModels:
             raise UsageError("--target-url is only supported by `chat` and `generate`; remove it and specify --model")
         built_in = built_in_models(settings.model)
         model, draft_model = _model_names(settings, built_in)
+        path_name = None if draft_model == SUFFIX_LOOKUP else draft_model
         local = expand_user(model)
         if settings.revision is not None and (is_folder(local) or is_file(local)):
             kind = "directory" if is_folder(local) else "file"
@@ -85,10 +87,10 @@ class ResolvedModels:
         requested_emulation(settings)
         announce = partial(phases.begin, "download")
         if check_configs is not None:
-            named = [(model, settings.revision), *([] if draft_model is None else [(draft_model, None)])]
+            named = [(model, settings.revision), *([] if path_name is None else [(path_name, None)])]
             check_before_download(named, plan, check_configs)
         target = locate_model(model, settings.revision, announce)
-        draft = None if draft_model is None else locate_model(draft_model, None, announce)
+        draft = None if path_name is None else locate_model(path_name, None, announce)
         for path in (target, draft):
             if path is not None:
                 read_config(path)  # reports a directory without a model early
@@ -203,6 +205,8 @@ def check_worker_settings(settings: Settings, ranks: int) -> None:
     url = "target_url" if settings.target_url is not None else "draft_url"
     if getattr(settings, url) is None:
         return
+    if settings.drafts_by_lookup:
+        raise UsageError(f"--draft-model {SUFFIX_LOOKUP} is not supported with {flag_name(url)}; remove one of them")
     if settings.mode == "smc":
         raise UsageError(f"{flag_name(url)} is not supported in mode smc; remove it or use another mode")
     if ranks > 1:

@@ -78,7 +78,7 @@ def requested_ranks(
 def acceptance_advice(plan: EngineConfig, sampling: SamplingParams) -> str | None:
     """Returns advice if the draft's children are selected without the noise with which the target samples, which lowers
     the acceptance rate; else None."""
-    if plan.mode in ("ar", "smc") or sampling.greedy:
+    if plan.mode in ("ar", "smc") or plan.drafts_by_lookup or sampling.greedy:
         return None
     if plan.proposal == "top":
         return "proposal top does not use the target's noise: proposal coupled has a higher acceptance rate"

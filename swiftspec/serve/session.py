@@ -199,7 +199,7 @@ def _warm_up(llm: LLM, sampling: SamplingParams, phases: StartupProgress) -> Non
     """Decodes two tokens with the sampling parameters that requests have by default. Raises NonFiniteLogits if the
     target's logits are not finite; prints a warning if it must be the draft's, because it proposes nothing."""
     stats = llm.generate([0], replace(sampling, max_tokens=2, ignore_eos=True)).stats
-    trees = llm.config.mode in ("serial", "async") and llm.config.verify_batch > 1
+    trees = llm.config.mode in ("serial", "async") and llm.config.verify_batch > 1 and llm.config.has_draft_model
     if trees and stats.drafted == 0 and stats.drafter_lost is None:
         phases.warn(f"{llm.draft_model} proposes no tokens, so its logits are not finite: check the draft's weights")
 

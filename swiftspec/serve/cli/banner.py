@@ -24,7 +24,8 @@ def show_banner(session: Session, console: Console, *, raw: bool) -> None:
                 "bold",
             )
         )
-    pair = target if draft is None else f"{target}, draft {draft}"
+    drafter = "suffix lookup" if plan.drafts_by_lookup else f"draft {draft}"
+    pair = target if draft is None else f"{target}, {drafter}"
     ranks = (
         "" if plan.num_ranks == 1 else f" on {plan.target_tp} + {plan.draft_tp} ranks, d = {plan.initial_draft_steps}"
     )

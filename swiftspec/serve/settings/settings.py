@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
-from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.config import SUFFIX_LOOKUP, EngineConfig, PopulationConfig
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import expand_user, parse_json
 from swiftspec.params import SamplingParams
@@ -19,6 +19,7 @@ from swiftspec.serve.rank_plan import split_ranks
 from swiftspec.serve.settings.flags import FLAGS, IGNORED_PARTS, UNSUPPORTED_PARTS, CommandSettings
 
 ENV_PREFIX = "SWIFTSPEC_"
+MODEL_TREE_SETTINGS = ("draft_leaves", "draft_steps", "proposal", "calibration")  # of trees that a draft model expands
 
 if TYPE_CHECKING:
 
@@ -84,9 +85,12 @@ class Settings(SettingsFields):
         """
         remote = {"target_remote": self.target_url is not None, "draft_remote": self.draft_url is not None}
         apart = any(remote.values())
-        mode = self.mode or ("ar" if not has_draft else "async" if ranks > 1 or apart else "serial")
+        split = (ranks > 1 or apart) and not self.drafts_by_lookup
+        mode = self.mode or ("ar" if not has_draft else "async" if split else "serial")
         if mode != "ar" and not has_draft:
             raise UserError(f"--mode {mode} requires a draft model: specify one with --draft-model, or use --mode ar")
+        if mode == "async" and self.drafts_by_lookup:
+            raise UsageError(f"--draft-model {SUFFIX_LOOKUP} is not supported in mode async; use --mode serial")
         for part in UNSUPPORTED_PARTS[mode]:
             for name in self._explicitly_set(part):
                 raise UsageError(f"{flag_name(name)} is not supported in mode {mode}, which has no {part}; remove it")
@@ -105,11 +109,17 @@ class Settings(SettingsFields):
             target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp, single_rank_ok=alone)
             return EngineConfig(
                 mode=mode, target_tp=target_tp, draft_tp=draft_tp,
+                drafter=SUFFIX_LOOKUP if self.drafts_by_lookup and mode != "ar" else "model",
                 population=PopulationConfig(**self._config_values(PopulationConfig)),
                 **remote, **self._adaptive_options(mode), **self._config_values(EngineConfig),
             )  # fmt: skip
         except UserError as error:
             raise UsageError(str(error)) from None
+
+    @property
+    def drafts_by_lookup(self) -> bool:
+        """Whether the draft model is suffix lookup."""
+        return self.draft_model == SUFFIX_LOOKUP
 
     def runs_on_gpu(self) -> bool:
         """Returns whether the models run on a GPU. Imports torch if the device is auto."""
@@ -141,6 +151,10 @@ class Settings(SettingsFields):
             and self.adapt
         ):
             notes.append("--adapt has no effect: --draft-steps and --verify-batch are set")
+        if self.drafts_by_lookup and mode == "serial":
+            flags = [flag_name(name) for name in MODEL_TREE_SETTINGS if name in self.model_fields_set]
+            if flags:
+                notes.append(f"suffix lookup has no draft forwards: {', '.join(flags)} without effect")
         return notes
 
     def _adaptive_options(self, mode: str) -> dict[str, bool]:

@@ -292,6 +292,18 @@ def test_the_mode_follows_the_draft() -> None:
         load_settings({"mode": "serial"}).make_plan(has_draft=False)
 
 
+def test_suffix_lookup_runs_in_mode_serial_on_any_number_of_ranks() -> None:
+    lookup = load_settings({"draft_model": "suffix"})
+    for ranks in (1, 2):
+        plan = lookup.make_plan(True, ranks)
+        assert (plan.mode, plan.target_tp, plan.drafter) == ("serial", ranks, "suffix")
+    assert load_settings({"draft_model": "suffix", "mode": "ar"}).make_plan(True).drafter == "model"
+    with pytest.raises(UserError, match="not supported in mode async; use --mode serial"):
+        load_settings({"draft_model": "suffix", "mode": "async"}).make_plan(True, 2)
+    steps = load_settings({"draft_model": "suffix", "draft_steps": 2})
+    assert steps.ignored_settings("serial") == ["suffix lookup has no draft forwards: --draft-steps without effect"]
+
+
 @pytest.mark.parametrize(
     ("given", "steps", "batch"),
     [({}, True, True), ({"draft_steps": 3}, False, True), ({"verify_batch": 8}, True, False),

@@ -1,0 +1,94 @@
+"""Suffix lookup (prompt lookup decoding): a drafter without a model, which proposes continuations of earlier
+occurrences of the latest tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import exp
+
+from swiftspec.backends.cpu.suffix_index import MAX_MATCH_TOKENS, NativeSuffixIndex
+from swiftspec.messages import NodeSource, Proposal, RequestStart, VerifyResult
+from swiftspec.tree.match_acceptance import MatchAcceptance
+
+MEMORY_TOKENS = 1 << 16  # prompts and outputs of recent requests, at least one context, in which matches are searched
+# Time of each further row of a verification relative to that of one row, where it is not measured.
+ROW_COST = 0.1
+MIN_GAIN_FACTOR = 1.02  # nodes are verified only if the round's predicted tokens per second rise by this factor
+
+
+def default_row_seconds(max_nodes: int) -> list[float]:
+    """Returns the times of verifications of 1 to `max_nodes` nodes, in units of the first."""
+    return [1 + ROW_COST * more for more in range(max_nodes)]
+
+
+class SuffixDrafter:
+    """Drafter that proposes continuations of earlier occurrences of the latest tokens, in the text of the request and
+    in those of recent requests.
+
+    The weight of a node is its predicted acceptance: that measured for matches of its length in this process, times the
+    share of the occurrences that continue with its token. The proposal has the number of nodes with the most predicted
+    tokens per second; it may be the root alone.
+    """
+
+    busy = 0.0  # there is no draft model
+    draft_steps = 0
+
+    def __init__(self, max_nodes: int, max_model_len: int, row_seconds: Sequence[float] | None = None) -> None:
+        """`max_nodes`: largest bs. `max_model_len`: tokens of the longest text. `row_seconds`: seconds of verifications
+        of 1 to `max_nodes` nodes; None: not measured."""
+        self._index = NativeSuffixIndex(max(MEMORY_TOKENS, max_model_len))
+        self.acceptance = MatchAcceptance(MAX_MATCH_TOKENS)
+        self._max_nodes = max_nodes
+        self._row_seconds = default_row_seconds(max_nodes) if row_seconds is None else list(row_seconds)
+
+    def open(self, start: RequestStart) -> None:
+        self._nodes = min(start.sampling.verify_batch or self._max_nodes, self._max_nodes)
+        self._root = start.request, 0, len(start.tokens) - 1, start.tokens[-1]
+        self._proposal: Proposal | None = None
+        self._matches: list[tuple[int, float]] = []  # match length and share of each node of the proposal
+        self._index.begin_text()
+        self._index.append(start.tokens)
+
+    def propose(self) -> Proposal:
+        tokens, parents, lengths, shares, weights = (
+            self._index.query(self._nodes - 1, self.acceptance.table) if self._nodes > 1 else ([], [], [], [], [])
+        )
+        count = self._best_count(weights)
+        self._matches = [*zip(lengths[:count], shares[:count], strict=True)]
+        request, round_, at, root = self._root
+        self._proposal = Proposal(
+            request, round_, at, (root, *tokens[:count]), (-1, *parents[:count]), (0.0, *weights[:count]),
+            (NodeSource.ROOT, *(NodeSource.SUFFIX,) * count),
+        )  # fmt: skip
+        return self._proposal
+
+    def grow(self) -> None:
+        pass
+
+    def observe(self, result: VerifyResult) -> None:
+        if self._proposal is not None:
+            self._measure(self._proposal, result)
+            self._proposal = None
+        self._index.append(result.tokens)
+        at = result.prefix_len + len(result.tokens)
+        self._root = result.request, result.round + 1, at, result.tokens[-1]
+
+    def close(self) -> None:
+        pass
+
+    def _best_count(self, weights: Sequence[float]) -> int:
+        """Returns the number of leading nodes with the most predicted tokens per second. `weights`: of all nodes,
+        descending."""
+        seconds = self._row_seconds
+        tokens = accumulate(map(exp, weights), initial=1.0)
+        speeds = [expected / time for expected, time in zip(tokens, seconds, strict=False)]
+        best = max(range(len(speeds)), key=speeds.__getitem__)
+        return best if speeds[best] > MIN_GAIN_FACTOR * speeds[0] else 0
+
+    def _measure(self, proposal: Proposal, result: VerifyResult) -> None:
+        """Counts which of the nodes were accepted whose parent was."""
+        path = {*result.path}
+        for node, (length, share) in enumerate(self._matches, 1):
+            if proposal.parents[node] in path:
+                self.acceptance.add(length, share, accepted=node in path)
