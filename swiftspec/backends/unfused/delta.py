@@ -17,7 +17,7 @@ def prepare_delta(batch: Batch, cache: DeltaTensors) -> ReferenceDeltaPlan:
     """Prepares the delta layers of a forward. Reads nothing from the device. For a cache of several sequences it calls
     reference/, which reads on the host.
 
-    Every row reads the folded state of the cache and all slots of the buffers, of which those that are no ancestors are
+    Every row reads the folded state of the cache and all slots of the buffers, where those of other branches are
     masked. The terms of a sum therefore depend on where rounds end, unlike those of reference/.
     """
     if cache.state.shape[1] > 1:
