@@ -19,6 +19,7 @@ MAX_THREADS = 8  # threads of one operator by default: more take longer to synch
 MAX_TREE_NODES = 64  # limit of bs, w and d: a larger round costs more than it can save
 MAX_ADAPTED_NODES = 32  # largest bs that adaptation chooses where it exceeds `verify_batch`
 SUFFIX_LOOKUP = "suffix"  # value of `draft_model` that selects suffix lookup instead of a model
+GRAFTED = "model+suffix"  # value of `drafter`: suffix lookup adds to the proposals of the draft model
 VERIFY_METHODS = ("match", "reject")
 PROPOSAL_METHODS = ("top", "coupled", "sample")
 # by proposal method; greedy: any method at temperature 0
@@ -173,7 +174,7 @@ class EngineConfig:
     target_remote: bool = False  # a worker runs the target instead of the ranks of this job
     draft_remote: bool = False  # the same for the draft
     population: PopulationConfig = PopulationConfig()  # mode smc
-    drafter: str = setting("model", choices=("model", SUFFIX_LOOKUP))  # what proposes: see `for_models`
+    drafter: str = setting("model", choices=("model", SUFFIX_LOOKUP, GRAFTED))  # what proposes: see `for_models`
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -185,7 +186,7 @@ class EngineConfig:
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
         self._check_rejection()
-        if self.drafts_by_lookup:
+        if self.drafts_by_lookup or self.grafts_suffix:
             self._check_lookup()
         if self.max_num_seqs > 1:
             self._make_chains()
@@ -210,15 +211,15 @@ class EngineConfig:
     def _check_lookup(self) -> None:
         """Raises UserError if another field excludes suffix lookup, which runs in the target's process."""
         why = None
-        if self.mode in ("async", "smc"):
-            why = f"mode {self.mode}, which needs a draft model; use mode serial"
+        if self.mode == "smc" or (self.mode == "async" and self.drafts_by_lookup):
+            why = f"mode {self.mode}; use mode serial, or a draft model alone"
         elif self.target_remote or self.draft_remote:
-            why = "workers; run the target on this machine, or use a draft model"
+            why = "workers; run the models on this machine, or use a draft model alone"
         elif self.max_num_seqs > 1:
-            why = "max_num_seqs above 1; remove it, or use a draft model"
+            why = "max_num_seqs above 1; remove it, or use a draft model alone"
         elif self.verify == "reject":
             why = "verify reject, since its tokens are not sampled from a distribution; use verify match"
-        require(why is None, f"draft model {SUFFIX_LOOKUP} is not supported with {why}")
+        require(why is None, f"suffix lookup is not supported with {why}")
 
     def _make_chains(self) -> None:
         """Sets w and bs so that the tree is a chain of d draft tokens, all of which are verified. Raises UserError if
@@ -307,6 +308,11 @@ class EngineConfig:
     def drafts_by_lookup(self) -> bool:
         """Whether suffix lookup proposes, instead of a draft model."""
         return self.drafter == SUFFIX_LOOKUP
+
+    @property
+    def grafts_suffix(self) -> bool:
+        """Whether suffix lookup adds to the proposals of a draft model."""
+        return self.drafter == GRAFTED
 
     @property
     def has_draft_model(self) -> bool:

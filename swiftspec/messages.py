@@ -105,6 +105,17 @@ class Proposal:
             request, round_, prefix_len, tuple(tokens), tuple(parents), tuple(weights), sources, draft_probs
         )  # fmt: skip
 
+    def match_path(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Returns the nodes along the longest prefix of `tokens` that is a path of the proposal, without the root."""
+        path, node = list[int](), 0
+        for token in tokens:
+            children = zip(self.tokens[node + 1 :], self.parents[node + 1 :])
+            found = next((i for i, child in enumerate(children, node + 1) if child == (token, node)), None)
+            if found is None:
+                break
+            path.append(node := found)
+        return tuple(path)
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -138,6 +149,14 @@ class VerifyResult:
     prompt_logprobs: tuple[Logprob, ...] | None = field(
         default=None, compare=False
     )  # in the first result of a request: see engine.TokenChunk
+
+
+def merge_results(results: Sequence[VerifyResult]) -> VerifyResult:
+    """Merges the results of consecutive rounds into one result, as of a single long round. A drafter that has missed
+    these rounds can observe it."""
+    tokens = tuple(token for result in results for token in result.tokens)
+    first, last = results[0], results[-1]
+    return VerifyResult(last.request, last.round, first.prefix_len, tuple(range(len(tokens))), tokens)
 
 
 class VerifiedRound(NamedTuple):

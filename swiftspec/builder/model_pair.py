@@ -49,7 +49,7 @@ from swiftspec.builder.memory_estimate import MemoryEstimate, fit_context, kv_by
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile, VerdictRecord
 from swiftspec.config import SUFFIX_LOOKUP, BatchConfig, EngineConfig, PopulationConfig
-from swiftspec.control.row_times import PairTimes, RowTimesFile, measure_pair_times, measure_target_times
+from swiftspec.control.row_times import PairTimes, RowTimes, RowTimesFile, measure_pair_times, measure_target_times
 from swiftspec.distributed.launch.config_check import RankConfig, settings_of
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.errors import UserError, truncated_repr
@@ -380,12 +380,13 @@ class ModelPair:
                 file.write(times)
         return times
 
-    def suffix_drafter(self, plan: EngineConfig, verifier: LocalVerifier | None = None) -> SuffixDrafter:
-        """Returns a drafter by suffix lookup. `verifier`: on the target of this process, whose verifications are timed
-        if `plan` requires it; None: they are not."""
-        times = None
-        if verifier is not None and plan.time_rows:
-            times = measure_target_times(verifier, plan.max_nodes, self.vocab_size)
+    def target_times(self, plan: EngineConfig, verifier: LocalVerifier) -> RowTimes | None:
+        """Returns the times of the verifications of `verifier`, on the target of this process; None if `plan` does not
+        require them, or if the measurement would take too long."""
+        return measure_target_times(verifier, plan.max_nodes, self.vocab_size) if plan.time_rows else None
+
+    def suffix_drafter(self, plan: EngineConfig, times: RowTimes | None) -> SuffixDrafter:
+        """Returns a drafter by suffix lookup. `times`: of the target's verifications; None: not measured."""
         rows = range(1, plan.max_nodes + 1)
         return SuffixDrafter(plan.max_nodes, self.max_model_len, times and [times.at(count) for count in rows])
 

@@ -33,9 +33,11 @@ from swiftspec.params import MAX_LOGPROB_VALUES, MAX_LOGPROBS, SamplingParams
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.executors.available import graph_captures
 from swiftspec.runtime.fallback_drafter import FallbackDrafter
+from swiftspec.runtime.grafted_drafter import GraftedDrafter
 from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import ThreadedVerifier, warm_up
+from swiftspec.runtime.suffix_drafter import SuffixDrafter
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import Verifier
 from swiftspec.sampling.grammar import GrammarCompiler
@@ -206,13 +208,16 @@ def _tree(
             warm_up(local, alone)
     assert isinstance(alone, TargetVerifier)
     if config.drafts_by_lookup:
-        parts = TreeRoles(models.suffix_drafter(config, alone if rank is None else None), parts.verifier)
+        times = models.target_times(config, alone) if rank is None else None
+        parts = TreeRoles(models.suffix_drafter(config, times), parts.verifier)
     times = None if rank is not None or local is None else models.row_times(config, alone, local)
     rpc_log = None if away is None else away.rpc_log
     captured = partial(num_captures, alone, local)
-    spare = None if local is None or config.verify == "reject" else models.suffix_drafter(config)
+    suffix = None
+    if config.grafts_suffix or (local is not None and config.verify == "match"):
+        suffix = models.suffix_drafter(config, None if times is None else times.target)
     decoding = make_tree_decoding(
-        parts, config, recorder, alone.probabilities, captured, local, away, rpc_log, times, spare
+        parts, config, recorder, alone.probabilities, captured, local, away, rpc_log, times, suffix
     )
     return parts, decoding, config
 
@@ -220,10 +225,10 @@ def _tree(
 def make_tree_decoding(
     parts: TreeRoles, config: EngineConfig, recorder: Recorder, probabilities: Probabilities,
     captured_graphs: Callable[[], int], local: LocalDrafter | None, away: RemoteDraft | None,
-    rpc_log: RpcLog | None = None, row_times: PairTimes | None = None, spare: Drafter | None = None,
+    rpc_log: RpcLog | None = None, row_times: PairTimes | None = None, suffix: SuffixDrafter | None = None,
 ) -> TreeDecoding:  # fmt: skip
-    """Returns the decoding with a draft tree: wraps the drafter in a controller, if the config is adaptive, and for
-    failover or fallback, and adds observers.
+    """Returns the decoding with a draft tree: wraps the drafter in a controller, if the config is adaptive, for
+    failover or fallback, and for suffix lookup, and adds observers.
 
     `local`: the drafter, if its model runs in this process.
     `away`: the remote draft, if it runs in another process. Both are None without a draft.
@@ -231,7 +236,8 @@ def make_tree_decoding(
     `captured_graphs`: returns the number of CUDA graphs that the models in this process have captured.
     `rpc_log`: log of the RPCs with workers; None without workers.
     `row_times`: times of the models' forwards by number of rows; None: not measured.
-    `spare`: proposes after the draft of this process has failed; None: only the root is proposed.
+    `suffix`: adds to the proposals, or without grafting proposes after the draft of this process has failed. None: only
+        the root is proposed then.
     """
     controller = None
     if config.has_draft_model and config.is_adaptive:
@@ -240,23 +246,30 @@ def make_tree_decoding(
             local.max_nodes = max(controller.round_stats.batch_sizes)
     on_event = _observers(recorder, parts, probabilities, local, controller, rpc_log)
     report = (lambda: None) if controller is None else controller.report
+    grafting = None
+    if config.grafts_suffix and suffix is not None:
+        ignore = (lambda: None) if controller is None else controller.ignore_round
+        grafting = partial(GraftedDrafter, suffix=suffix, may_skip=config.mode == "serial", on_change=ignore)
     if away is None:
         return make_fallback_decoding(
-            controller or parts.drafter, parts.verifier, on_event, report, captured_graphs, spare
+            controller or parts.drafter, parts.verifier, on_event, report, captured_graphs, suffix, grafting
         )
     drafter = FailoverDrafter(controller or away.drafter, away)
-    return TreeDecoding(drafter, parts.verifier, on_event, lambda: drafter.lost_reason, report, captured_graphs)
+    outer = drafter if grafting is None else grafting(drafter)
+    return TreeDecoding(outer, parts.verifier, on_event, lambda: drafter.lost_reason, report, captured_graphs)
 
 
 def make_fallback_decoding(
     drafter: Drafter, verifier: Verifier, on_event: Observer = no_observer, report: Callable[[], Any] = lambda: None,
     captured_graphs: Callable[[], int] = lambda: 0, spare: Drafter | None = None,
+    grafting: Callable[[Drafter], Drafter] | None = None,
 ) -> TreeDecoding:  # fmt: skip
     """Returns a decoding that continues without the drafter once it fails. `report`: returns the report of a controller
     around the drafter, or None without a controller. `captured_graphs`: see `TreeDecoding`. `spare`: see
-    `FallbackDrafter`."""
-    fallback = FallbackDrafter(drafter, spare)
-    return TreeDecoding(fallback, verifier, on_event, lambda: fallback.lost, report, captured_graphs)
+    `FallbackDrafter`; with `grafting`, which returns the drafter to use around the fallback, it is not needed."""
+    fallback = FallbackDrafter(drafter, spare if grafting is None else None)
+    outer = fallback if grafting is None else grafting(fallback)
+    return TreeDecoding(outer, verifier, on_event, lambda: fallback.lost, report, captured_graphs)
 
 
 def _observers(

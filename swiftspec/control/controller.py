@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swiftspec.control import policy
 from swiftspec.control.cost_model import CostModel
 from swiftspec.control.round_stats import Decision, RoundSample, RoundStats
 from swiftspec.control.step_times import SteppedDrafter
-from swiftspec.messages import Proposal, RequestStart, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult, merge_results
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
 
@@ -65,6 +65,7 @@ class Controller:
         self._began = self._proposed = 0.0  # clock times of the start of the round and of its proposal
         self._busy = self._draft = 0.0  # seconds in the draft's forwards: in total, and in this round
         self._skip = SKIPPED_ROUNDS  # upcoming rounds that are not measured
+        self._foreign = False  # whether the next result is of another proposal
 
     @property
     def busy(self) -> float:
@@ -114,7 +115,15 @@ class Controller:
         if self.round_stats.speculating:
             self._drafter.grow()
 
+    def ignore_round(self) -> None:
+        """Declares that the next result is not that of the latest proposal: it is not measured."""
+        self._foreign = True
+
     def observe(self, result: VerifyResult) -> None:
+        if self._foreign:
+            self._foreign = False
+            self._follow(result)
+            return
         came = self._clock()
         if self.round_stats.speculating:
             self._drafter.observe(result)
@@ -140,11 +149,16 @@ class Controller:
         measured."""
         if self.round_stats.speculating:
             self._catch_up()
+        self._follow(result)
+        self._skip = SKIPPED_ROUNDS
+
+    def _follow(self, result: VerifyResult) -> None:
+        """Applies a result that is not measured."""
+        if self.round_stats.speculating:
             self._drafter.observe(result)
         else:
             self._missed.append(result)
         self._none.observe(result)
-        self._skip = SKIPPED_ROUNDS
 
     def close(self) -> None:
         if self._unopened is None:
@@ -176,7 +190,7 @@ class Controller:
         if self._proposal is None:
             return RoundSample(seconds, target, 0.0, len(result.tokens), ())
         whole = len(self._proposal.tokens) <= self.round_stats.nodes
-        hits = result.path[1:] if whole else _match_path(self._proposal, result.tokens)
+        hits = result.path[1:] if whole else self._proposal.match_path(result.tokens)
         rank = {node: at for at, node in enumerate(_nodes_by_weight(self._proposal))}
         return RoundSample(seconds, target, self._draft, len(result.tokens), tuple(rank[node] for node in hits))
 
@@ -187,14 +201,6 @@ class Controller:
         if self._missed:
             self._drafter.observe(merge_results(self._missed))
             self._missed.clear()
-
-
-def merge_results(results: Sequence[VerifyResult]) -> VerifyResult:
-    """Merges the results of consecutive rounds into one result, as of a single long round. A drafter that has missed
-    these rounds can observe it."""
-    tokens = tuple(token for result in results for token in result.tokens)
-    first, last = results[0], results[-1]
-    return VerifyResult(last.request, last.round, first.prefix_len, tuple(range(len(tokens))), tokens)
 
 
 def _truncate(proposal: Proposal, nodes: int) -> Proposal:
@@ -218,15 +224,3 @@ def _nodes_by_weight(proposal: Proposal) -> list[int]:
     """Returns the nodes with the largest weight first, of equal ones the earlier one. A parent therefore precedes its
     children, and the first n nodes are the best connected sub-tree of n nodes."""
     return sorted(range(len(proposal.tokens)), key=lambda node: -proposal.weights[node])
-
-
-def _match_path(proposal: Proposal, tokens: Sequence[int]) -> tuple[int, ...]:
-    """Returns the nodes along the longest prefix of `tokens` that is a path of the proposal, without the root."""
-    path, node = [], 0
-    for token in tokens:
-        children = zip(proposal.tokens[node + 1 :], proposal.parents[node + 1 :])
-        found = next((i for i, child in enumerate(children, node + 1) if child == (token, node)), None)
-        if found is None:
-            break
-        path.append(node := found)
-    return tuple(path)

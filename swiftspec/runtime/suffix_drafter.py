@@ -42,6 +42,11 @@ class SuffixDrafter:
         self._max_nodes = max_nodes
         self._row_seconds = default_row_seconds(max_nodes) if row_seconds is None else list(row_seconds)
 
+    def row_seconds(self, nodes: int) -> float:
+        """Returns the time of a verification of `nodes` nodes, in seconds if they were measured, and otherwise in units
+        of that of one node."""
+        return self._row_seconds[nodes - 1]
+
     def open(self, start: RequestStart) -> None:
         self._nodes = min(start.sampling.verify_batch or self._max_nodes, self._max_nodes)
         self._root = start.request, 0, len(start.tokens) - 1, start.tokens[-1]
@@ -54,7 +59,7 @@ class SuffixDrafter:
         tokens, parents, lengths, shares, weights = (
             self._index.query(self._nodes - 1, self.acceptance.table) if self._nodes > 1 else ([], [], [], [], [])
         )
-        count = self._best_count(weights)
+        count = self.best_count(weights)
         self._matches = [*zip(lengths[:count], shares[:count], strict=True)]
         request, round_, at, root = self._root
         self._proposal = Proposal(
@@ -77,18 +82,18 @@ class SuffixDrafter:
     def close(self) -> None:
         pass
 
-    def _best_count(self, weights: Sequence[float]) -> int:
-        """Returns the number of leading nodes with the most predicted tokens per second. `weights`: of all nodes,
-        descending."""
-        seconds = self._row_seconds
+    def best_count(self, weights: Sequence[float], least: int = 0) -> int:
+        """Returns the number of leading nodes with the most predicted tokens per second, at most bs - 1; `least` unless
+        more nodes bring a gain. `weights`: of all nodes but the root, descending."""
         tokens = accumulate(map(exp, weights), initial=1.0)
-        speeds = [expected / time for expected, time in zip(tokens, seconds, strict=False)]
-        best = max(range(len(speeds)), key=speeds.__getitem__)
-        return best if speeds[best] > MIN_GAIN_FACTOR * speeds[0] else 0
+        speeds = [expected / time for expected, time in zip(tokens, self._row_seconds[: self._nodes], strict=False)]
+        least = min(least, len(speeds) - 1)
+        best = max(range(least, len(speeds)), key=speeds.__getitem__)
+        return best if speeds[best] > MIN_GAIN_FACTOR * speeds[least] else least
 
     def _measure(self, proposal: Proposal, result: VerifyResult) -> None:
         """Counts which of the nodes were accepted whose parent was."""
-        path = {*result.path}
+        path = {0, *proposal.match_path(result.tokens)}
         for node, (length, share) in enumerate(self._matches, 1):
             if proposal.parents[node] in path:
                 self.acceptance.add(length, share, accepted=node in path)

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from swiftspec.control.controller import merge_results
 from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.distributed.remote.client import DrafterLate, DraftLink
 from swiftspec.distributed.remote.reconnect import Reconnector
-from swiftspec.messages import Proposal, RequestStart, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult, merge_results
 from swiftspec.observe.rpc_latency import RpcLog
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.fallback_drafter import FAILURES

@@ -224,6 +224,11 @@ class CommandSettings:
         True, "Adapt --draft-steps and --verify-batch to measured times, unless they are given.", SPECULATION, order=1,
         applies_to=TREE,
     )  # fmt: skip
+    graft_suffix: bool = setting(
+        False, "Add suffix lookup to the proposals of the draft model: what followed earlier occurrences of the latest"
+        " tokens. Rounds skip the draft model where suffix lookup alone is predicted to be faster.", SPECULATION,
+        order=1, applies_to=TREE,
+    )  # fmt: skip
     negative_prompt: str | None = setting(
         None,
         "Negative prompt of guidance. It is a complete prompt; nothing of --prompt is added to it.",

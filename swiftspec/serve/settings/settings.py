@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
-from swiftspec.config import SUFFIX_LOOKUP, EngineConfig, PopulationConfig
+from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig, PopulationConfig
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import expand_user, parse_json
 from swiftspec.params import SamplingParams
@@ -91,6 +91,8 @@ class Settings(SettingsFields):
             raise UserError(f"--mode {mode} requires a draft model: specify one with --draft-model, or use --mode ar")
         if mode == "async" and self.drafts_by_lookup:
             raise UsageError(f"--draft-model {SUFFIX_LOOKUP} is not supported in mode async; use --mode serial")
+        if self.graft_suffix and self.drafts_by_lookup:
+            raise UsageError(f"--graft-suffix requires a draft model, but --draft-model is {SUFFIX_LOOKUP}; remove it")
         for part in UNSUPPORTED_PARTS[mode]:
             for name in self._explicitly_set(part):
                 raise UsageError(f"{flag_name(name)} is not supported in mode {mode}, which has no {part}; remove it")
@@ -109,12 +111,19 @@ class Settings(SettingsFields):
             target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp, single_rank_ok=alone)
             return EngineConfig(
                 mode=mode, target_tp=target_tp, draft_tp=draft_tp,
-                drafter=SUFFIX_LOOKUP if self.drafts_by_lookup and mode != "ar" else "model",
+                drafter="model" if mode == "ar" else self._drafter,
                 population=PopulationConfig(**self._config_values(PopulationConfig)),
                 **remote, **self._adaptive_options(mode), **self._config_values(EngineConfig),
             )  # fmt: skip
         except UserError as error:
             raise UsageError(str(error)) from None
+
+    @property
+    def _drafter(self) -> str:
+        """The value of `EngineConfig.drafter`."""
+        if self.drafts_by_lookup:
+            return SUFFIX_LOOKUP
+        return GRAFTED if self.graft_suffix else "model"
 
     @property
     def drafts_by_lookup(self) -> bool:

@@ -300,6 +300,10 @@ def test_suffix_lookup_runs_in_mode_serial_on_any_number_of_ranks() -> None:
     assert load_settings({"draft_model": "suffix", "mode": "ar"}).make_plan(True).drafter == "model"
     with pytest.raises(UserError, match="not supported in mode async; use --mode serial"):
         load_settings({"draft_model": "suffix", "mode": "async"}).make_plan(True, 2)
+    grafted = load_settings({"draft_model": "a", "graft_suffix": True})
+    assert {grafted.make_plan(True, ranks).drafter for ranks in (1, 2)} == {"model+suffix"}
+    with pytest.raises(UsageError, match="--graft-suffix requires a draft model"):
+        load_settings({"draft_model": "suffix", "graft_suffix": True}).make_plan(True)
     steps = load_settings({"draft_model": "suffix", "draft_steps": 2})
     assert steps.ignored_settings("serial") == ["suffix lookup has no draft forwards: --draft-steps without effect"]
 

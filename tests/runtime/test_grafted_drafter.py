@@ -1,0 +1,186 @@
+"""Suffix lookup grafted on a draft model: the text equals that of autoregressive decoding, and rounds skip the model
+where suffix lookup alone is faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec.config import GRAFTED, EngineConfig
+from swiftspec.errors import DrafterLost, UserError
+from swiftspec.llm import LLM
+from swiftspec.messages import NodeSource, Proposal, VerifyResult
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.drafter import NoDrafter
+from swiftspec.runtime.grafted_drafter import GraftedDrafter
+from swiftspec.runtime.suffix_drafter import SuffixDrafter
+from swiftspec.serve.built_in_models import DEMO_MODELS
+from swiftspec.serve.text.codec import TextCodec
+from tests.support.ranks import Pool
+from tests.support.roles import request_start, tree_of
+from tests.support.tiny_checkpoints import make_pair
+
+GREEDY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+SEEDED = replace(GREEDY, temperature=0.7, seed=11)
+GUIDED = replace(SEEDED, guidance_scale=1.5, negative_prompt_ids=(9, 4, 40))
+LINES = "".join(f"    self.value_{name} = value_{name}\n" for name in "abcdefgh")
+assert DEMO_MODELS.draft is not None
+DEMO = DEMO_MODELS.target, DEMO_MODELS.draft
+
+
+def sources(answer: Any) -> set[NodeSource]:
+    return {source for each in answer.stats.verified for source in each.sources}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, GUIDED], ids=["greedy", "seeded", "guided"])
+def test_the_text_equals_plain_decoding(sampling: SamplingParams) -> None:
+    prompt = TextCodec(DEMO[0]).encode(LINES)
+    grafted = LLM(*DEMO, EngineConfig(drafter=GRAFTED))
+    want = LLM(DEMO[0]).generate(prompt, sampling).token_ids
+    for _ in range(2):  # the second one is a copy of the first
+        answer = grafted.generate(prompt, sampling)
+        assert answer.token_ids == want and answer.stats.drafter_lost is None
+    assert NodeSource.SUFFIX in sources(answer)
+    assert answer.stats.tokens / answer.stats.rounds > 3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_the_text_of_random_models_equals_plain_decoding(tmp_path: Path, family: str) -> None:
+    target, draft = make_pair(tmp_path, family=family)
+    options: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 200}
+    plain, grafted = LLM(target, **options), LLM(target, draft, EngineConfig(drafter=GRAFTED), **options)
+    for sampling in (GREEDY, SEEDED, GUIDED, GREEDY):
+        prompt = [5, 17, 3, 29, 11, 8, 2, 30] * 4
+        assert grafted.generate(prompt, sampling).token_ids == plain.generate(prompt, sampling).token_ids
+
+
+@pytest.mark.parametrize(("mode", "target_tp", "draft_tp"), [("serial", 2, -1), ("async", 1, 1)])
+def test_ranks(tmp_path: Path, pool: Pool, mode: str, target_tp: int, draft_tp: int) -> None:
+    target, draft = make_pair(tmp_path, num_attention_heads=8, hidden_size=64)
+    plain = LLM(target, dtype=torch.float64)
+    common = {"seed": 3, "max_tokens": 60, "ignore_eos": True}
+    requests = [([5, 17, 3, 29] * 6, {"temperature": t, **common}) for t in (0, 0.7)]
+    plan = {"mode": mode, "target_tp": target_tp, "draft_tp": draft_tp, "drafter": GRAFTED}
+    answers = pool.run(2, "decode", target=str(target), draft=str(draft), plan=plan, requests=requests * 2)[0]
+    for answer, (prompt, values) in zip(answers, requests * 2, strict=True):
+        assert answer["tokens"] == plain.generate(prompt, SamplingParams(**values)).token_ids
+        assert answer["lost"] is None
+    assert answers[2]["rounds"] < answers[0]["rounds"]
+
+
+class Scripted(NoDrafter):
+    """A drafter that proposes one wrong token, takes time, and records the results that it observes."""
+
+    def __init__(self, clock: Any, seconds: float) -> None:
+        self.clock, self.seconds, self.results, self.proposals = clock, seconds, list[VerifyResult](), 0
+
+    def propose(self) -> Proposal:
+        self.clock.now += self.seconds
+        self.proposals += 1
+        root = super().propose()
+        place = root.request, root.round, root.prefix_len
+        return Proposal.from_draft_model(*place, [root.tokens[0], 61], [-1, 0], [0.0, -3.0])
+
+    def observe(self, result: VerifyResult) -> None:
+        self.results.append(result)
+        super().observe(result)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Copying:
+    """A verifier of a text that repeats 20 tokens; a verification takes a second."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.nodes = clock, list[int]()
+
+    def verify(self, proposal: Proposal) -> VerifyResult:
+        self.clock.now += 1
+        self.nodes.append(len(proposal.tokens))
+        text = [(proposal.prefix_len + 1 + i) % 20 for i in range(64)]
+        path = (0, *proposal.match_path(text))
+        return VerifyResult(proposal.request, proposal.round, proposal.prefix_len, path, tuple(text[: len(path)]))
+
+
+@pytest.mark.parametrize(("draft_s", "may_skip"), [(2.0, True), (0.001, True), (2.0, False)])
+def test_rounds_skip_a_slow_model(draft_s: float, may_skip: bool) -> None:
+    clock = Clock()
+    model, verifier, changes = Scripted(clock, draft_s), Copying(clock), count()
+    grafted = GraftedDrafter(
+        model, SuffixDrafter(8, 1000), may_skip=may_skip, on_change=lambda: next(changes), clock=clock
+    )
+    grafted.open(request_start([i % 20 for i in range(60)], GREEDY))
+    results = list[VerifyResult]()
+    for _ in range(20):
+        proposal = grafted.propose()
+        results.append(verifier.verify(proposal))
+        grafted.grow()
+        grafted.observe(results[-1])
+    assert (model.proposals < 5) == (may_skip and draft_s > 1) and max(verifier.nodes) == 8
+    if model.proposals == 20:
+        assert model.results == results
+    observed = [token for result in model.results for token in result.tokens]
+    want = [token for result in results for token in result.tokens]
+    assert observed == want[: len(observed)]
+    assert next(changes) >= sum(len(result.path) > 2 for result in model.results), "foreign results are announced"
+
+
+def test_a_skipped_model_receives_the_missed_rounds() -> None:
+    """When the text no longer repeats itself."""
+    clock = Clock()
+    model = Scripted(clock, 2.0)
+    grafted = GraftedDrafter(model, SuffixDrafter(8, 1000), may_skip=True, clock=clock)
+    grafted.open(request_start([i % 20 for i in range(60)], GREEDY))
+    verifier, tokens = Copying(clock), list[int]()
+    for _ in range(10):
+        result = verifier.verify(grafted.propose())
+        grafted.observe(result)
+        tokens += result.tokens
+    before = model.proposals
+    while model.proposals == before:  # surprises
+        proposal = grafted.propose()
+        clock.now += 1
+        new = 30 + len(tokens) % 29
+        if proposal.tokens[1:2] == (new,):
+            new += 1
+        grafted.observe(VerifyResult(proposal.request, proposal.round, proposal.prefix_len, (0,), (new,)))
+        tokens.append(new)
+    observed = [token for result in model.results for token in result.tokens]
+    assert observed == tokens
+
+
+def test_a_lost_model_leaves_suffix_lookup(tmp_path: Path) -> None:
+    target, draft = make_pair(tmp_path)
+    llm = LLM(target, draft, EngineConfig(drafter=GRAFTED), max_model_len=200)
+    prompt = [5, 17, 3, 29] * 6
+    plain = LLM(target, max_model_len=200).generate(prompt, GREEDY)
+
+    def fail() -> Proposal:
+        raise DrafterLost("the link is down")
+
+    local: Any = tree_of(llm).drafter
+    local.propose = fail
+    answer = llm.generate(prompt, GREEDY)
+    assert answer.token_ids == plain.token_ids and answer.stats.drafter_lost == "the link is down"
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"verify": "reject"}, "verify reject"), ({"mode": "smc"}, "mode smc"),
+        ({"max_num_seqs": 2}, "max_num_seqs"), ({"draft_remote": True, "mode": "async"}, "workers"),
+    ],
+)  # fmt: skip
+def test_combinations_without_suffix_lookup(options: dict[str, Any], cause: str) -> None:
+    with pytest.raises(UserError, match=cause):
+        EngineConfig(**options, drafter=GRAFTED)
