@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.chat import QUESTIONS
@@ -81,12 +81,12 @@ class Total:
 
 
 def engines(args: argparse.Namespace) -> dict[str, LLM]:
-    adaptive = {"self_switch": True, "adapt_steps": True, "adapt_batch": True}
+    adaptive = EngineConfig("serial", self_switch=True, adapt_steps=True, adapt_batch=True)
     drafts: dict[str, tuple[str | Path | None, EngineConfig]] = {
         "none": (None, EngineConfig("ar")),
-        "suffix": (SUFFIX_LOOKUP, EngineConfig("serial", **adaptive)),
-        "model": (args.draft_model, EngineConfig("serial", **adaptive)),
-        "model + suffix": (args.draft_model, EngineConfig("serial", **adaptive, drafter=GRAFTED)),
+        "suffix": (SUFFIX_LOOKUP, adaptive),
+        "model": (args.draft_model, adaptive),
+        "model + suffix": (args.draft_model, replace(adaptive, drafter=GRAFTED)),
     }
     options = {"device": "cpu", "threads": args.threads, "max_model_len": 1024}
     return {name: LLM(args.model, *draft, **options) for name, draft in drafts.items()}
