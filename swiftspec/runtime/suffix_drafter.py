@@ -3,8 +3,9 @@ occurrences of the latest tokens."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from math import exp
 
 from swiftspec.backends.cpu.suffix_index import MAX_MATCH_TOKENS, NativeSuffixIndex
@@ -40,6 +41,7 @@ class SuffixDrafter:
         self._index = NativeSuffixIndex(max(MEMORY_TOKENS, max_model_len))
         self.acceptance = MatchAcceptance(MAX_MATCH_TOKENS)
         self._max_nodes = max_nodes
+        self._text: list[int] = []  # the latest text
         self._row_seconds = default_row_seconds(max_nodes) if row_seconds is None else list(row_seconds)
 
     def row_seconds(self, nodes: int) -> float:
@@ -52,8 +54,7 @@ class SuffixDrafter:
         self._root = start.request, 0, len(start.tokens) - 1, start.tokens[-1]
         self._proposal: Proposal | None = None
         self._matches: list[tuple[int, float]] = []  # match length and share of each node of the proposal
-        self._index.begin_text()
-        self._index.append(start.tokens)
+        self._begin_text(start.tokens)
 
     def propose(self) -> Proposal:
         tokens, parents, lengths, shares, weights = (
@@ -76,11 +77,20 @@ class SuffixDrafter:
             self._measure(self._proposal, result)
             self._proposal = None
         self._index.append(result.tokens)
+        self._text += result.tokens
         at = result.prefix_len + len(result.tokens)
         self._root = result.request, result.round + 1, at, result.tokens[-1]
 
     def close(self) -> None:
         pass
+
+    def _begin_text(self, tokens: Sequence[int]) -> None:
+        """Appends the text of a request, without the part that the latest text begins with, too, as in a conversation:
+        that part is in the index. Its last tokens are repeated, because matches do not cross the border of a text."""
+        shared = sum(1 for _ in takewhile(bool, map(operator.eq, tokens, self._text)))
+        self._index.begin_text()
+        self._index.append(tokens[max(shared - MAX_MATCH_TOKENS, 0) :])
+        self._text = list(tokens)
 
     def best_count(self, weights: Sequence[float], least: int = 0) -> int:
         """Returns the number of leading nodes with the most predicted tokens per second, at most bs - 1; `least` unless

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,20 @@ def drafter_after(tokens: list[int], **sampling: Any) -> SuffixDrafter:
     return drafter
 
 
+def test_a_conversation_is_indexed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that begins like the latest text appends the rest, and the tokens before it that a match can have."""
+    drafter, appended = drafter_after([*range(300)]), list[list[int]]()
+    index: Any = SimpleNamespace(
+        begin_text=lambda: None, append=lambda tokens: appended.append([*tokens]), query=lambda *_: ([],) * 5
+    )
+    monkeypatch.setattr(drafter, "_index", index)
+    drafter.propose()
+    drafter.observe(VerifyResult(1, 0, 299, (0, 1), (7, 8)))
+    drafter.open(request_start([*range(300), 7, 9, 5], GREEDY))  # the last token of the output was cut
+    drafter.open(request_start([4, 5], GREEDY))
+    assert appended == [[7, 8], [*range(237, 300), 7, 9, 5], [4, 5]]
+
+
 def test_a_text_without_repetition_has_no_proposals() -> None:
     proposal = drafter_after([*range(50)]).propose()
     assert proposal == Proposal.root_only(1, 0, 49, 49)
@@ -133,10 +148,10 @@ def test_rows_are_verified_only_if_they_pay() -> None:
 def test_wrong_matches_are_not_proposed_again() -> None:
     drafter = drafter_after([1, 2, 3, 4, 5, 6, 7, 8] * 20)
     sizes, at, last = [], 159, 8
-    for round_ in range(60):  # the drafter's proposal is always rejected, and the text begins to repeat again
+    for round_ in range(60):  # a new token, which no proposal has, and the text begins to repeat again
         proposal = drafter.propose()
         sizes.append(len(proposal.tokens))
-        drafter.observe(VerifyResult(1, round_, at, (0,), (9,)))
+        drafter.observe(VerifyResult(1, round_, at, (0,), (9 + round_,)))
         drafter.observe(VerifyResult(1, round_, at + 1, (0,), (1,)))
         for token in (2, 3, 4, 5, 6, 7, last):
             drafter.observe(VerifyResult(1, round_, at + token, (0,), (token,)))
