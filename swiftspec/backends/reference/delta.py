@@ -52,9 +52,8 @@ class ReferenceDeltaRows:
     rows: Tensor  # [m] int64, indices in the batch
     slots: Tensor  # [m] int64
     window: Tensor  # [m, conv width] int64, slots that the convolution reads, the own one last; -1: before the text
-    groups: list[
-        ReferenceFoldGroup
-    ]  # by ascending fold point, so that ancestors come first, then by the slots before it
+    # by ascending fold point, so that ancestors come first, then by the slots before it
+    groups: list[ReferenceFoldGroup]
 
 
 @dataclass(frozen=True, slots=True)
