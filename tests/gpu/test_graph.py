@@ -22,23 +22,24 @@ from swiftspec.llm import LLM
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
 from swiftspec.model.shard import Shard
-from swiftspec.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from swiftspec.model.spec import AttentionSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from swiftspec.model.transformer import Transformer
-from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights
+from swiftspec.model.weights import DeltaWeights, DenseWeight, LayerWeights, ModelWeights
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import ExecutorRequest
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.graph import Capture, CudaCapture, GraphCache, GraphForwardExecutor
 from swiftspec.runtime.executors.graph_expansions import GraphExpansionExecutor
 from swiftspec.runtime.executors.graph_verifications import GraphVerificationExecutor
+from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.tree import mask as tree_mask
 from tests.gpu.device import DEVICE, EMULATED, most, needs_kernels, real
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.roles import make_drafter, make_runner, make_verifier
 from tests.support.same_rounds import same_rounds, same_verifications
-from tests.support.tiny_checkpoints import make_pair
 
 pytestmark = pytest.mark.gpu
+SAMPLED = SamplingParams(temperature=0.8, seed=5)
 ROUNDS, VOCAB = (1, 136) if EMULATED else (20, 4096)
 
 
@@ -80,14 +81,41 @@ def test_the_gpu_generates_the_text_of_the_cpu(plan: EngineConfig) -> None:
 
 
 @real
-@pytest.mark.parametrize("plan", [EngineConfig(), EngineConfig("async", draft_tp=0)], ids=["serial", "async"])
-def test_graphs_of_a_hybrid_generate_the_text_of_the_cpu(tmp_path: Path, plan: EngineConfig) -> None:
-    sampling = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-    target, draft = make_pair(tmp_path, family="qwen3_5_text")
-    common: dict[str, Any] = {"dtype": torch.float32, "max_model_len": 256}
-    plain = LLM(target, device="cpu", **common).generate(list(range(40)), sampling)
-    tree = LLM(target, draft, plan, device="cuda", **common).generate(list(range(40)), sampling)
-    assert tree.token_ids == plain.token_ids and tree.stats.drafter_lost is None
+def test_replays_of_a_hybrid_equal_eager_across_folds() -> None:
+    model = random_hybrid(DEVICE)
+    same_verifications(*hybrid_verifiers(model, CudaCapture(Lock(), DEVICE)), SAMPLED, VOCAB, prompt_len=50)
+
+
+def hybrid_verifiers(model: Transformer, capture: Capture) -> tuple[LocalVerifier, LocalVerifier]:
+    """One without graphs, one with them."""
+    runners = [make_runner(model, unfused, context=256, tree_slots=64) for _ in range(2)]
+    return make_verifier(runners[0]), make_verifier(runners[1], capture=capture)
+
+
+def random_hybrid(device: torch.device) -> Transformer:
+    """A delta layer and an attention layer with random weights, in float64."""
+    mixer, heads = GatedDeltaSpec(2, 4, 16, 16, 4), AttentionSpec(4, 2, 16, rope=RopeSpec(10000.0))
+    layers = (LayerSpec(mixer, MlpSpec(64)), LayerSpec(heads, MlpSpec(64)))
+    spec = ModelSpec(VOCAB, 64, layers, norm_eps=1e-5, tie_word_embeddings=False)
+    dice = torch.Generator().manual_seed(1)
+
+    def drawn(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=dice, dtype=torch.float64) * 2 * size[-1] ** -0.5
+
+    def layer(qkv_rows: int, delta: DeltaWeights | None) -> LayerWeights:
+        one = torch.ones(64, dtype=torch.float64)
+        qkv, o, gate_up, down = (DenseWeight(drawn(rows, 64)) for rows in (qkv_rows, 64, 128, 64))
+        return LayerWeights(one, qkv, o, one, gate_up, down, delta=delta)
+
+    def recurrent() -> LayerWeights:
+        rates, conv = DenseWeight(drawn(8, 64)), drawn(128, 4)
+        return layer(192, DeltaWeights(rates, conv, drawn(4) - 3, drawn(4), torch.ones(16, dtype=torch.float64)))
+
+    weights = ModelWeights(
+        drawn(VOCAB, 64), [recurrent, lambda: layer(128, None)], torch.ones(64, dtype=torch.float64),
+        lambda: DenseWeight(drawn(VOCAB, 64)),
+    )  # fmt: skip
+    return Transformer(spec, weights, unfused, device, torch.float64, 512)
 
 
 def random_model(group: Any = None, seed: int = 1) -> Transformer:
