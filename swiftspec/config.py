@@ -247,6 +247,7 @@ class EngineConfig:
         if self.mode != "auto":
             return self
         has_draft = draft is not None or self.draft_remote or self.drafts_by_lookup
+        require(has_draft or not self.grafts_suffix, f"drafter {GRAFTED} requires a draft model: specify one")
         require(has_draft or self.max_num_seqs == 1, "max_num_seqs above 1 requires a draft model: specify one")
         return replace(self, mode="serial" if has_draft else "ar", draft_tp=-1)
 

@@ -208,8 +208,8 @@ def _tree(
             warm_up(local, alone)
     assert isinstance(alone, TargetVerifier)
     if config.drafts_by_lookup:
-        times = models.target_times(config, alone) if rank is None else None
-        parts = TreeRoles(models.suffix_drafter(config, times), parts.verifier)
+        target_times = models.target_times(config, alone) if rank is None else None
+        parts = TreeRoles(models.suffix_drafter(config, target_times), parts.verifier)
     times = None if rank is not None or local is None else models.row_times(config, alone, local)
     rpc_log = None if away is None else away.rpc_log
     captured = partial(num_captures, alone, local)

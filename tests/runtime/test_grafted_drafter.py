@@ -182,3 +182,8 @@ def test_a_lost_model_leaves_suffix_lookup(tmp_path: Path) -> None:
 def test_combinations_without_suffix_lookup(options: dict[str, Any], cause: str) -> None:
     with pytest.raises(UserError, match=cause):
         EngineConfig(**options, drafter=GRAFTED)
+
+
+def test_grafting_needs_a_draft_model() -> None:
+    with pytest.raises(UserError, match="requires a draft model"):
+        LLM(DEMO[0], None, EngineConfig(drafter=GRAFTED))

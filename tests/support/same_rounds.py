@@ -81,7 +81,7 @@ def sampled_tokens(verifier: LocalVerifier, proposal: Proposal) -> list[int]:
     return found[-1].tolist()
 
 
-def folded_counts(runner: Runner) -> set[int]:
+def folded_counts(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Returns a set to which every settlement of the delta cache adds the number of folded positions."""
     counts, cache = set[int](), runner.cache.delta
     assert cache is not None
@@ -91,7 +91,7 @@ def folded_counts(runner: Runner) -> set[int]:
         settle(*args)
         counts.add(int(cache.folded[0]))
 
-    setattr(cache, "settle", counted)  # noqa: B010 - the class declares a method
+    monkeypatch.setattr(cache, "settle", counted)
     return counts
 
 

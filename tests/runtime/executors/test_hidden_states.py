@@ -58,11 +58,11 @@ def test_graph_executors(checkpoint: Path, executor: str, sampling: SamplingPara
     assert graphed.executor.name == executor and graphed.accepted_hidden() is not None
 
 
-def test_graphs_of_a_hybrid(tmp_path: Path) -> None:
+def test_graphs_of_a_hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when positions are folded between the rounds."""
     make_checkpoint(tmp_path, family="qwen3_5_text", vocab=VOCAB, dtype=torch.float64)
     eager, graphed = (verifier_on(tmp_path, name, unfused, torch.float64) for name in ("eager", "graph"))
-    folded = folded_counts(graphed.runner)
+    folded = folded_counts(graphed.runner, monkeypatch)
     same_verifications(eager, graphed, SAMPLED, VOCAB, prompt_len=50)
     assert graphed.executor.name == "graph" and {0, 32} <= folded
 
