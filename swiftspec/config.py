@@ -19,6 +19,7 @@ MAX_THREADS = 8  # threads of one operator by default: more take longer to synch
 MAX_TREE_NODES = 64  # limit of bs, w and d: a larger round costs more than it can save
 MAX_ADAPTED_NODES = 32  # largest bs that adaptation chooses where it exceeds `verify_batch`
 SUFFIX_LOOKUP = "suffix"  # value of `draft_model` that selects suffix lookup instead of a model
+MTP_HEAD = "mtp"  # value of `draft_model` that selects the MTP layer in the target's checkpoint
 GRAFTED = "model+suffix"  # value of `drafter`: suffix lookup adds to the proposals of the draft model
 VERIFY_METHODS = ("match", "reject")
 PROPOSAL_METHODS = ("top", "coupled", "sample")

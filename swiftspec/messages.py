@@ -57,6 +57,7 @@ class NodeSource(IntEnum):
     ROOT = 0  # the last verified token, which is node 0 of every proposal
     DRAFT_MODEL = 1
     SUFFIX = 2  # suffix lookup (runtime/suffix_drafter.py)
+    DRAFT_HEAD = 3  # a head that reads the target's hidden states (runtime/head_drafter.py)
 
     @property
     def label(self) -> str:
@@ -97,10 +98,12 @@ class Proposal:
     @staticmethod
     def from_draft_model(
         request: int, round_: int, prefix_len: int, tokens: Sequence[int], parents: Sequence[int],
-        weights: Sequence[float], draft_probs: DraftProbs | None = None,
+        weights: Sequence[float], draft_probs: DraftProbs | None = None, *,
+        source: NodeSource = NodeSource.DRAFT_MODEL,
     ) -> Proposal:  # fmt: skip
-        """Returns a proposal in which the draft model is the source of all nodes except the root."""
-        sources = (NodeSource.ROOT, *(NodeSource.DRAFT_MODEL,) * (len(tokens) - 1))
+        """Returns a proposal in which the draft model, or a draft head, is the `source` of all nodes except the
+        root."""
+        sources = (NodeSource.ROOT, *(source,) * (len(tokens) - 1))
         return Proposal(
             request, round_, prefix_len, tuple(tokens), tuple(parents), tuple(weights), sources, draft_probs
         )  # fmt: skip

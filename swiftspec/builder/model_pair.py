@@ -48,7 +48,7 @@ from swiftspec.builder.loaded_model import LoadedModel
 from swiftspec.builder.memory_estimate import MemoryEstimate, fit_context, kv_bytes_per_token, snapshot_bytes
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile, VerdictRecord
-from swiftspec.config import SUFFIX_LOOKUP, BatchConfig, EngineConfig, PopulationConfig
+from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP, BatchConfig, EngineConfig, PopulationConfig
 from swiftspec.control.row_times import PairTimes, RowTimes, RowTimesFile, measure_pair_times, measure_target_times
 from swiftspec.distributed.launch.config_check import RankConfig, settings_of
 from swiftspec.distributed.rank_startup import Progress
@@ -56,12 +56,14 @@ from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import one_line
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.draft_head import DraftHead
 from swiftspec.model.end_tokens import end_tokens
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.gguf.file import GgufFile, is_gguf
 from swiftspec.model.gguf.tokenizer import tokenizer_json
+from swiftspec.model.head_loader import head_config, load_draft_head
 from swiftspec.model.loader import load_model
 from swiftspec.model.spec import ModelSpec
 from swiftspec.model.tensor_parallel import TensorParallelGroup
@@ -72,11 +74,14 @@ from swiftspec.runtime.current_device import set_current_device
 from swiftspec.runtime.executors import available
 from swiftspec.runtime.executors.available import ExecutorDeps
 from swiftspec.runtime.executors.graph import CudaCapture
+from swiftspec.runtime.executors.head import HeadExecutor
+from swiftspec.runtime.head_drafter import HeadDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY, OverlappedDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.suffix_drafter import SuffixDrafter
+from swiftspec.runtime.target_states import TargetStates
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.grammar import GrammarCompiler
@@ -86,6 +91,7 @@ from swiftspec.smc.particle_method import ParticleMethod
 from swiftspec.tree.children import ChildSelector, TopChildren
 from swiftspec.tree.rejection import RejectionSampling
 from swiftspec.tree.sampled_children import MAX_REROOTS, SampledChildren
+from swiftspec.tree.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ class ModelPair:
     """Target and draft of a job, and how this rank loads and runs them."""
 
     target: Path
-    draft: Path | None
+    draft: Path | None  # None: none in this job; the target for the MTP layer in its checkpoint
     dtype: torch.dtype  # of both models
     device: torch.device
     threads: int  # CPU threads of one operator
@@ -118,6 +124,7 @@ class ModelPair:
     cancel_check: CancelCheck = field(default_factory=CancelCheck)  # shared by the runners of this process
     capture_lock: Lock = field(default_factory=Lock)  # serialises graph captures of this process
     captures: WeakSet[CudaCapture] = field(default_factory=WeakSet)  # of the runners of this process
+    draft_is_mtp: bool = False  # whether the draft is the MTP layer in the target's checkpoint
     verdict: GpuVerdict = field(default_factory=GpuVerdict)  # what falls back on the GPU of this process
     verdict_record: VerdictRecord | None = None  # records errors of the GPU, shared by copies; None: nothing does
     note: Callable[[str], None] = lambda line: None  # receives notices
@@ -130,8 +137,10 @@ class ModelPair:
         configuration, ranks and options are not consistent, or if the memory of a GPU does not suffice. `plan`: the
         engine configuration. `ranks`: None for a single process."""
         _check_ranks(plan, draft, ranks)
+        mtp, config = str(draft) == MTP_HEAD, _target_config(target)
         draft_path = None if draft is None or plan.drafts_by_lookup or draft == SUFFIX_LOOKUP else Path(draft)
-        config = read_config(target)
+        draft_path = Path(target) if mtp else draft_path
+        draft_head = _head_config(draft_path, Path(target), plan, options, mtp=mtp)
         length, masked = _context_length(config, options), tuple(options.get("masked_tokens", ()))
         vocab = _vocab_size(Path(target), draft_path, options.get("vocab_size"), masked)
         share = options.get("share_device", False)
@@ -153,7 +162,8 @@ class ModelPair:
             Path(target), draft_path, dtype, device, threads, share, length, vocab, ops, activations, stored, head,
             load, emulate, trace, prefix_cache, None if packed is None else PackedWeightCache(packed), ends,
             grammar_compiler(Path(target), ends, vocab), options.get("only"), options.get("sessions", 1),
-            masked, _hidden_layers(config, options), note=options.get("note") or (lambda line: None),
+            masked, _hidden_layers(config, options, draft_head), draft_is_mtp=mtp,
+            note=options.get("note") or (lambda line: None),
         )  # fmt: skip
         if device.type == "cpu" and options.get("device", "auto") == "auto" and (why := why_gpu_unused()) is not None:
             models.note(f"the models run on the CPU although this machine has a GPU: {why}")
@@ -171,7 +181,15 @@ class ModelPair:
         paths: dict[Side, Path] = {"target": self.target}
         if self.draft is not None and plan.mode != "ar":
             paths["draft"] = self.draft
-        return {side: read_config(path) for side, path in paths.items() if self.only in (None, side)}
+        return {side: self.config_of(side) for side in paths if self.only in (None, side)}
+
+    def config_of(self, side: Side) -> ModelConfig:
+        """Returns the configuration of target or draft."""
+        if side == "draft" and self.draft_is_mtp:
+            return head_config(None, self.target)
+        path = self.target if side == "target" else self.draft
+        assert path is not None
+        return read_config(path)
 
     def check_operators(self, plan: EngineConfig, note: Callable[[str], None]) -> None:
         """Reports to `note` which models do not run on the native operators, and why. Raises UserError if the CUDA
@@ -312,7 +330,7 @@ class ModelPair:
     def set_thread_counts(self, plan: EngineConfig, *, set_torch_threads: bool = True) -> None:
         """Sets the CPU threads of the native operators, and with `set_torch_threads` those of torch, for the whole
         process. Called before the models are loaded, since packing uses the threads, too."""
-        specs = [read_config(path).spec for path in self._paths(target=True, draft=plan.mode != "ar")]
+        specs = self._specs(plan)
         native = all(select_operators(self.ops, spec, self.dtype, self.device) is cpu for spec in specs)
         hardware.set_thread_counts(self.threads, native=native, set_torch_threads=set_torch_threads)
 
@@ -370,7 +388,8 @@ class ModelPair:
                 "version": __version__, "cpu": hardware.cpu_name(), **cpu.machine_facts(), "threads": self.threads,
                 "models": [_model_fingerprint(self.target), _model_fingerprint(self.draft)], "dtype": str(self.dtype),
                 "cache": str(self.cache_dtype), "ops": self.ops, "activations": self.activations, "head": self.head,
-                "emulate": asdict(self.emulate), "leaves": plan.leaves_per_expansion, "nodes": plan.max_nodes,
+                "emulate": asdict(self.emulate), "mtp": self.draft_is_mtp,
+                "leaves": plan.leaves_per_expansion, "nodes": plan.max_nodes,
             }  # fmt: skip
             file = RowTimesFile.of(self.cache.folder, facts)
         times = None if file is None else file.read()
@@ -395,8 +414,7 @@ class ModelPair:
         not: other projections than those of cuda, ranks that share a GPU, or a verdict against peer memory. `target`,
         `draft`: whether the rank's group runs the model."""
         width = 0
-        for path in self._paths(target=target, draft=draft):
-            spec = read_config(path).spec
+        for spec in self._model_specs(target=target, draft=draft):
             ops = select_operators(self.ops, spec, self.dtype, self.device, self.verdict.on_library)
             if self.share_device or not self.verdict.peers or not ops.PEER_ALL_REDUCE:
                 return 0
@@ -410,10 +428,16 @@ class ModelPair:
         return build_verifier(*self._runner("target", plan, group, progress), plan)
 
     def drafter(
-        self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
-    ) -> LocalDrafter:
-        """Loads the draft and returns a drafter on it, for the mode of `plan`."""
-        return build_drafter(*self._runner("draft", plan, group, progress), plan)
+        self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None,
+        verifier: LocalVerifier | None = None,
+    ) -> LocalDrafter:  # fmt: skip
+        """Loads the draft and returns a drafter on it, for the mode of `plan`. `verifier`: on the target of this
+        process, whose hidden states a draft head reads."""
+        runner, deps = self._runner("draft", plan, group, progress)
+        if isinstance(runner.model, DraftHead):
+            assert verifier is not None
+            return build_head_drafter(runner, runner.model, verifier, plan)
+        return build_drafter(runner, deps, plan)
 
     def scheduler(
         self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
@@ -439,15 +463,21 @@ class ModelPair:
         """Loads target or draft, or this rank's shard of it."""
         path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
         assert path is not None
-        context, config = self._context(plan), read_config(path)
+        context, config = self._context(plan), self.config_of(side)
         ops = select_operators(self.ops, config.spec, self.dtype, self.device, self.verdict.on_library)
-        model = self.load(
-            path, dtype=self.dtype, device=self.device, ops=ops, max_positions=self.capacity(side, plan),
-            progress=progress, group=group, quantization=self._quantization(side, ops),
-            cache_dtype=self.cache_dtype, packed_cache=self.cache if ops is cpu else None,
-            hidden_layers=self.hidden_layers if side == "target" else (),
-            vocab_rows=self.vocab_size if side == "draft" else 0,
-        )  # fmt: skip
+        how: Any = {
+            "dtype": self.dtype, "device": self.device, "ops": ops, "max_positions": self.capacity(side, plan),
+            "progress": progress, "group": group, "quantization": self._quantization(side, ops),
+            "cache_dtype": self.cache_dtype,
+        }  # fmt: skip
+        if config.spec.draft_head is not None:
+            model = load_draft_head(None if self.draft_is_mtp else path, self.target, **how)
+        else:
+            model = self.load(
+                path, packed_cache=self.cache if ops is cpu else None,
+                hidden_layers=self.hidden_layers if side == "target" else (),
+                vocab_rows=self.vocab_size if side == "draft" else 0, **how,
+            )  # fmt: skip
         if side == "draft":
             model = model.with_masked_tokens(self.masked_tokens)
         hook = None if times is None else step_time_emulation.make_hook(times, 1 if group is None else group.size)
@@ -509,16 +539,16 @@ class ModelPair:
         return sum(kv_bytes_per_token(spec, self.cache_dtype or self.dtype) for spec in self._specs(plan))
 
     def _specs(self, plan: EngineConfig) -> list[ModelSpec]:
-        return [read_config(path).spec for path in self._paths(target=True, draft=plan.mode != "ar")]
+        return self._model_specs(target=True, draft=plan.mode != "ar")
 
-    def _paths(self, *, target: bool, draft: bool) -> list[Path]:
-        """Returns the directories of the models that this process loads. `target`, `draft`: whether to include the
-        model."""
-        paths = (
-            self.target if target and self.only != "draft" else None,
-            self.draft if draft and self.only != "target" else None,
-        )
-        return [path for path in paths if path is not None]
+    def _model_specs(self, *, target: bool, draft: bool) -> list[ModelSpec]:
+        """Returns the specs of the models that this process loads. `target`, `draft`: whether to include the model."""
+        sides = list[Side]()
+        if target and self.only != "draft":
+            sides.append("target")
+        if draft and self.draft is not None and self.only != "target":
+            sides.append("draft")
+        return [self.config_of(side).spec for side in sides]
 
 
 def _ranks_of(side: Side, plan: EngineConfig) -> int:
@@ -567,9 +597,42 @@ def _vocab_size(target: Path, draft: Path | None, vocab: int | None, masked: tup
     return vocab
 
 
-def _hidden_layers(config: ModelConfig, options: LoadOptions) -> tuple[int, ...]:
-    """Returns the layers of the target after which forwards keep the hidden states. Raises UserError if they are not
-    ascending layers of the model."""
+def _target_config(target: str | Path) -> ModelConfig:
+    """Returns the configuration of the target. Raises UserError if it is a draft head."""
+    config = read_config(target)
+    if config.spec.draft_head is not None:
+        raise UserError(f"{target} is a draft head, which cannot run alone: name its target as the model, and this as"
+                        " the draft model")  # fmt: skip
+    return config
+
+
+def _head_config(
+    draft: Path | None, target: Path, plan: EngineConfig, options: LoadOptions, *, mtp: bool
+) -> ModelConfig | None:
+    """Returns the configuration of the draft head, or None for another draft. Raises UserError if the head does not fit
+    the target, or if `plan` or `options` do not support draft heads. `mtp`: whether the draft is the MTP layer of the
+    target."""
+    if plan.mode == "ar" or draft is None or not (mtp or read_config(draft).spec.draft_head is not None):
+        return None
+    why = None
+    if plan.mode != "serial":
+        why = f"mode {plan.mode}; use mode serial"
+    elif plan.max_num_seqs > 1:
+        why = "max_num_seqs above 1; remove it, or use a draft model"
+    elif plan.verify == "reject":
+        why = "verify reject; use verify match"
+    elif plan.target_remote or options.get("only") is not None:
+        why = "workers: it runs on the ranks of its target"
+    require(why is None, f"a draft head is not supported with {why}")
+    return head_config(None if mtp else draft, target)
+
+
+def _hidden_layers(config: ModelConfig, options: LoadOptions, head: ModelConfig | None) -> tuple[int, ...]:
+    """Returns the layers of the target after which forwards keep the hidden states: those that the draft head reads, if
+    there is one. Raises UserError if they are not ascending layers of the model."""
+    if head is not None and head.spec.draft_head is not None:
+        require(not options.get("hidden_layers"), "hidden_layers are not supported with a draft head; remove them")
+        return head.spec.draft_head.hidden_layers(len(config.spec.layers))
     layers, count = options.get("hidden_layers", ()), len(config.spec.layers)
     valid = isinstance(layers, list | tuple) and all(type(layer) is int and 0 <= layer < count for layer in layers)
     require(
@@ -625,3 +688,11 @@ def build_drafter(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> Loc
         )
     kind = OverlappedDrafter if plan.overlap_on_one_gpu else LookaheadDrafter if plan.mode == "async" else LocalDrafter
     return kind(runner, steps, tree, children, plan)
+
+
+def build_head_drafter(runner: Runner, head: DraftHead, verifier: LocalVerifier, plan: EngineConfig) -> HeadDrafter:
+    """Returns a drafter on a draft head. `verifier`: on the target, whose hidden states it reads."""
+    states = verifier.states = TargetStates(head)
+    tree = DraftTree(1 + runner.tree_slots * plan.children_per_leaf, runner.tree_slots)
+    children = TopChildren(plan.children_per_leaf, plan.proposal == "coupled")
+    return HeadDrafter(runner, HeadExecutor(runner, states), tree, children, plan, states, verifier.runner)

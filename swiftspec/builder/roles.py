@@ -199,7 +199,9 @@ def _tree(
         away = RemoteDraft(drafter, drafter.link, rank.recovery) if isinstance(drafter, RemoteDrafter) else None
     else:
         alone = models.verifier(config, None, progress)
-        local = models.drafter(config, None, progress) if config.has_draft_model and not config.draft_remote else None
+        local = None
+        if config.has_draft_model and not config.draft_remote:
+            local = models.drafter(config, None, progress, alone)
         threaded = config.mode == "async" and not config.draft_remote
         drafter = local or (NoDrafter() if away is None else away.drafter)
         parts = TreeRoles(drafter, ThreadedVerifier(alone) if threaded else alone)

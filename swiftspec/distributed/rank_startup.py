@@ -101,8 +101,16 @@ class RoleBuilder(Protocol):
         self, config: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None, /
     ) -> LocalVerifier: ...
     def drafter(
-        self, config: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None, /
-    ) -> LocalDrafter: ...
+        self,
+        config: EngineConfig,
+        group: TensorParallelGroup | None,
+        progress: Progress | None,
+        verifier: LocalVerifier | None,
+        /,
+    ) -> LocalDrafter:
+        """`verifier`: on the target of this rank; None: another rank has it."""
+        ...
+
     def scheduler(
         self, config: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None, /
     ) -> BatchScheduler: ...
@@ -241,7 +249,7 @@ class EngineRank:
         if here.group == "target":
             self.verifier = builder.verifier(config, self._group, progress)
         if holds["draft"]:
-            self.drafter = builder.drafter(config, self._group, progress)
+            self.drafter = builder.drafter(config, self._group, progress, self.verifier)
 
     def _roles(self) -> list[Role]:
         return [role for role in (self.verifier, self.drafter, self.scheduler) if role is not None]

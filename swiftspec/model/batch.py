@@ -39,6 +39,7 @@ class Batch:
     # on the host: no element of `kv_len` is larger, so that operators need not read it; None: unknown
     max_kv_len: int | None = None
     chain: Chain | None = None  # on the host; None: not a chain, or unknown
+    hidden: Tensor | None = None  # [rows, hidden], inputs of a draft head besides the tokens (model/draft_head.py)
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -57,7 +58,7 @@ class ForwardOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A `Batch` in host memory: the same fields as NumPy arrays."""
+    """A `Batch` in host memory: the same fields as NumPy arrays, except `hidden`, which is on the model's device."""
 
     tokens: Ints
     positions: Ints
@@ -66,6 +67,7 @@ class HostBatch:
     sequence: Ints
     kv_len: Ints
     chain: Chain | None = None
+    hidden: Tensor | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -79,4 +81,4 @@ class HostBatch:
         """Copies the batch to the device."""
         parts = (self.tokens, self.positions, self.slots, self.mask, self.sequence, self.kv_len)
         on_device = (torch.from_numpy(part).to(device) for part in parts)
-        return Batch(*on_device, max_kv_len=self.max_kv_len, chain=self.chain)
+        return Batch(*on_device, max_kv_len=self.max_kv_len, chain=self.chain, hidden=self.hidden)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from swiftspec.model.spec import AttentionSpec, ExpertsSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelSpec
+from swiftspec.model.spec import AttentionSpec, ExpertsSpec, GatedDeltaSpec, MlpSpec, ModelSpec
 from swiftspec.model.tensor_names import HF_NAMES, TensorNames
 from swiftspec.model.weights import DeltaWeights, DenseWeight, LayerWeights, ModelWeights, Weight, fuse_weights, select
 
@@ -59,28 +59,30 @@ class Checkpoint:
         """Returns the weights of the whole model. Its callables read the layers and the LM head when they are
         called."""
         spec, names, hidden, vocab = self.spec, self.names, self.spec.hidden_size, self.spec.vocab_size
-        layers = [partial(self._layer, names.layer(index), layer) for index, layer in enumerate(spec.layers)]
+        layers = [partial(self.layer, index) for index in range(len(spec.layers))]
         table = self.tensors.take(f"{names.embedding}.weight", vocab, hidden)
-        own = partial(self._linear, names.head, vocab, hidden, bias=False)
+        own = partial(self.linear, names.head, vocab, hidden, bias=False)
         head = self._tied_head if spec.tie_word_embeddings else own
-        return ModelWeights(table, layers, self._norm(names.norm, hidden), head)
+        return ModelWeights(table, layers, self.norm(names.norm, hidden), head)
 
     def _tied_head(self) -> Weight:
         """Returns the LM head of a model with tied embeddings: the embedding, unless the checkpoint has a different
         head, as fine-tuned models may. transformers uses that head, too."""
         vocab, hidden = self.spec.vocab_size, self.spec.hidden_size
-        tied = self._linear(self.names.embedding, vocab, hidden, bias=False)
+        tied = self.linear(self.names.embedding, vocab, hidden, bias=False)
         if f"{self.names.head}.weight" not in self.tensors or not isinstance(tied, DenseWeight):
             return tied
         own = self.tensors.take(f"{self.names.head}.weight", vocab, hidden)
         return tied if own.dtype == tied.weight.dtype and torch.equal(own, tied.weight) else DenseWeight(own)
 
-    def _layer(self, prefix: str, layer: LayerSpec) -> LayerWeights:
-        names, hidden = self.names, self.spec.hidden_size
+    def layer(self, index: int) -> LayerWeights:
+        """Reads a layer."""
+        names, hidden, layer = self.names, self.spec.hidden_size, self.spec.layers[index]
+        prefix = names.layer(index)
         before, after = layer.norms != "after", layer.norms != "before"
 
         def norm(name: str, present: bool) -> Tensor | None:
-            return self._norm(f"{prefix}.{name}", hidden) if present else None
+            return self.norm(f"{prefix}.{name}", hidden) if present else None
 
         return LayerWeights(
             **self._mixer(prefix, layer.mixer),
@@ -99,7 +101,7 @@ class Checkpoint:
         q_norm, k_norm = self._head_norms(prefix, mixer)
         return {
             "qkv": self._gated_qkv(prefix, mixer) if mixer.output_gate else self._qkv(prefix, mixer),
-            "o": self._linear(f"{prefix}.{self.names.o}", self.spec.hidden_size, mixer.q_size, mixer.o_bias),
+            "o": self.linear(f"{prefix}.{self.names.o}", self.spec.hidden_size, mixer.q_size, mixer.o_bias),
             "q_norm": q_norm,
             "k_norm": k_norm,
             "v_norm": torch.ones(1, mixer.head_dim) if mixer.v_norm else None,
@@ -118,7 +120,7 @@ class Checkpoint:
             decay_bias=take(f"{prefix}.{names.decay_bias}", heads),
             norm=take(f"{prefix}.{names.delta_norm}", mixer.v_head_dim),
         )
-        o = self._linear(f"{prefix}.{names.delta_o}", self.spec.hidden_size, mixer.v_size, bias=False)
+        o = self.linear(f"{prefix}.{names.delta_o}", self.spec.hidden_size, mixer.v_size, bias=False)
         if names.tiled_value_heads:
             qkv, o, delta = _in_order_of_key_heads(mixer, qkv, o, delta)
         return {"qkv": qkv, "o": o, "delta": delta}
@@ -135,7 +137,7 @@ class Checkpoint:
         names, hidden, heads = self.names, self.spec.hidden_size, mixer.num_v_heads
 
         def fused(*parts: tuple[str, int]) -> Weight:
-            return fuse_weights([self._linear(f"{prefix}.{name}", rows, hidden, bias=False) for name, rows in parts])
+            return fuse_weights([self.linear(f"{prefix}.{name}", rows, hidden, bias=False) for name, rows in parts])
 
         shared = heads // mixer.num_k_heads  # value heads of a key head
         keys, values = mixer.k_head_dim, shared * mixer.v_head_dim
@@ -153,9 +155,9 @@ class Checkpoint:
         """Reads the projection of queries, keys, values and output gate. The checkpoint has the gate of each head after
         its queries."""
         names, hidden, width = self.names, self.spec.hidden_size, mixer.head_dim
-        both = self._linear(f"{prefix}.{names.q}", 2 * mixer.q_size, hidden, mixer.qkv_bias)
+        both = self.linear(f"{prefix}.{names.q}", 2 * mixer.q_size, hidden, mixer.qkv_bias)
         q_rows = (torch.arange(mixer.num_heads).unsqueeze(1) * 2 * width + torch.arange(width)).flatten()
-        k, v = (self._linear(f"{prefix}.{name}", mixer.kv_size, hidden, mixer.qkv_bias) for name in (names.k, names.v))
+        k, v = (self.linear(f"{prefix}.{name}", mixer.kv_size, hidden, mixer.qkv_bias) for name in (names.k, names.v))
         qkv = fuse_weights([both.outputs(q_rows), k, v])
         return fuse_weights([_in_rope_order(qkv, mixer), both.outputs(q_rows + width)])
 
@@ -168,7 +170,9 @@ class Checkpoint:
             heads = [(names.qkv, mixer.q_size + 2 * mixer.kv_size)]
         elif mixer.keys_as_values:
             heads = heads[:2]
-        parts = [self._linear(f"{prefix}.{name}", rows, hidden, mixer.qkv_bias) for name, rows in heads]
+        head = self.spec.draft_head
+        inputs = 2 * hidden if head is not None and head.kind == "eagle3" else hidden
+        parts = [self.linear(f"{prefix}.{name}", rows, inputs, mixer.qkv_bias) for name, rows in heads]
         if mixer.keys_as_values:
             parts.append(parts[1])
         return _in_rope_order(fuse_weights(parts), mixer)
@@ -180,7 +184,7 @@ class Checkpoint:
         whole, order = mixer.qk_norm == "projection", _rope_order(mixer)
         counts = (mixer.num_heads, mixer.num_kv_heads) if whole else (1, 1)
         q_norm, k_norm = (
-            self._norm(f"{prefix}.{name}", heads * mixer.head_dim).view(heads, mixer.head_dim)
+            self.norm(f"{prefix}.{name}", heads * mixer.head_dim).view(heads, mixer.head_dim)
             for name, heads in zip((self.names.q_norm, self.names.k_norm), counts, strict=True)
         )
         return (q_norm, k_norm) if order is None else (q_norm[:, order], k_norm[:, order])
@@ -191,28 +195,28 @@ class Checkpoint:
         if mlp.experts is not None:
             return self._mixture(prefix, mlp, mlp.experts)
         if names.gate_up:
-            gate_up = self._linear(f"{prefix}.{names.gate_up}", 2 * inner, hidden, mlp.bias)
+            gate_up = self.linear(f"{prefix}.{names.gate_up}", 2 * inner, hidden, mlp.bias)
         else:
-            halves = [self._linear(f"{prefix}.{name}", inner, hidden, mlp.bias) for name in (names.gate, names.up)]
+            halves = [self.linear(f"{prefix}.{name}", inner, hidden, mlp.bias) for name in (names.gate, names.up)]
             gate_up = fuse_weights(halves)
-        return {"gate_up": gate_up, "down": self._linear(f"{prefix}.{names.down}", hidden, inner, mlp.bias)}
+        return {"gate_up": gate_up, "down": self.linear(f"{prefix}.{names.down}", hidden, inner, mlp.bias)}
 
     def _mixture(self, prefix: str, mlp: MlpSpec, experts: ExpertsSpec) -> dict[str, Weight]:
         names, hidden, shared = self.names, self.spec.hidden_size, experts.shared_intermediate_size
-        router = self._linear(f"{prefix}.{names.router}", experts.num_experts, hidden, mlp.bias)
+        router = self.linear(f"{prefix}.{names.router}", experts.num_experts, hidden, mlp.bias)
         joined = bool(names.gate_experts)
         gate_up, down = self._joined(prefix, mlp) if joined else self._experts(f"{prefix}.{names.experts}", mlp)
         read = {"router": router, "gate_up": gate_up, "down": down}
         if not shared:
             return read
         halves = [
-            self._linear(f"{prefix}.{name}", shared, hidden, bias=False)
+            self.linear(f"{prefix}.{name}", shared, hidden, bias=False)
             for name in (names.shared_gate_proj, names.shared_up_proj)
         ]
         return read | {
-            "router": fuse_weights([router, self._linear(f"{prefix}.{names.shared_gate}", 1, hidden, bias=False)]),
+            "router": fuse_weights([router, self.linear(f"{prefix}.{names.shared_gate}", 1, hidden, bias=False)]),
             "shared_gate_up": fuse_weights(halves),
-            "shared_down": self._linear(f"{prefix}.{names.shared_down_proj}", hidden, shared, bias=False),
+            "shared_down": self.linear(f"{prefix}.{names.shared_down_proj}", hidden, shared, bias=False),
         }
 
     def _joined(self, prefix: str, mlp: MlpSpec) -> tuple[Weight, Weight]:
@@ -221,9 +225,9 @@ class Checkpoint:
         names, count, inner, hidden = self.names, mlp.num_experts, mlp.intermediate_size, self.spec.hidden_size
         rows = count * inner
         modules = (f"{prefix}.{name}" for name in (names.gate_experts, names.up_experts))
-        halves = [self._linear(module, rows, hidden, mlp.bias) for module in modules]
+        halves = [self.linear(module, rows, hidden, mlp.bias) for module in modules]
         order = torch.arange(2 * rows).view(2, count, inner).transpose(0, 1).flatten()
-        down = self._linear(f"{prefix}.{names.down_experts}", count * hidden, inner, mlp.bias)
+        down = self.linear(f"{prefix}.{names.down_experts}", count * hidden, inner, mlp.bias)
         return fuse_weights(halves).outputs(order), down
 
     def _experts(self, prefix: str, mlp: MlpSpec) -> tuple[Weight, Weight]:
@@ -240,11 +244,11 @@ class Checkpoint:
             return DenseWeight(gate_up.flatten(0, 1)), DenseWeight(down.flatten(0, 1))
         modules = [f"{prefix}.{expert}" for expert in range(count)]
         halves = [
-            self._linear(f"{module}.{name}", inner, hidden, mlp.bias)
+            self.linear(f"{module}.{name}", inner, hidden, mlp.bias)
             for module in modules
             for name in ("gate_proj", "up_proj")
         ]
-        downs = [self._linear(f"{module}.down_proj", hidden, inner, mlp.bias) for module in modules]
+        downs = [self.linear(f"{module}.down_proj", hidden, inner, mlp.bias) for module in modules]
         return fuse_weights(halves), fuse_weights(downs)
 
     def _joined_experts(self, name: str, count: int, rows: int, columns: int, bias: bool) -> Weight:
@@ -255,14 +259,14 @@ class Checkpoint:
             return self.layout.linear(self.tensors, name, count * rows, columns, shift)
         return DenseWeight(self.tensors.take(name, count, columns, rows).mT.flatten(0, 1), shift)
 
-    def _norm(self, module: str, size: int) -> Tensor:
+    def norm(self, module: str, size: int) -> Tensor:
         """Reads the weights of an RMSNorm. 1 + weight is computed in float32, or in float64 for float64 weights."""
         weight = self.tensors.take(f"{module}.weight", size)
         if not self.spec.norm_unit_offset:
             return weight
         return 1 + (weight if weight.dtype == torch.float64 else weight.float())
 
-    def _linear(self, module: str, rows: int, columns: int, bias: bool) -> Weight:
+    def linear(self, module: str, rows: int, columns: int, bias: bool) -> Weight:
         """Reads the matrix [rows, columns] of `module`. A quantised checkpoint may have dense matrices, too: those
         whose tensor is named "weight" and has no scale."""
         shift = self.tensors.take(f"{module}.bias", rows) if bias else None

@@ -80,7 +80,7 @@ def load_model(
     stored = read_config(path)
     config = _with_vocab_rows(stored, vocab_rows)
     spec = config.spec
-    shard = None if group is None else _shard_of(config, group, path)
+    shard = None if group is None else shard_of(config, group, path)
     kind: torch.dtype = dtype or getattr(torch, config.dtype)
     tensors = open_tensors(path, progress, kind)
     names = config.names.found_in(tensors)
@@ -109,7 +109,7 @@ def load_model(
     return model
 
 
-def _shard_of(config: ModelConfig, group: TensorParallelGroup, path: str | Path) -> Shard:
+def shard_of(config: ModelConfig, group: TensorParallelGroup, path: str | Path) -> Shard:
     """Returns this rank's shard. Raises UserError, which names the model, if it cannot be divided."""
     try:
         return Shard.of(config, group.rank, group.size)

@@ -224,11 +224,12 @@ class Shard:
     def cut(self, weights: ModelWeights) -> ModelWeights:
         """Returns this rank's shard of `weights`. The embedding and the norms, also those of a head, are complete on
         every rank, except norms with weights for each head."""
-        layers = [partial(self._layer, *pair) for pair in zip(self.layers, weights.layers, strict=True)]
+        layers = [partial(self.cut_layer, index, read) for index, read in enumerate(weights.layers)]
         return replace(weights, layers=layers, head=lambda: weights.head().outputs(self.vocab))
 
-    def _layer(self, part: LayerShard, read: Callable[[], LayerWeights]) -> LayerWeights:
-        return part.cut(read(), first=self.rank == 0)
+    def cut_layer(self, index: int, read: Callable[[], LayerWeights]) -> LayerWeights:
+        """Reads a layer by `read` and returns this rank's shard of it."""
+        return self.layers[index].cut(read(), first=self.rank == 0)
 
 
 def _ceil(a: int, b: int) -> int:

@@ -171,6 +171,41 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftHeadSpec:
+    """What makes a decoder of one layer a draft head: it reads hidden states of the target, and cannot run alone.
+
+    A row of a draft head has a token and the hidden state of the position before it: the target's, or for a drafted
+    token the output of the head for its parent.
+
+    eagle3 (EAGLE-3, arXiv:2503.01840): a projection of the target's hidden states after three layers is the residual
+    stream; queries, keys and values are projections of the normalised embedding and of the normalised hidden state. The
+    LM head may have a part of the vocabulary.
+    mtp (multi-token prediction, as in Qwen3-Next and Qwen3.5): a projection of the normalised embedding and of the
+    normalised final hidden state is the residual stream. Embedding and LM head are the target's.
+    """
+
+    kind: Literal["eagle3", "mtp"]
+    target_hidden_size: int
+    draft_vocab_size: int  # rows of the LM head
+    # layers of the target whose inputs are read, as checkpoints number them; empty: 2, half of the layers and the
+    # last but two. Of mtp it is the output of the last layer.
+    target_layer_ids: tuple[int, ...] = ()
+    norm_before_residual: bool = False  # eagle3: the residual stream is the normalised hidden state
+
+    def hidden_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Returns the layers, counted from 0, of a target with `num_layers` layers after which its hidden states are
+        read. Raises UserError if the target does not have them."""
+        if self.kind == "mtp":
+            return (num_layers - 1,)
+        ids = self.target_layer_ids or (2, num_layers // 2, num_layers - 3)
+        if sorted({*ids} & {*range(1, num_layers + 1)}) != [*ids]:
+            raise UserError(
+                f"the draft head reads the inputs of layers {[*ids]}, but its target has {num_layers} layers"
+            )
+        return tuple(layer - 1 for layer in ids)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder: embedding, layers, final RMSNorm and LM head."""
 
@@ -183,6 +218,7 @@ class ModelSpec:
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None  # c: a logit s becomes c tanh(s / c)
+    draft_head: DraftHeadSpec | None = None  # None: a model that runs alone
 
     @property
     def layer(self) -> LayerSpec:
@@ -229,6 +265,7 @@ FEATURES = {  # optional fields and the mixers that not every backend has, for m
     "embedding_multiplier": "embedding multiplier",
     "logit_multiplier": "logit multiplier",
     "logit_softcap": "soft cap of logits",
+    "draft_head": "draft heads",
 }
 # Optional fields that the checkpoint reader alone implements; RopeSpec: see there
 READER_FIELDS = frozenset(("qkv_bias", "o_bias", "bias", "keys_as_values"))

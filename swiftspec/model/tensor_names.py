@@ -16,6 +16,7 @@ class TensorNames:
     layers: str = "model.layers"
     norm: str = "model.norm"
     head: str = "lm_head"
+    only_layer: str = ""  # the module of the only layer, instead of `layers` and a number
     input_norm: str = "input_layernorm"
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
@@ -71,7 +72,7 @@ class TensorNames:
 
     def layer(self, index: int) -> str:
         """Returns the module name of a layer."""
-        return f"{self.layers}.{index}"
+        return self.only_layer or f"{self.layers}.{index}"
 
     def found_in(self, tensors: Container[str]) -> TensorNames:
         """Returns these names, or the alternative ones if only those have an embedding in `tensors`."""

@@ -151,7 +151,7 @@ class Transformer:
         )  # fmt: skip
         # context of the layers of a prefill chunk
         self._prefill_chunk: Callable[[], AbstractContextManager[None]] = getattr(ops, "prefill_chunk", nullcontext)
-        self.fused: Any = ops.fuse(self.stack)  # a `FusedModel` or None; native executors call further methods of it
+        self.fused: Any = self._fuse()  # a `FusedModel` or None; native executors call further methods of it
         # by KV cache: number of layers, KV heads of this rank, head dimension
         self.cache_shapes = tuple(
             (places.count(place), next(a.kv_heads for a in attention if a.cache == place), head_dim)
@@ -160,17 +160,28 @@ class Transformer:
         operators: Any = ops
         self._delta_ops: DeltaOps | None = None if self.delta_shape is None else operators
 
+    def _fuse(self) -> FusedModel | None:
+        """Returns the model as one native call, if the operators have that."""
+        return self._ops.fuse(self.stack)
+
     def with_masked_tokens(self, tokens: Sequence[int]) -> Transformer:
         """Returns a model on the same weights whose logits of `tokens` are -inf in every forward, whatever executes it;
         the other logits keep their bits. The tokens may lie outside this rank's part of the vocabulary."""
         if not tokens:
             return self
-        first = 0 if self.group is None else self.group.rank * self.head_rows
-        own = [token - first for token in tokens if 0 <= token - first < self.head_rows]
-        masked = copy.copy(self)
-        masked.stack = replace(self.stack, head=self._ops.mask_outputs(self.stack.head, own, self.device))
-        masked.fused = self._ops.fuse(masked.stack)
+        masked, rows = copy.copy(self), self._rows_of(tokens)
+        masked.stack = replace(self.stack, head=self._ops.mask_outputs(self.stack.head, rows, self.device))
+        masked.fused = masked._fuse()
         return masked
+
+    @property
+    def first_token(self) -> int:
+        """The token of the first column of this rank's logits."""
+        return 0 if self.group is None else self.group.rank * self.head_rows
+
+    def _rows_of(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the rows of this rank's LM head that belong to `tokens`."""
+        return [token - self.first_token for token in tokens if 0 <= token - self.first_token < self.head_rows]
 
     @property
     def kv_heads(self) -> int:
@@ -285,6 +296,14 @@ class Transformer:
     @torch.inference_mode()
     def _run_layers(self, batch: Batch, cache: LayerCaches) -> tuple[Tensor, list[Tensor]]:
         """Returns the hidden states [rows, hidden] after the last layer, and those after each of `hidden_layers`."""
+        hidden = self._ops.embed(batch.tokens, self.stack.embedding, self.stack.embedding_multiplier)
+        return self._run_layers_on(hidden, batch, cache)
+
+    def _run_layers_on(
+        self, hidden: Tensor, batch: Batch, cache: LayerCaches, first_qkv: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """As `_run_layers`. `hidden` [rows, hidden]: input of the first layer. `first_qkv`: is added to the queries,
+        keys and values of the first layer."""
         ops, stack = self._ops, self.stack
         reduce = None if self.group is None else self.group.all_reduce
         plans = [
@@ -294,10 +313,11 @@ class Transformer:
         delta_ops, delta_plan = self._delta_ops, None
         if delta_ops is not None:
             delta_plan = delta_ops.prepare_delta(batch, cache.delta)
-        hidden = ops.embed(batch.tokens, stack.embedding, stack.embedding_multiplier)
         kept: list[Tensor] = []
         for index, layer in enumerate(stack.layers):
             qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)
+            if first_qkv is not None and index == 0:
+                qkv = qkv + first_qkv
             if layer.delta is not None and delta_ops is not None:
                 rates = ops.norm_linear(hidden, layer.input_norm, layer.delta.rates)
                 mixed = delta_ops.gated_delta(qkv, rates, delta_plan, layer.cache_layer, layer.delta)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from swiftspec.messages import Proposal, RequestStart, VerifyResult
+from swiftspec.messages import NodeSource, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import ExecutorRequest, ExpansionShape, TreeExecutor, features_of, select_executor
 from swiftspec.runtime.runner import Runner
@@ -41,6 +41,8 @@ class LocalDrafter:
     before the root whose KV is missing, because the draft had not expanded them. Their KV is computed in the root's
     forward, or by a prefill if there are more than w of them.
     """
+
+    source = NodeSource.DRAFT_MODEL  # of the nodes that it proposes
 
     def __init__(
         self,
@@ -92,13 +94,17 @@ class LocalDrafter:
         sampler.observe(start.output)
         tau = config.calibration_for(sampling.greedy)
         self._children.open(sampler, self._root_at, tau)
-        self.runner.open(start.tokens, max_cached=start.num_cached_tokens)
-        self.tree.reset(start.tokens[-1])
+        self._open_cache(start)
         coupled = config.proposal == "coupled" and not sampling.greedy
         count = min(config.children_per_leaf, self.runner.vocab)
         self.executor = self.select_executor(start)
         shape = ExpansionShape(config.leaves_per_expansion, count, coupled, tau, self._children.rank)
         self.executor.open(ExecutorRequest(sampler, expansion=shape))
+
+    def _open_cache(self, start: RequestStart) -> None:
+        """Prefills the prompt, and resets the tree to its last token."""
+        self.runner.open(start.tokens, max_cached=start.num_cached_tokens)
+        self.tree.reset(start.tokens[-1])
 
     def propose(self) -> Proposal:
         self.expand(self.expansions)
@@ -146,7 +152,8 @@ class LocalDrafter:
         if self._children.sampled and len(nodes) > 1:
             above = np.unique(np.array(parents[1:], np.int64))
             carried = self._children.draft_probs(self.tree.slot[np.array(nodes)[above]])
-        return Proposal.from_draft_model(self._request, self._round, self._root_at, tokens, parents, weights, carried)
+        about = self._request, self._round, self._root_at
+        return Proposal.from_draft_model(*about, tokens, parents, weights, carried, source=self.source)
 
     def _reroot(self, tokens: Sequence[int]) -> None:
         """Records the node of the last verified token as the new root. Resets the tree instead if it does not contain

@@ -50,10 +50,12 @@ class PrefixCachingRunner(Runner):
 
     def cached_lengths(self, texts: TokenSequences, max_cached: Sequence[int] | None = None) -> list[int]:
         """Returns for each sequence the number of leading tokens whose states `match_prefix` would find, at most
-        `max_cached`. The last token, which is the root, never counts."""
+        `max_cached` and `max_cached_tokens`. The last token, which is the root, never counts."""
         held, counts = self._live_tokens(), []
         for s, text in enumerate(texts):
             limit = len(text) - 1 if max_cached is None else max_cached[s] if s < len(max_cached) else 0
+            if self.max_cached_tokens is not None:
+                limit = min(limit, self.max_cached_tokens)
             wanted = np.array(text[:-1], np.int64)[:limit]
             live = {s: held[s]} if len(held) == len(texts) else self._storable(dict(enumerate(held)))
             found = [entry.reusable_len(wanted) for entry in self.prefix_cache.entries]
@@ -177,7 +179,9 @@ def with_cached_lengths(start: RequestStart, *runners: Runner, guided: bool = Fa
     guidance = Guidance.of(start.sampling, start.tokens, start.prompt_len) if guided else None
     texts = [start.tokens] if guidance is None else [start.tokens, guidance.tokens]
     found = [
-        r.cached_lengths(texts, start.num_cached_tokens) if isinstance(r, PrefixCachingRunner) else [0] * len(texts)
+        r.cached_lengths([text[r.first_token :] for text in texts], start.num_cached_tokens)
+        if isinstance(r, PrefixCachingRunner)
+        else [0] * len(texts)
         for r in runners
     ]
     return replace(start, num_cached_tokens=tuple(map(min, zip(*found, strict=True))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -94,6 +95,10 @@ class Runner:
         # of the first of them; with guidance those of the conditional prompt. A drafter that needs them has been opened
         # already, because `TreeDecoding.open` opens the drafter before the verifier
         self.on_prompt_hidden: Callable[[int, Tensor], None] | None = None
+        # of a draft head: returns the hidden states [rows, hidden] that belong to a chain of verified tokens
+        self.input_hidden: Callable[[HostBatch], Tensor] | None = None
+        self.first_token = 0  # index of the first token of a request that the cache holds
+        self.max_cached_tokens: int | None = None  # most tokens of the next request that the prefix cache may supply
         self.hidden: Tensor | None = None  # hidden states (`ForwardOutput`) of the last forward, until the next one
 
     def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
@@ -169,6 +174,8 @@ class Runner:
     def run(self, batch: HostBatch, *, head: bool = True) -> ForwardOutput:
         """Runs a forward, without the LM head if `head` is False, and waits for it."""
         device, began = self.model.device, time.perf_counter()
+        if self.input_hidden is not None and batch.hidden is None:
+            batch = replace(batch, hidden=self.input_hidden(batch))
         with self.translate_peer_errors():
             output = self.model.forward(batch.to(device), self.cache, head=head)
             if device.type == "cuda":

@@ -45,6 +45,16 @@ class Verifier(Protocol):
         """Ends the request."""
 
 
+class StateReceiver(Protocol):
+    """Receives the target's hidden states at verified positions; `target_states.TargetStates` implements it."""
+
+    def restart(self) -> None:
+        """Called at the beginning of a request."""
+
+    def append(self, position: int, states: Tensor, /) -> None:
+        """Receives hidden states [rows, hidden layers, hidden size] of the positions from `position` on."""
+
+
 class LocalVerifier:
     """Verifier on a model in this process. The prefix region of its KV cache holds all verified tokens before the root.
 
@@ -54,6 +64,7 @@ class LocalVerifier:
     def __init__(self, runner: Runner, executors: Sequence[TreeExecutor]) -> None:
         """`executors`: executors that can verify proposals, the fastest first."""
         self.runner, self.executors = runner, executors
+        self.states: StateReceiver | None = None  # a draft head reads them
 
     @property
     def busy(self) -> float:
@@ -81,6 +92,9 @@ class LocalVerifier:
         self._sampler = self.runner.sampler(start.sampling, start.prompt)
         self._sampler.observe(start.output)
         guidance = Guidance.of(start.sampling, start.tokens, start.prompt_len)
+        if self.states is not None:
+            self.states.restart()
+            self.runner.on_prompt_hidden = self.states.append
         kept = self.runner.open(start.tokens, guidance, start.num_cached_tokens)
         self.executor = self.select_executor(start)
         self.executor.open(ExecutorRequest(self._sampler, accept=self.acceptance_rule(self._sampler)))
@@ -102,6 +116,8 @@ class LocalVerifier:
         if accepted.tokens[-1] < 0:
             self.runner.cache.reset(0)  # NaN would propagate into later requests even where it is masked
             raise NonFiniteLogits
+        if self.states is not None and (hidden := self.accepted_hidden()) is not None:
+            self.states.append(proposal.prefix_len, hidden)
         about = proposal.request, proposal.round, proposal.prefix_len
         return VerifyResult(*about, tuple(accepted.path), tuple(accepted.tokens), accepted.overlaps)
 

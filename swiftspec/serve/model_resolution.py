@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from swiftspec.config import SUFFIX_LOOKUP, EngineConfig
+from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.extras import require_extra
 from swiftspec.file_io import Fields, expand_user, is_file, is_folder, read_object
@@ -47,8 +47,8 @@ class ResolvedModels:
     """The located models, and the plan.
 
     `model`, `draft_model`: names as the user gave them; HOST:PORT for a draft that a worker runs.
-    `target`, `draft`: directories or GGUF files; `draft` is None if a worker runs the draft, and
-    with suffix lookup.
+    `target`, `draft`: directories or GGUF files; `draft` is None if a worker runs the draft, and with suffix lookup. It
+    is "mtp" for the MTP layer in the checkpoint of the target.
     In mode ar `draft_model` and `draft` are None.
     `built_in`: the models that run if the settings name none; None if they name a target.
     """
@@ -77,7 +77,7 @@ class ResolvedModels:
             raise UsageError("--target-url is only supported by `chat` and `generate`; remove it and specify --model")
         built_in = built_in_models(settings.model)
         model, draft_model = _model_names(settings, built_in)
-        path_name = None if draft_model == SUFFIX_LOOKUP else draft_model
+        path_name = None if draft_model in (SUFFIX_LOOKUP, MTP_HEAD) else draft_model
         local = expand_user(model)
         if settings.revision is not None and (is_folder(local) or is_file(local)):
             kind = "directory" if is_folder(local) else "file"
@@ -98,6 +98,8 @@ class ResolvedModels:
             _check_profile_usable(settings, draft)
         if draft is not None and settings.mode != "ar":
             plan = apply_profile(settings, target, draft, ranks, phases).make_plan(True, ranks)
+        if draft_model == MTP_HEAD:
+            draft = Path(MTP_HEAD)
         if plan.mode == "ar":
             draft_model, draft = None, None
         elif plan.draft_remote:

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
+from swiftspec.config import MTP_HEAD
 from swiftspec.errors import UserError
 from swiftspec.file_io import expand_user
 from swiftspec.model.checkpoint_files import read_config
@@ -215,19 +216,23 @@ def _load_tokenizer(
     importlib.import_module("torch")  # takes most of the startup time of small models
     phases.begin("tokenizers")
     codec = TextCodec(resolved.target, renderer, template)
-    return codec, () if resolved.draft is None else check_draft_tokenizer(codec, resolved.draft, phases)
+    if resolved.draft is None or resolved.draft_model == MTP_HEAD:
+        return codec, ()
+    return codec, check_draft_tokenizer(codec, resolved.draft, phases)
 
 
 def check_draft_tokenizer(codec: TextCodec, draft: Path, phases: StartupProgress) -> tuple[int, ...]:
     """Returns the tokens that the draft must not propose, and prints a note if there are special ones among them, or if
     the draft has no tokenizer. Raises UserError if the draft has other ordinary tokens than the target. `codec`: that
     of the target."""
+    config = read_config(draft)
     if not has_tokenizer(draft):
-        phases.note(f"{draft} has no tokenizer: the draft must have been trained with the target's")
+        if config.spec.draft_head is None:
+            phases.note(f"{draft} has no tokenizer: the draft must have been trained with the target's")
         return ()
     ours, theirs = codec.vocabulary, TextCodec(draft).vocabulary
     ours.check_draft(theirs)
-    masked = ours.masked_tokens(theirs, read_config(draft).spec.vocab_size)
+    masked = ours.masked_tokens(theirs, config.spec.vocab_size)
     line = describe_masked(masked, ours.added, theirs.added)
     if line is not None:
         phases.note(line)

@@ -98,7 +98,7 @@ MAX_HEAD_DIM = 256
 DELTA_HEAD_UNIT = 16  # elements
 # optional fields of a spec that these operators implement
 KNOWN_FIELDS = (
-    "activation", "embedding_multiplier", "experts", "gated_delta", "logit_multiplier", "logit_softcap",
+    "activation", "draft_head", "embedding_multiplier", "experts", "gated_delta", "logit_multiplier", "logit_softcap",
     "norm_unit_offset", "norms", "output_gate", "output_scale", "qk_norm", "query_scale_beta", "residual_multiplier",
     "scale", "shared_intermediate_size", "sinks", "softcap", "v_norm", "window",
 )  # fmt: skip

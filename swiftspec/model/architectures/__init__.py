@@ -11,6 +11,7 @@ from typing import Any
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import Fields
 from swiftspec.model.architectures import (
+    draft_heads,
     gemma3,
     gemma4,
     glm4,
@@ -86,6 +87,11 @@ ARCHITECTURES = {
         "gemma4_unified_text", gemma4.gemma4_spec, gemma3.NAMES, gemma4.UNIFIED_DEFAULTS
     ),
 }
+# draft heads, which are drafts only
+DRAFT_HEADS = dict.fromkeys(
+    ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
+    Architecture("eagle3", draft_heads.eagle3_spec, draft_heads.EAGLE3_NAMES),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +128,8 @@ def architecture_of(fields: Fields) -> Architecture:
         if architecture is None:
             raise UserError(f"text model {truncated_repr(kind)} of {name} is not supported")
         return replace(architecture, names=architecture.names.of_text())
+    if name in DRAFT_HEADS:
+        return DRAFT_HEADS[name]
     if name not in ARCHITECTURES:
         names = (*ARCHITECTURES, *MULTIMODAL_ARCHITECTURES)
         *most, last = dict.fromkeys(each.partition("For")[0] for each in names)

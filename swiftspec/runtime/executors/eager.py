@@ -58,10 +58,14 @@ class EagerExecutor:
             else:
                 logits = self.forward(self.runner.tree_batch(leaves.tokens, leaves.depths, leaves.mask))
             paths = tree.path_tokens(leaves.nodes) if self._request.sampler.needs_paths else None
-            positions = torch.from_numpy(leaves.depths + self.runner.cache.prefix_len[0]).to(logits.device)
+            positions = torch.from_numpy(self.positions(leaves.depths)).to(logits.device)
             children = shape.rank_children(logits, leaves, paths, positions)
         tree.add_children(leaves.nodes, *children)
         return True
+
+    def positions(self, depths: Ints) -> Ints:
+        """Returns the absolute positions of nodes at `depths`; 0 is the root."""
+        return depths + self.runner.cache.prefix_len[0]
 
     def verify(self, proposal: Proposal) -> Accepted:
         batch, depths = self.proposal_batch(proposal)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
-from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig, PopulationConfig
+from swiftspec.config import GRAFTED, MTP_HEAD, SUFFIX_LOOKUP, EngineConfig, PopulationConfig
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import expand_user, parse_json
 from swiftspec.params import SamplingParams
@@ -85,7 +85,7 @@ class Settings(SettingsFields):
         """
         remote = {"target_remote": self.target_url is not None, "draft_remote": self.draft_url is not None}
         apart = any(remote.values())
-        split = (ranks > 1 or apart) and not self.drafts_by_lookup
+        split = (ranks > 1 or apart) and self.draft_model not in (SUFFIX_LOOKUP, MTP_HEAD)
         mode = self.mode or ("ar" if not has_draft else "async" if split else "serial")
         if mode != "ar" and not has_draft:
             raise UserError(f"--mode {mode} requires a draft model: specify one with --draft-model, or use --mode ar")

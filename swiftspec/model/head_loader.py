@@ -1,0 +1,209 @@
+"""Loads a draft head, or the shard of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swiftspec.errors import UserError
+from swiftspec.model.architectures.draft_heads import mtp_config
+from swiftspec.model.checkpoint import Checkpoint, Source
+from swiftspec.model.checkpoint_files import Progress, open_tensors, read_config
+from swiftspec.model.config import ModelConfig
+from swiftspec.model.draft_head import DraftHead, DraftHeadWeights
+from swiftspec.model.formats import format_of
+from swiftspec.model.formats.int8 import LoadTimeQuantization
+from swiftspec.model.gguf.file import is_gguf
+from swiftspec.model.loader import NO_QUANTIZATION, shard_of
+from swiftspec.model.shard import EIGHT, Shard
+from swiftspec.model.tensor_parallel import TensorParallelGroup
+from swiftspec.model.transformer import ModelOps
+from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
+
+MTP = "mtp"  # module of the MTP layer and of its norms
+
+
+def head_config(path: str | Path | None, target: str | Path) -> ModelConfig:
+    """Returns the configuration of the draft head in a directory, or for None that of the MTP layer in the checkpoint
+    of the target. Raises UserError if it does not fit the target."""
+    of_target = read_config(target)
+    if path is None:
+        if is_gguf(Path(target)):
+            raise UserError(f"{target}: the MTP layer of a GGUF file is not supported; use a Hugging Face directory")
+        return mtp_config(of_target)
+    config = read_config(path)
+    head = config.spec.draft_head
+    assert head is not None
+    if head.target_hidden_size != of_target.spec.hidden_size:
+        sizes = f"{head.target_hidden_size}, that of target {target} is {of_target.spec.hidden_size}"
+        raise UserError(f"{path}: the draft head reads hidden states of size {sizes}; use a head of this target")
+    try:
+        head.hidden_layers(len(of_target.spec.layers))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return config
+
+
+def load_draft_head(
+    path: str | Path | None,
+    target: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    ops: ModelOps,
+    max_positions: int,
+    group: TensorParallelGroup | None = None,
+    quantization: LoadTimeQuantization = NO_QUANTIZATION,
+    cache_dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> DraftHead:
+    """Loads a draft head. Parameters as in `load_model`.
+
+    `path`: directory of an EAGLE-3 checkpoint; None: the MTP layer in the checkpoint of the target.
+    `target`: checkpoint of the target, whose embedding is used if the head has none.
+    Raises UserError as `load_model`, and if the head does not fit the target.
+    """
+    config = head_config(path, target)
+    shard = None if group is None else shard_of(config, group, target if path is None else path)
+    reader = _Mtp(config, target, dtype, progress) if path is None else _Eagle3(config, path, target, dtype, progress)
+    weights = reader.read(shard)
+    weights = replace(weights, decoder=quantization.of_weights(weights.decoder))
+    head = DraftHead(
+        config.spec, weights, ops, device, dtype, max_positions, shard=shard, group=group, cache_dtype=cache_dtype
+    )
+    reader.check_all_taken()
+    return head
+
+
+class _Mtp:
+    """Reader of the MTP layer in the checkpoint of a target."""
+
+    def __init__(self, config: ModelConfig, path: str | Path, dtype: torch.dtype, progress: Progress | None) -> None:
+        self._tensors = open_tensors(path, progress, dtype)
+        if f"{MTP}.fc.weight" not in self._tensors:
+            raise UserError(f"{path}: the checkpoint has no MTP layer ({MTP}.fc.weight); use another draft")
+        self._names = config.names.found_in(self._tensors)
+        self._spec = config.spec
+        own = replace(self._names, layers=f"{MTP}.layers", norm=f"{MTP}.norm")
+        self._checkpoint = Checkpoint(config.spec, self._tensors, format_of(config), own)
+
+    def read(self, shard: Shard | None) -> DraftHeadWeights:
+        hidden, read = self._spec.hidden_size, self._checkpoint
+        fc = read.linear(f"{MTP}.fc", hidden, 2 * hidden, bias=False)
+        embedding, state = _halves(fc)
+        decoder = read.read()
+        return DraftHeadWeights(
+            decoder=decoder if shard is None else shard.cut(decoder),
+            embedding_norm=read.norm(f"{MTP}.pre_fc_norm_embedding", hidden),
+            embedding_projection=embedding,
+            hidden_norm=read.norm(f"{MTP}.pre_fc_norm_hidden", hidden),
+            hidden_projection=state,
+            target_projection=None,
+            target_norm=read.norm(self._names.norm, hidden),
+            token_ids=None,
+        )
+
+    def check_all_taken(self) -> None:
+        """Raises UserError if the MTP layer has other weights than this one."""
+        self._tensors.check_all_taken((f"{MTP}.",))
+
+
+class _Eagle3:
+    """Reader of an EAGLE-3 checkpoint."""
+
+    def __init__(
+        self, config: ModelConfig, path: str | Path, target: str | Path, dtype: torch.dtype, progress: Progress | None
+    ) -> None:
+        self._tensors, self._target, self._dtype = open_tensors(path, progress, dtype), target, dtype
+        names = config.names
+        if f"{names.only_layer}.{names.input_norm}.weight" not in self._tensors:  # as the library speculators writes it
+            names = replace(names, only_layer="")
+        self._names, self._spec, self._path = names, config.spec, path
+        self._checkpoint = Checkpoint(config.spec, self._tensors, format_of(config), names)
+
+    def read(self, shard: Shard | None) -> DraftHeadWeights:
+        spec, names, read = self._spec, self._names, self._checkpoint
+        head, hidden = spec.draft_head, spec.hidden_size
+        assert head is not None
+        layers = len(head.target_layer_ids) or 3
+        own = partial(read.layer, 0) if shard is None else partial(shard.cut_layer, 0, partial(read.layer, 0))
+        token_ids, rows = self._vocabulary(head.draft_vocab_size, shard)
+        lm_head = partial(self._lm_head, head.draft_vocab_size, rows)
+        decoder = ModelWeights(
+            self._embedding(), [partial(_with_hidden_half, own)], read.norm(names.norm, hidden), lm_head
+        )
+        return DraftHeadWeights(
+            decoder=decoder,
+            embedding_norm=read.norm(f"{names.layer(0)}.input_layernorm", hidden),
+            embedding_projection=_without_bias(_halves(own().qkv)[0]),
+            hidden_norm=None,
+            hidden_projection=None,
+            target_projection=read.linear("fc", hidden, layers * head.target_hidden_size, bias=False),
+            target_norm=None,
+            token_ids=token_ids,
+        )
+
+    def check_all_taken(self) -> None:
+        """Raises UserError if the checkpoint has other weights than these."""
+        self._tensors.check_all_taken()
+
+    def _embedding(self) -> Tensor:
+        """Returns the embedding, or that of the target if the head has none."""
+        name, spec = f"{self._names.embedding}.weight", self._spec
+        if name in self._tensors:
+            return self._tensors.take(name, spec.vocab_size, spec.hidden_size)
+        of_target = read_config(self._target)
+        tensors: Source = open_tensors(self._target, None, self._dtype)
+        shape = of_target.spec.vocab_size, of_target.spec.hidden_size
+        if shape != (spec.vocab_size, spec.hidden_size):
+            raise UserError(
+                f"{self._path}: the draft head has no embedding, and that of target {self._target} has the shape"
+                f" {[*shape]} instead of {[spec.vocab_size, spec.hidden_size]}; use a head of this target"
+            )
+        return tensors.take(f"{of_target.names.found_in(tensors).embedding}.weight", *shape)
+
+    def _vocabulary(self, count: int, shard: Shard | None) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the token ids of this rank's rows of the LM head, ascending, and the rows, -1 for padding. Both are
+        None if the LM head has the whole vocabulary and is not sharded."""
+        vocab = self._spec.vocab_size
+        ids = torch.arange(count)
+        if "t2d" in self._tensors:
+            self._tensors.take("t2d", vocab, kinds=(torch.bool,))  # follows from d2t
+        if "d2t" in self._tensors:
+            ids = ids + self._tensors.take("d2t", count, kinds=(torch.int64, torch.int32))
+        elif count != vocab:
+            raise UserError(f"{self._path}: tensor d2t is missing, and the LM head has {count} of {vocab} tokens")
+        if len(ids.unique()) != count or int(ids.min()) < 0 or int(ids.max()) >= vocab:
+            raise UserError(f"{self._path}: tensor d2t does not name {count} different tokens in 0..{vocab - 1}")
+        if shard is None:
+            return (None, None) if count == vocab else (ids, None)
+        first = shard.rank * shard.head_rows
+        rows = ((ids >= first) & (ids < first + shard.head_rows)).nonzero().squeeze(1)
+        padding = torch.full((max(-len(rows) % EIGHT, EIGHT if len(rows) == 0 else 0),), -1)
+        return ids[rows], torch.cat((rows, padding))
+
+    def _lm_head(self, count: int, rows: Tensor | None) -> Weight:
+        whole = self._checkpoint.linear(self._names.head, count, self._spec.hidden_size, bias=False)
+        return whole if rows is None else whole.outputs(rows)
+
+
+def _halves(weight: Weight) -> tuple[Weight, Weight]:
+    """Returns the columns of a projection of [embedding, hidden state] that belong to each of them."""
+    size = weight.shape[1] // 2
+    columns = torch.arange(2 * size)
+    return weight.inputs(columns[:size], size), weight.inputs(columns[size:], size)
+
+
+def _with_hidden_half(read: Any) -> LayerWeights:
+    """Reads a layer of eagle3 whose QKV has the columns of the hidden state alone."""
+    layer: LayerWeights = read()
+    return replace(layer, qkv=_halves(layer.qkv)[1])
+
+
+def _without_bias(weight: Any) -> Weight:
+    return replace(weight, bias=None)
