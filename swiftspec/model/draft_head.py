@@ -28,7 +28,8 @@ class DraftHeadWeights:
     embedding_norm: Tensor
     # of the normalised embedding: to queries, keys and values (eagle3), or to the residual stream (mtp)
     embedding_projection: Weight
-    hidden_norm: Tensor | None  # mtp: before `hidden_projection`
+    # mtp: before `hidden_projection`; eagle3 with `norm_before_residual`: instead of the layer's norm before attention
+    hidden_norm: Tensor | None
     hidden_projection: Weight | None  # mtp: [hidden, hidden]
     target_projection: Weight | None  # eagle3: [hidden, layers * hidden size of the target]
     target_norm: Tensor | None  # mtp: the final norm of the target
@@ -58,14 +59,10 @@ class DraftHead(Transformer):
             for weight in (weights.hidden_projection, weights.target_projection)
         )
         self._target_norm, self._final_norm, self._residual_norm = (
-            self._wide(norm) for norm in (weights.target_norm, weights.decoder.norm, self._input_norm(weights))
+            self._wide(norm) for norm in (weights.target_norm, weights.decoder.norm, weights.hidden_norm)
         )
         # columns of this rank's logits that the rows of the LM head are; None: all of them
         self._columns = None if weights.token_ids is None else weights.token_ids.to(self.device) - self.first_token
-
-    def _input_norm(self, weights: DraftHeadWeights) -> Tensor | None:
-        """Returns the norm whose result is the residual stream, if the head has one."""
-        return weights.decoder.layers[0]().input_norm if self.head_spec.norm_before_residual else None
 
     def _fuse(self) -> None:
         return None  # native code runs whole models, which read tokens alone

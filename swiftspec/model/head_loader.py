@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.gguf.file import is_gguf
 from swiftspec.model.loader import NO_QUANTIZATION, shard_of
 from swiftspec.model.shard import EIGHT, Shard
+from swiftspec.model.spec import DraftHeadSpec
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.transformer import ModelOps
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
@@ -135,13 +137,13 @@ class _Eagle3:
         token_ids, rows = self._vocabulary(head.draft_vocab_size, shard)
         lm_head = partial(self._lm_head, head.draft_vocab_size, rows)
         decoder = ModelWeights(
-            self._embedding(), [partial(_with_hidden_half, own)], read.norm(names.norm, hidden), lm_head
+            self._embedding(), [partial(_with_hidden_half, own, head)], read.norm(names.norm, hidden), lm_head
         )
         return DraftHeadWeights(
             decoder=decoder,
             embedding_norm=read.norm(f"{names.layer(0)}.input_layernorm", hidden),
             embedding_projection=_without_bias(_halves(own().qkv)[0]),
-            hidden_norm=None,
+            hidden_norm=own().input_norm if head.norm_before_residual else None,
             hidden_projection=None,
             target_projection=read.linear("fc", hidden, layers * head.target_hidden_size, bias=False),
             target_norm=None,
@@ -199,10 +201,11 @@ def _halves(weight: Weight) -> tuple[Weight, Weight]:
     return weight.inputs(columns[:size], size), weight.inputs(columns[size:], size)
 
 
-def _with_hidden_half(read: Any) -> LayerWeights:
+def _with_hidden_half(read: Callable[[], LayerWeights], head: DraftHeadSpec) -> LayerWeights:
     """Reads a layer of eagle3 whose QKV has the columns of the hidden state alone."""
-    layer: LayerWeights = read()
-    return replace(layer, qkv=_halves(layer.qkv)[1])
+    layer = read()
+    norm = None if head.norm_before_residual else layer.input_norm
+    return replace(layer, qkv=_halves(layer.qkv)[1], input_norm=norm)
 
 
 def _without_bias(weight: Any) -> Weight:
