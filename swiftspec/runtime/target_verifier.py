@@ -17,8 +17,8 @@ from swiftspec.tree.synthetic_acceptance import SyntheticAcceptance
 
 
 class TargetVerifier(LocalVerifier):
-    """A `LocalVerifier` that also supports rejection sampling, synthetic acceptance, and log-probabilities of prompt and
-    output."""
+    """A `LocalVerifier` that also supports rejection sampling, synthetic acceptance, and log-probabilities of prompt
+    and output."""
 
     def __init__(
         self, runner: Runner, executors: Sequence[TreeExecutor], rejection: Callable[[Sampler], AcceptFn] | None = None,
