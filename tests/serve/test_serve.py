@@ -155,7 +155,7 @@ def test_synthetic_acceptance(command: Command, pair: list[str]) -> None:
     code, _, err = command(*flags)
     assert code == 0 and "warning: synthetic acceptance length 2.5: answers are not the target's" in err
     assert "synthetic acceptance length 2.5: the text is not the target's" in err.splitlines()[-1]
-    for more in (["--adapt"], ["--verify", "reject"], ["--mode", "ar"], ["--verify-batch", "2"], ["--mode", "smc"]):
+    for more in (["--adapt"], ["--verify", "reject"], ["--mode", "ar"], ["--verify-batch", "2"]):
         assert re.search("synthetic[-_]acceptance[-_]length (is not supp|must lie)", command.refuses(*flags, *more))
 
 
