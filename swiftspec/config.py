@@ -163,8 +163,8 @@ class EngineConfig:
     )  # fmt: skip
     synthetic_acceptance_length: float | None = setting(  # tree/synthetic_acceptance.py
         None, "Accept draft tokens so that a round has this mean number of output tokens, whatever the target samples:"
-        " for comparisons of speed. The text is not the target's.", SPECULATION, "A", "off", ge=1, le=MAX_TREE_NODES,
-        finite=True, rule="lie in 1..verify_batch", depends_on="verify_batch",
+        " for comparisons of speed. The text is not the target's.", SPECULATION, "A", "off", finite=True,
+        rule="lie in 1..verify_batch", depends_on="verify_batch",
     )  # fmt: skip
     max_num_seqs: int = setting(
         1, "Requests decoded concurrently in mode serial, guided ones counted twice; above 1 each has a chain of D"
@@ -228,7 +228,8 @@ class EngineConfig:
             why = "adaptation, since rounds of the same shape are to be compared; remove self_switch and adapt_*"
         require(why is None, f"synthetic_acceptance_length is not supported with {why}")
         most = self.verify_batch
-        require(length <= most, f"synthetic_acceptance_length must lie in 1..{most} (verify_batch), not {length:g}")
+        fits = 1 <= length <= most
+        require(fits, f"synthetic_acceptance_length must lie in 1..{most} (verify_batch), not {length:g}")
 
     def _check_lookup(self) -> None:
         """Raises UserError if another field excludes suffix lookup, which runs in the target's process."""

@@ -190,8 +190,10 @@ def test_configurations_that_are_refused(fields: dict[str, Any], why: str) -> No
 
 def test_the_length_is_at_most_bs(pair: Pair) -> None:
     assert EngineConfig(verify_batch=16, synthetic_acceptance_length=16).synthetic_acceptance_length == 16.0
-    for length, rule in ((9, r"1\.\.8 \(verify_batch\), not 9"), (0.5, r"1\.\.verify_batch, not 0.5"), (65, "1.*65")):
-        with pytest.raises(UserError, match=f"synthetic_acceptance_length must lie in {rule}"):
+    for length, shown in ((9, "9"), (0.5, "0.5"), (65, "65")):
+        with pytest.raises(
+            UserError, match=rf"synthetic_acceptance_length must lie in 1\.\.8 \(verify_batch\), not {shown}"
+        ):
             EngineConfig(synthetic_acceptance_length=length)
     with pytest.raises(UserError, match="finite"):
         EngineConfig(synthetic_acceptance_length=float("nan"))
