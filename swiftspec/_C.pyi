@@ -181,10 +181,13 @@ class Rounds:
         scoring: Scoring,
         allowed: Array | None,
         guidance: tuple[int, int, float] | None,
+        forced: Sequence[int] | None = None,
     ) -> tuple[list[int], list[int], float]:
         """Verifies a proposal. `allowed`: token masks of the nodes, uint8 [nodes, bytes], or None. `guidance`: root
-        token, prefix and scale of the unconditional sequence of a guided request, or None. Returns the accepted path,
-        whose KV now follows the prefix, the token drawn after each of its nodes, and the seconds of the forward."""
+        token, prefix and scale of the unconditional sequence of a guided request, or None. `forced`: the path to accept
+        whatever is drawn, root first; None: the path of the drawn tokens. Returns the accepted path, whose KV now
+        follows the prefix, the token drawn after each of its nodes (in a forced path only the last one; before it the
+        nodes' own tokens), and the seconds of the forward."""
 
 class Scoring:
     """Scores of one request's logits: temperature, bias, penalties, filters and noise. Created by `Rounds.scoring`."""

@@ -162,6 +162,11 @@ class EngineConfig:
         " paper.", SPECULATION,
         applies_to=LOOKAHEAD,
     )  # fmt: skip
+    synthetic_acceptance_length: float | None = setting(  # tree/synthetic_acceptance.py
+        None, "Accept draft tokens so that a round has this mean number of output tokens, whatever the target samples:"
+        " for comparisons of speed. The text is not the target's.", SPECULATION, "A", "off", finite=True,
+        rule="lie in 1..verify_batch", depends_on="verify_batch",
+    )  # fmt: skip
     max_num_seqs: int = setting(
         1, "Requests decoded concurrently in mode serial, guided ones counted twice; above 1 each has a chain of D"
         " draft tokens instead of a tree.", SPECULATION, "G", ge=1, le=MAX_CONCURRENT_REQUESTS,
@@ -187,6 +192,8 @@ class EngineConfig:
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
         self._check_rejection()
+        if self.synthetic_acceptance_length is not None:
+            self._check_synthetic(self.synthetic_acceptance_length)
         if self.drafts_by_lookup or self.grafts_suffix:
             self._check_lookup()
         if self.max_num_seqs > 1:
@@ -208,6 +215,22 @@ class EngineConfig:
             "adapt_steps and adapt_batch are not supported with verify reject, because the output would depend on"
             " timing; set both to False",
         )
+
+    def _check_synthetic(self, length: float) -> None:
+        """Raises UserError if the mean length of synthetic acceptance exceeds bs, or if another field excludes it."""
+        why = None
+        if self.mode in ("ar", "smc"):
+            why = f"mode {self.mode}, which has no draft tree; remove it or use mode serial or async"
+        elif self.max_num_seqs > 1:
+            why = "max_num_seqs above 1; remove one of them"
+        elif self.verify == "reject":
+            why = "verify reject, since it accepts without rejection sampling; use verify match"
+        elif self.is_adaptive:
+            why = "adaptation, since rounds of the same shape are to be compared; remove self_switch and adapt_*"
+        require(why is None, f"synthetic_acceptance_length is not supported with {why}")
+        most = self.verify_batch
+        fits = 1 <= length <= most
+        require(fits, f"synthetic_acceptance_length must lie in 1..{most} (verify_batch), not {length:g}")
 
     def _check_lookup(self) -> None:
         """Raises UserError if another field excludes suffix lookup, which runs in the target's process."""
@@ -284,6 +307,24 @@ class EngineConfig:
             asked = getattr(sampling, name)
             fits = asked is None or asked <= most
             require(fits, f"{name} of a request must lie in 1..{most}, the limit of this engine, not {asked}")
+        if self.synthetic_acceptance_length is not None:
+            self._check_synthetic_request(sampling, self.synthetic_acceptance_length)
+
+    def _check_synthetic_request(self, sampling: SamplingParams, length: float) -> None:
+        """Raises UserError if synthetic acceptance does not support a request. A request without the draft (bs 1) is
+        decoded as usual."""
+        if (bs := sampling.verify_batch) == 1:
+            return
+        require(
+            bs is None or bs >= length,
+            f"verify_batch of a request must be 1 or at least the synthetic_acceptance_length {length:g}, not {bs}",
+        )
+        rules = sampling.grammar is not None or sampling.excludes_tokens or sampling.has_path_rules
+        require(
+            not rules,
+            "synthetic acceptance does not support a grammar or output format, allowed_token_ids, bad_words_ids and"
+            " min_tokens, since it accepts tokens that they exclude; remove them",
+        )
 
     def for_request(self, sampling: SamplingParams) -> "EngineConfig":
         """Returns the configuration with the bs and d that a request sets. If it sets either of them, bs, d and the use
@@ -292,7 +333,11 @@ class EngineConfig:
             return self
         shape = {"verify_batch": sampling.verify_batch or self.verify_batch}
         shape["draft_steps"] = sampling.draft_steps or self.initial_draft_steps
-        return replace(self, **shape, self_switch=False, adapt_steps=False, adapt_batch=False)
+        synthetic = None if shape["verify_batch"] == 1 else self.synthetic_acceptance_length
+        return replace(
+            self, **shape, self_switch=False, adapt_steps=False, adapt_batch=False,
+            synthetic_acceptance_length=synthetic,
+        )  # fmt: skip
 
     def calibration_for(self, greedy: bool) -> float:
         """Returns the calibration, which makes a child's weight approximate the probability that the target accepts the

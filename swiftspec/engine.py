@@ -48,6 +48,8 @@ class Stats:
     # batch runs counts for one of its requests
     graph_captures: int = 0
     drafter_lost: str | None = None  # why the drafter is lost; None while it is available
+    # mean tokens per round of synthetic acceptance, whose output is not the target's; None: the output is the target's
+    synthetic_acceptance_length: float | None = None
     finish_reason: str | None = None  # as on the last chunk
     verified: list[VerifiedRound] = field(default_factory=list)  # one entry per round; empty in mode smc
     policy: Any = None  # `PolicyReport` at the end of the request (control/controller.py)
@@ -134,6 +136,7 @@ class TreeDecoding:
         """
         self.drafter, self.verifier = drafter, verifier
         self.active_drafter = drafter  # of the latest request; a `NoDrafter` if that request disables the draft
+        self.synthetic_acceptance_length: float | None = None  # see `Stats`; of requests that use the draft
         self._notify, self._drafter_loss, self._policy_report = notify, drafter_loss, policy_report
         self.captured_graphs = captured_graphs
 
@@ -151,6 +154,8 @@ class TreeDecoding:
         return kept
 
     def chunks(self, stop_criteria: StopCriteria, stats: Stats) -> Iterator[TokenChunk]:
+        if self.active_drafter is self.drafter:
+            stats.synthetic_acceptance_length = self.synthetic_acceptance_length
         for proposal, result in decode(self.active_drafter, self.verifier, self._notify):
             stats.drafter_lost = self._drafter_loss() if self.active_drafter is self.drafter else None
             chunk = _cut(result, stop_criteria.max_tokens - stats.tokens, stop_criteria.stop_token_ids)

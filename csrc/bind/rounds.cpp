@@ -120,12 +120,24 @@ void check_nodes(const Rounds& rounds, const Nodes& tokens, const Nodes& parents
   check_range(tokens.data(), count, rounds.decoder().model().vocab, "a token lies outside the vocabulary");
 }
 
+// Checks that `path` descends from the root of a proposal.
+void check_path(const Nodes& path, const Nodes& parents) {
+  check(!path.empty() && path[0] == 0, "a path begins at the root");
+  for (size_t i = 1; i < path.size(); ++i) {
+    check(path[i] > 0 && path[i] < static_cast<int64_t>(parents.size()) &&
+              parents[static_cast<size_t>(path[i])] == path[i - 1],
+          "a node of the path is not a child of the node before it");
+  }
+}
+
 // Returns the path, the sampled tokens and the seconds of the forward.
 std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens, const Nodes& parents, int64_t prefix,
                                         Scoring& scoring, const MaybeArray& allowed,
-                                        const std::optional<std::tuple<int64_t, int64_t, float>>& guidance) {
+                                        const std::optional<std::tuple<int64_t, int64_t, float>>& guidance,
+                                        const std::optional<Nodes>& forced) {
   const auto count = static_cast<int64_t>(tokens.size());
   check_nodes(rounds, tokens, parents);
+  if (forced) check_path(*forced, parents);
   if (scoring.penalties) check_vocab(tokens, scoring);
   check_room(rounds, prefix, count, scoring);
   std::optional<host::Guidance> guided;
@@ -139,7 +151,7 @@ std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens, con
   Nodes path, sampled;
   {
     py::gil_scoped_release unlocked;
-    rounds.verify(tokens, parents, prefix, guided, scoring, follow, path, sampled);
+    rounds.verify(tokens, parents, prefix, guided, scoring, follow, forced, path, sampled);
   }
   return {std::move(path), std::move(sampled), rounds.seconds()};
 }
@@ -182,11 +194,12 @@ void bind_rounds(py::module_& m) {
            "[leaves, bytes], one bit per token; None allows all. Returns the number of expanded leaves and the "
            "seconds of the forward.")
       .def("verify", &verify, py::arg("tokens"), py::arg("parents"), py::arg("prefix"), py::arg("scoring"),
-           py::arg("allowed"), py::arg("guidance"),
+           py::arg("allowed"), py::arg("guidance"), py::arg("forced") = py::none(),
            "Verifies a proposal. `allowed`: token masks of the nodes, uint8 [nodes, bytes], or None. `guidance`: root "
-           "token, prefix and scale of the unconditional sequence of a guided request, or None. Returns the accepted "
-           "path, whose KV now follows the prefix, the token drawn after each of its nodes, and the seconds of the "
-           "forward.")
+           "token, prefix and scale of the unconditional sequence of a guided request, or None. `forced`: the path "
+           "to accept whatever is drawn, root first; None: the path of the drawn tokens. Returns the accepted path, "
+           "whose KV now follows the prefix, the token drawn after each of its nodes (in a forced path only the last "
+           "one; before it the nodes' own tokens), and the seconds of the forward.")
       .def("probabilities", &probabilities, py::arg("tokens"), py::arg("parents"), py::arg("scoring"),
            "Target probabilities of each node's token after its parent, root excluded, for the proposal that was "
            "verified last. Raises ValueError if it had fewer nodes.")

@@ -368,11 +368,13 @@ class ModelPair:
 
     def trace_metadata(self, plan: EngineConfig) -> dict[str, object]:
         """Returns the description of a run for the first line of a trace."""
-        shape = {
+        shape: dict[str, object] = {
             "verify_batch": plan.verify_batch,
             "draft_leaves": plan.leaves_per_expansion,
             "draft_steps": plan.initial_draft_steps,
         }
+        if plan.synthetic_acceptance_length is not None:
+            shape["synthetic_acceptance_length"] = plan.synthetic_acceptance_length
         split = {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp}
         return {"mode": plan.mode, **shape, **split, "model": self.target.name, "emulate": asdict(self.emulate)}
 
@@ -664,9 +666,9 @@ def make_group_method(
 
 def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalVerifier:
     """Returns a verifier on a model of this process."""
-    return TargetVerifier(
-        runner, available.target_executors(runner, deps), RejectionSampling if plan.verify == "reject" else None
-    )
+    rejection = RejectionSampling if plan.verify == "reject" else None
+    executors = available.target_executors(runner, deps)
+    return TargetVerifier(runner, executors, rejection, plan.synthetic_acceptance_length)
 
 
 def draft_tree_slots(plan: EngineConfig) -> int:

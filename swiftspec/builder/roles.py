@@ -253,12 +253,17 @@ def make_tree_decoding(
         ignore = (lambda: None) if controller is None else controller.ignore_round
         grafting = partial(GraftedDrafter, suffix=suffix, may_skip=config.mode == "serial", on_change=ignore)
     if away is None:
-        return make_fallback_decoding(
+        decoding = make_fallback_decoding(
             controller or parts.drafter, parts.verifier, on_event, report, captured_graphs, suffix, grafting
         )
-    drafter = FailoverDrafter(controller or away.drafter, away)
-    outer = drafter if grafting is None else grafting(drafter)
-    return TreeDecoding(outer, parts.verifier, on_event, lambda: drafter.lost_reason, report, captured_graphs)
+    else:
+        drafter = FailoverDrafter(controller or away.drafter, away)
+        outer = drafter if grafting is None else grafting(drafter)
+        decoding = TreeDecoding(
+            outer, parts.verifier, on_event, lambda: drafter.lost_reason, report, captured_graphs
+        )  # fmt: skip
+    decoding.synthetic_acceptance_length = config.synthetic_acceptance_length
+    return decoding
 
 
 def make_fallback_decoding(

@@ -162,6 +162,8 @@ def summary(trace: Trace) -> str:
     rounds, head = costs(trace), trace.head
     split = f"{head['target_tp']}+{head['draft_tp']}" if head["mode"] == "async" else head["target_tp"]
     tree = f", bs {head['verify_batch']}, w {head['draft_leaves']}, d {head['draft_steps']}"
+    if (length := head.get("synthetic_acceptance_length")) is not None:
+        tree += f", synthetic acceptance length {length:g}"
     shape = tree if head["mode"] in ("serial", "async") else ""
     plain = sum("verify" in line.get("target", {}) and "wait" not in line for line in trace.rounds)
     count = f"{len(trace.rounds)} rounds{f' ({plain} of them without the draft)' if plain else ''}"

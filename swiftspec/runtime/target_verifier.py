@@ -1,4 +1,4 @@
-"""Target verifier: the local verifier with rejection sampling and log-probabilities."""
+"""Target verifier: the local verifier with rejection sampling, synthetic acceptance and log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.logprobs import PromptLogprobs, token_logprobs
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.tree.acceptance import AcceptFn
+from swiftspec.tree.synthetic_acceptance import SyntheticAcceptance
 
 
 class TargetVerifier(LocalVerifier):
-    """A `LocalVerifier` that also supports rejection sampling and log-probabilities of prompt and output."""
+    """A `LocalVerifier` that also supports rejection sampling, synthetic acceptance, and log-probabilities of prompt
+    and output."""
 
     def __init__(
-        self, runner: Runner, executors: Sequence[TreeExecutor], rejection: Callable[[Sampler], AcceptFn] | None = None
-    ) -> None:
-        """`rejection`: creates the acceptance rule of requests at a temperature above 0; None: coupled verification."""
+        self, runner: Runner, executors: Sequence[TreeExecutor], rejection: Callable[[Sampler], AcceptFn] | None = None,
+        synthetic_length: float | None = None,
+    ) -> None:  # fmt: skip
+        """`rejection`: creates the acceptance rule of requests at a temperature above 0; None: coupled verification.
+        `synthetic_length`: mean tokens per round of synthetic acceptance, which excludes `rejection`; None: off."""
         super().__init__(runner, executors)
-        self._rejection = rejection
+        self._rejection, self._synthetic_length = rejection, synthetic_length
         self._prompt_logprobs: tuple[Logprob, ...] | None = None  # to be sent with the next result
 
     def _rejects(self, sampling: SamplingParams) -> bool:
@@ -36,6 +40,8 @@ class TargetVerifier(LocalVerifier):
         return super().required_features(sampling) | {name for name, there in more.items() if there}
 
     def acceptance_rule(self, sampler: Sampler) -> AcceptFn:
+        if self._synthetic_length is not None:
+            return SyntheticAcceptance(sampler, self._synthetic_length)
         if self._rejection is not None and self._rejects(sampler.params):
             return self._rejection(sampler)
         return super().acceptance_rule(sampler)

@@ -14,6 +14,7 @@ TARGET_STREAM = 0
 DRAFT_STREAM = 1  # sampled children of the draft
 COIN_STREAM = 2  # acceptance of sampled children
 RESIDUAL_STREAM = 3  # the token after the accepted path, with rejection sampling
+ACCEPTANCE_STREAM = 4  # number of accepted nodes, with synthetic acceptance
 GumbelRows = Callable[[int, int, Tensor, range], Tensor]  # seed, stream, positions [p], tokens -> [p, tokens] float32
 
 

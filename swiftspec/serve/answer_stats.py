@@ -43,6 +43,7 @@ def answer_summary(
         "timings": timings(stats, len(token_ids), load_time),
         "metrics": metrics(plan.for_request(sampling), stats, len(token_ids), outages),
         **({"guidance": guidance_stats(sampling)} if sampling.guided else {}),
+        **synthetic_stats(stats),
         **(population_stats(plan, stats) if plan.mode == "smc" else {}),
     }
 
@@ -52,6 +53,20 @@ def guidance_stats(sampling: SamplingParams) -> Json:
     token of the prompt as the negative prompt."""
     negative = list(sampling.negative_prompt_ids)
     return {"guidance_scale": sampling.guidance_scale, "negative_prompt_token_ids": negative}
+
+
+def synthetic_stats(stats: Stats) -> Json:
+    """Returns the fields that mark an answer with synthetic acceptance, whose text is not the target's; {} for other
+    answers. `synthetic_acceptance_length` is the setting; `mean_acceptance_length` of the metrics is what was
+    reached."""
+    length = stats.synthetic_acceptance_length
+    return {} if length is None else {"exact": False, "synthetic_acceptance_length": length}
+
+
+def synthetic_note(stats: Stats) -> str | None:
+    """Returns a clause that marks an answer with synthetic acceptance; None for other answers."""
+    length = stats.synthetic_acceptance_length
+    return None if length is None else f"synthetic acceptance length {length:g}: the text is not the target's"
 
 
 def population_stats(plan: EngineConfig, stats: Stats) -> Json:
@@ -267,6 +282,8 @@ def summary_line(stats: Stats, tokens: int) -> str:
         parts.append("approximate")
         if stats.population.full:
             parts.append("ended because the KV cache has no room for another round of particles that differ this much")
+    if (note := synthetic_note(stats)) is not None:
+        parts.append(note)
     if stats.drafter_lost is not None:
         parts.append(f"the drafter was lost ({stats.drafter_lost}); decoding continued without it")
     return ", ".join(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 
 from swiftspec.config import EngineConfig
 from swiftspec.params import SamplingParams
@@ -75,10 +76,27 @@ def requested_ranks(
     return ranks
 
 
+def synthetic_advice(plan: EngineConfig) -> str | None:
+    """Returns a warning that answers are not the target's, and what prevents rounds from being as long as requested;
+    None without synthetic acceptance."""
+    length = plan.synthetic_acceptance_length
+    if length is None:
+        return None
+    warning = f"synthetic acceptance length {length:g}: answers are not the target's; compare speeds only"
+    needed = ceil(length) - 1  # depth of the deepest node that a round accepts
+    if plan.mode == "serial" and plan.has_draft_model and needed > plan.initial_draft_steps:
+        warning += (
+            f". Proposals are seldom deeper than draft_steps {plan.initial_draft_steps}, and rounds shorter: raise it"
+            f" to {needed}"
+        )
+    return warning
+
+
 def acceptance_advice(plan: EngineConfig, sampling: SamplingParams) -> str | None:
     """Returns advice if the draft's children are selected without the noise with which the target samples, which lowers
     the acceptance rate; else None."""
-    if plan.mode in ("ar", "smc") or plan.drafts_by_lookup or sampling.greedy:
+    synthetic = plan.synthetic_acceptance_length is not None
+    if plan.mode in ("ar", "smc") or plan.drafts_by_lookup or sampling.greedy or synthetic:
         return None
     if plan.proposal == "top":
         return "proposal top does not use the target's noise: proposal coupled has a higher acceptance rate"

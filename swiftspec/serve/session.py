@@ -20,7 +20,7 @@ from swiftspec.model.vocabulary import describe_masked
 from swiftspec.params import SamplingParams
 from swiftspec.serve.built_in_models import BuiltInModels
 from swiftspec.serve.model_resolution import ResolvedModels, generation_defaults, requested_emulation
-from swiftspec.serve.rank_plan import acceptance_advice
+from swiftspec.serve.rank_plan import acceptance_advice, synthetic_advice
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.stdio import warn
 from swiftspec.serve.terminal import StartupProgress
@@ -248,7 +248,8 @@ def _print_advice(
 
     if world is not None and not world.spin:
         phases.warn(f"{world.local_size} ranks share this machine's cores and slow each other down: start fewer ranks")
-    for advice in (settings.guidance_note(), acceptance_advice(resolved.plan, sampling)):
+    plan = resolved.plan
+    for advice in (settings.guidance_note(), acceptance_advice(plan, sampling), synthetic_advice(plan)):
         if advice is not None:
             phases.warn(advice)
     cpus = len(available_cores())

@@ -100,6 +100,11 @@ def test_the_command(pair: list[str], capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*flags, "--temperature", "0"]) == 0
 
 
+def test_synthetic_acceptance_is_refused(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*pair, "--synthetic-acceptance-length", "2"]) == 2
+    assert "--synthetic-acceptance-length is not supported here, since its output is" in capsys.readouterr().err
+
+
 def test_guided_requests_are_guided_by_the_negative_prompt(
     pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -283,7 +283,7 @@ struct Model {
       const auto [nodes, tokens, parents, weights] = tree.best_subtree(6, 0);
       const TokenMask allowed = round % 2 == 0 ? TokenMask{} : after(nodes);
       // after the draft's slots
-      rounds.verify(tokens, parents, prefix + kTree, std::nullopt, scoring, allowed, path, sampled);
+      rounds.verify(tokens, parents, prefix + kTree, std::nullopt, scoring, allowed, std::nullopt, path, sampled);
       trace.insert(trace.end(), sampled.begin(), sampled.end());
       require(own_decoder.hidden_rows() == static_cast<int64_t>(tokens.size()), "hidden states of other rows");
       const auto* hidden = static_cast<const uint8_t*>(own_decoder.hidden_states());

@@ -7,7 +7,7 @@ from swiftspec.control.controller import PolicyReport
 from swiftspec.control.round_stats import Decision
 from swiftspec.engine import Stats
 from swiftspec.messages import NodeSource, VerifiedRound
-from swiftspec.serve.answer_stats import cut_statistics, metrics, summary_line, timings
+from swiftspec.serve.answer_stats import cut_statistics, metrics, summary_line, synthetic_note, synthetic_stats, timings
 from tests.support.proposals import LOOKUP
 
 
@@ -34,6 +34,15 @@ def test_the_policy_reports_measurements_and_decisions() -> None:
     assert (spec["break_even_acceptance_length"], spec["speedup_over_plain"]) == (1.5, 2.0)
     stats.rounds = 40
     assert summary_line(stats, 90).endswith(", 6 of 40 rounds without the draft, now d 3, bs 8")
+
+
+def test_synthetic_acceptance_is_stated() -> None:
+    stats = Stats(rounds=4, tokens=9, accepted=5)
+    assert synthetic_stats(stats) == {} and synthetic_note(stats) is None and "synthetic" not in summary_line(stats, 9)
+    stats.synthetic_acceptance_length = 2.5
+    assert synthetic_stats(stats) == {"exact": False, "synthetic_acceptance_length": 2.5}
+    note = "synthetic acceptance length 2.5: the text is not the target's"
+    assert synthetic_note(stats) == note and summary_line(stats, 9).endswith(f"2.2 tok/round, {note}")
 
 
 def test_expected_acceptance_is_reported_with_measured_acceptance() -> None:

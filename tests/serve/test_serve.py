@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -141,6 +142,21 @@ def test_one_answer_as_json(command: Command, pair: list[str]) -> None:
     assert plain["metrics"]["split"] == {"target_tp": 1, "draft_tp": 0}
     assert (plain["text"], plain["token_ids"]) == (serial["text"], serial["token_ids"])
     assert command.json(*flags, "--seed", "4")["text"] != serial["text"]
+
+
+def test_synthetic_acceptance(command: Command, pair: list[str]) -> None:
+    """The flag turns adaptation off, and every output of the command states it."""
+    flags = [*pair, "--prompt", PROMPT, "--max-tokens", "40", "--ignore-eos", "--draft-steps", "5"]
+    flags += ["--synthetic-acceptance-length", "2.5"]
+    answer = json.loads(command(*flags, "--calibration", "0.1", "--json")[1])
+    assert answer["exact"] is False and answer["synthetic_acceptance_length"] == 2.5
+    assert answer["metrics"]["policy"] is None
+    assert answer["metrics"]["speculative_decoding"]["mean_acceptance_length"] == pytest.approx(2.5, abs=0.15)
+    code, _, err = command(*flags)
+    assert code == 0 and "warning: synthetic acceptance length 2.5: answers are not the target's" in err
+    assert "synthetic acceptance length 2.5: the text is not the target's" in err.splitlines()[-1]
+    for more in (["--adapt"], ["--verify", "reject"], ["--mode", "ar"], ["--verify-batch", "2"]):
+        assert re.search("synthetic[-_]acceptance[-_]length (is not supp|must lie)", command.refuses(*flags, *more))
 
 
 def test_a_target_alone_runs_without_a_draft(command: Command, pair: list[str]) -> None:

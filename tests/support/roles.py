@@ -57,12 +57,15 @@ def make_drafter(
     return build_drafter(runner, executor_deps(runner, capture), config)
 
 
-def make_verifier(runner: Runner, method: str = "match", capture: Capture | None = None) -> LocalVerifier:
-    """`method`: as EngineConfig.verify."""
+def make_verifier(
+    runner: Runner, method: str = "match", capture: Capture | None = None, *, synthetic_length: float | None = None
+) -> LocalVerifier:
+    """`method`, `synthetic_length`: as EngineConfig.verify and EngineConfig.synthetic_acceptance_length."""
     return TargetVerifier(
         runner,
         available.target_executors(runner, executor_deps(runner, capture)),
         RejectionSampling if method == "reject" else None,
+        synthetic_length,
     )
 
 

@@ -161,7 +161,8 @@ int64_t Rounds::expand(Tree& tree, int64_t prefix, const Nodes& pending, int64_t
 }
 
 void Rounds::verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, const std::optional<Guidance>& guidance,
-                    Scoring& scoring, const TokenMask& allowed, Nodes& path, Nodes& sampled) {
+                    Scoring& scoring, const TokenMask& allowed, const std::optional<Nodes>& forced, Nodes& path,
+                    Nodes& sampled) {
   const auto count = static_cast<int64_t>(tokens.size());
   tokens_ = tokens;
   mask_.assign(static_cast<size_t>(count * count), 0);
@@ -181,17 +182,28 @@ void Rounds::verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, c
     forward({rows_of(0, 0, prefix, count)}, 0);
   }
   draw_nodes(tokens, parents, scoring, allowed);
-  path.assign(1, 0);
-  sampled.assign(1, sampled_[0]);
-  for (int64_t node = 1; node < count; ++node) {  // children come after their parents
-    const auto i = static_cast<size_t>(node);
-    if (parents[i] != path.back() || tokens[i] != sampled.back()) continue;
-    path.push_back(node);
-    sampled.push_back(sampled_[i]);
+  if (forced) {
+    path = *forced;
+    sampled.clear();
+    for (size_t i = 1; i < path.size(); ++i) sampled.push_back(tokens[static_cast<size_t>(path[i])]);
+    sampled.push_back(sampled_[static_cast<size_t>(path.back())]);
+  } else {
+    match(tokens, parents, path, sampled);
   }
   if (scoring.penalties && sampled.back() >= 0) scoring.penalties->observe(sampled);
   commit(0, prefix, path);
   if (guidance) commit(1, guidance->prefix, path);
+}
+
+// Follows the drawn tokens `sampled_` down the tree.
+void Rounds::match(const Nodes& tokens, const Nodes& parents, Nodes& path, Nodes& sampled) const {
+  path.assign(1, 0);
+  sampled.assign(1, sampled_[0]);
+  for (size_t i = 1; i < tokens.size(); ++i) {  // children come after their parents
+    if (parents[i] != path.back() || tokens[i] != sampled.back()) continue;
+    path.push_back(static_cast<int64_t>(i));
+    sampled.push_back(sampled_[i]);
+  }
 }
 
 // Draws the token after each node into `sampled_`, from the logits of the last forward.

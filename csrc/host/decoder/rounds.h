@@ -90,9 +90,11 @@ class Rounds {
   // Draws the target's token after every node of a proposal and follows the drawn tokens down the tree. `path`: the
   // accepted nodes, root first, whose slots are moved to the end of the prefix; `sampled`: the token drawn after each,
   // which the penalties of `scoring` observe. With `guidance` every node runs in both sequences, and the guided logits
-  // u + scale (c - u) take the place of the conditional ones c.
+  // u + scale (c - u) take the place of the conditional ones c. With `forced`, a path of the proposal from its root,
+  // these nodes are accepted instead, and `sampled` has their own tokens before the one drawn after the last of them.
   void verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, const std::optional<Guidance>& guidance,
-              Scoring& scoring, const TokenMask& allowed, Nodes& path, Nodes& sampled);
+              Scoring& scoring, const TokenMask& allowed, const std::optional<Nodes>& forced, Nodes& path,
+              Nodes& sampled);
 
   // Target probabilities of each node's token after its parent, root excluded, from the logits of the last
   // verification.
@@ -111,6 +113,7 @@ class Rounds {
   void forward_guided(int64_t prefix, const Guidance& guidance);
   void apply_token_mask(float* logits, int64_t rows, const VocabShard& columns, const TokenMask& allowed) const;
   void draw_nodes(const Nodes& tokens, const Nodes& parents, Scoring& scoring, const TokenMask& allowed);
+  void match(const Nodes& tokens, const Nodes& parents, Nodes& path, Nodes& sampled) const;
   void process_rows(const Nodes& tokens, const Nodes& parents, Scoring& scoring, const TokenMask& allowed);
   ScoreArgs gather_whole_rows(int64_t rows, const Scoring& scoring);
   void commit(int64_t sequence, int64_t prefix, const Nodes& path);

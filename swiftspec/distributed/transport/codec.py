@@ -18,7 +18,7 @@ from swiftspec.messages import DraftProbs, Logprob, NodeSource, Proposal, Reques
 from swiftspec.params import SamplingParams
 from swiftspec.tree.replica import TreeDelta
 
-PROTOCOL_VERSION = 6  # a peer with another version is refused
+PROTOCOL_VERSION = 7  # a peer with another version is refused
 Words = Sequence[int]  # flat; each is a 32-bit integer. A gRPC stream receives them as a memoryview
 Frame = tuple[int, Words]  # opcode and words of a message
 MAX_REASON_CHARS = 200  # longest quotation of a peer's data in an error message, in characters
@@ -26,7 +26,7 @@ Message = RequestStart | Proposal | VerifyResult | int
 SOURCES_BY_VALUE = {int(source): source for source in NodeSource}  # a lookup costs a tenth of a call of the enum
 SHAPE_FIELDS = (
     "mode", "verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up",
-    "adapt_steps",
+    "adapt_steps", "synthetic_acceptance_length",
 )  # fmt: skip
 
 

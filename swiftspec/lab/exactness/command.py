@@ -60,6 +60,10 @@ def _run(argv: Sequence[str] | None, first: bool, prog: str) -> int:
     if settings.mode in ("ar", "smc"):
         why = "does not use speculation" if settings.mode == "ar" else "is approximate by design"
         raise UsageError(f"mode {settings.mode} {why}; use mode serial or async")
+    if settings.synthetic_acceptance_length is not None:
+        raise UsageError(
+            "--synthetic-acceptance-length is not supported here, since its output is not the target's; remove it"
+        )
     if command.json:
         raise UsageError("--json is not supported here; remove it (the result is a table and the exit code)")
     given = command.prompt is not None or command.prompt_file is not None

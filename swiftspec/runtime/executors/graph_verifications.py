@@ -44,6 +44,7 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.sampler import History, Paths, Sampler
 from swiftspec.tree import acceptance, rejection
 from swiftspec.tree.rejection import RejectionSampling
+from swiftspec.tree.synthetic_acceptance import SyntheticAcceptance
 
 UNDECIDED = -2  # result of a row whose top candidates do not suffice for a filter; -1 marks logits that are not finite
 
@@ -118,6 +119,8 @@ class GraphVerificationExecutor(GraphForwardExecutor):
                 return self.accept(proposal, depths, self._draws.logits[self._key(batch)][:count])
         if self._rejection is not None:
             return rejection.rejection_path(proposal, found)
+        if isinstance(self._request.accept, SyntheticAcceptance):
+            return self._request.accept.accept(proposal, found.tolist())
         return Accepted(*acceptance.match_path(proposal.tokens, proposal.parents, found.tolist()))
 
     def _drawn(self, proposal: Proposal, batch: HostBatch) -> Tensor:

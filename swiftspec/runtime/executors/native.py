@@ -24,6 +24,7 @@ from swiftspec.runtime.executors.native_population import NativePopulation
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.noise import TARGET_STREAM
 from swiftspec.tree import mask as tree_mask
+from swiftspec.tree.synthetic_acceptance import SyntheticAcceptance
 from swiftspec.tree.tree import DraftTree, SubTree
 
 AllowedTokenBits = Callable[[list[int]], NDArray]  # leaf nodes -> uint8 bitmasks [leaves, bytes] of the allowed tokens
@@ -52,7 +53,7 @@ class NativeTreeRounds(Protocol):
     ) -> tuple[int, float]: ...  # fmt: skip
     def verify(
         self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: Any, allowed: NDArray | None,
-        guidance: tuple[int, int, float] | None, /,
+        guidance: tuple[int, int, float] | None, forced: Sequence[int] | None, /,
     ) -> tuple[list[int], list[int], float]: ...  # fmt: skip
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int], scoring: Any, /) -> list[float]: ...
     def logits(self, nodes: Sequence[int], out: Tensor, /) -> None: ...
@@ -186,10 +187,13 @@ class NativeExecutor(EagerExecutor):
         runner, began = self.runner, time.perf_counter()
         prefix, rules = runner.cache.prefix_len[0], self._request.sampler.constraint
         allowed = None if rules is None else rules.bitmask(tree_mask.paths(proposal.tokens, proposal.parents))
+        accept = self._request.accept
+        forced = accept.path(proposal) if isinstance(accept, SyntheticAcceptance) else None
         try:
             path, tokens, seconds = self._rounds.verify(
-                proposal.tokens, proposal.parents, prefix, self._scoring, allowed, self._guidance(proposal.tokens[0])
-            )
+                proposal.tokens, proposal.parents, prefix, self._scoring, allowed, self._guidance(proposal.tokens[0]),
+                forced,
+            )  # fmt: skip
         except OSError as error:
             raise self._reason(error) from None
         runner.cache.append_written(len(path))

@@ -297,8 +297,11 @@ class Chat:
         notes = answer_stats.ending_notes(stats, stream.finish_reason, len(stream.token_ids), sampling.max_tokens)
         if self._show_stats:
             notes.append(answer_stats.summary_line(stats, len(stream.token_ids)))
-        elif stats.drafter_lost is not None:
-            notes.append(f"the drafter was lost ({stats.drafter_lost}); decoding continued without it")
+        else:
+            if (note := answer_stats.synthetic_note(stats)) is not None:
+                notes.append(note)
+            if stats.drafter_lost is not None:
+                notes.append(f"the drafter was lost ({stats.drafter_lost}); decoding continued without it")
         if notes:
             self._note(", ".join(notes))
         self._console.print()

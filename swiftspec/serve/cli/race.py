@@ -107,6 +107,8 @@ def _compare_texts(plain: RaceResult, fast: RaceResult, plan: EngineConfig) -> s
     """Returns a clause on whether the tokens of the two runs are equal."""
     if list(plain.tokens) == list(fast.tokens):
         return f"the text is the same: all {len(plain.tokens)} tokens are equal"
+    if plan.synthetic_acceptance_length is not None:
+        return "with synthetic acceptance the speculative text is not the target's"
     if plan.verify == "reject":
         return "with verify reject the texts differ; their distribution is the same"
     apart = next((i for i, (a, b) in enumerate(zip(plain.tokens, fast.tokens)) if a != b), None)

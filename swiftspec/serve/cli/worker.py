@@ -56,6 +56,8 @@ def run_worker_command(argv: Sequence[str], join: JoinFn) -> int:
             raise UsageError(
                 f"--{name.replace('_', '-')} is not supported by a worker, which runs only --model; remove it"
             )
+    if settings.synthetic_acceptance_length is not None:
+        raise UsageError("--synthetic-acceptance-length is not supported by a worker: set it on the clients; remove it")
     return run_worker(side, settings, join)
 
 

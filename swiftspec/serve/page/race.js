@@ -132,6 +132,7 @@ export class Race {
     const at = difference(plain.tokens, fast.tokens);
     let same = `The text is the same: all ${plain.tokens.length} tokens compared, one by one.`;
     if (this.pair.fast.missed || this.pair.plain.missed) same = "Events were missed: the texts cannot be compared.";
+    else if (this.recording.head?.synthetic_acceptance_length) same = "With synthetic acceptance the texts differ.";
     else if (at >= 0) same = `The texts differ from token ${at + 1} on.`;
     this.judge(speed, why + same, winner);
     $("race-result").dataset.equal = String(at < 0);

@@ -82,7 +82,9 @@ export class Server {
   /** Shows model and mode once both are known. */
   named() {
     const { head } = this.app.live;
-    if (this.model && head && this.connected) this.connection("live", `${this.model}, mode ${head.mode}`);
+    const length = head?.synthetic_acceptance_length;
+    const synthetic = length ? `, synthetic acceptance length ${length}` : "";
+    if (this.model && head && this.connected) this.connection("live", `${this.model}, mode ${head.mode}${synthetic}`);
   }
 
   wantKey() {

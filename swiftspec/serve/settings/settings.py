@@ -170,9 +170,10 @@ class Settings(SettingsFields):
         """Returns the EngineConfig options that let rounds depend on measured times.
 
         `adapt_steps` and `adapt_batch` are off if d or bs is given. Unless requested, all options are off with --verify
-        reject, whose text depends on the rounds, and if several requests share a round.
+        reject, whose text depends on the rounds, with synthetic acceptance, and if several requests share a round.
         """
-        fixed = self.verify == "reject" or self.max_num_seqs > 1
+        synthetic = self.synthetic_acceptance_length is not None
+        fixed = self.verify == "reject" or self.max_num_seqs > 1 or synthetic
         adapts = self.adapt and mode in ("serial", "async") and (not fixed or "adapt" in self.model_fields_set)
         return {
             "self_switch": self.self_switch and (not fixed or "self_switch" in self.model_fields_set),

@@ -76,6 +76,20 @@ def test_the_text_equals_that_of_one_process(
             assert answer.stats.accepted > 3 and answer.stats.draft_busy_time > 0 and answer.stats.target_busy_time > 0
 
 
+def test_synthetic_acceptance_on_workers(pair: tuple[Path, Path], target: StartedWorker, draft: StartedWorker) -> None:
+    """The session start has its length, and the rounds on a target worker equal those of one process."""
+    shape: dict[str, Any] = {"mode": "serial", "draft_steps": 3, "synthetic_acceptance_length": 1.7}
+    answers = []
+    for models in ((target.client_address(), draft.client_address()), (target.client_address(), pair[1]), pair):
+        with client_on_workers(*models, **shape) as running:
+            answer = running.generate(PROMPT, SAMPLED)
+        answers.append((answer.token_ids, [each.path for each in answer.stats.verified]))
+        assert answer.stats.synthetic_acceptance_length == 1.7
+    assert answers[0] == answers[1] == answers[2] and answers[0][0] != plain(pair[0], "sampled")
+    counts = [len(path) for path in answers[0][1]][:-1]
+    assert {*counts} == {1, 2} and abs(sum(counts) - 1.7 * len(counts)) < 1
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sides_may_compute_in_different_dtypes(pair: tuple[Path, Path], target: StartedWorker, shape: str) -> None:
     """Like draft and target on different devices: a draft that rounds differently proposes different tokens."""

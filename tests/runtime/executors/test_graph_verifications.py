@@ -49,13 +49,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verifiers(
-    checkpoint: Path, group: Any = None, method: str = "match", ops: Any = unfused
+    checkpoint: Path, group: Any = None, method: str = "match", ops: Any = unfused, **more: Any
 ) -> tuple[LocalVerifier, LocalVerifier, Rerun]:
     """One without graphs, one with graphs."""
     model = load_model(checkpoint, dtype=torch.float64, ops=ops, max_positions=256, group=group)
     capture = Rerun() if ops is not unfused else Recorder() if group is None else RerunWithoutReads()
     steps, graphed = (
-        make_verifier(make_runner(model, ops, context=160, tree_slots=64), method, each) for each in (None, capture)
+        make_verifier(make_runner(model, ops, context=160, tree_slots=64), method, each, **more)
+        for each in (None, capture)
     )
     return steps, graphed, capture
 
@@ -92,6 +93,17 @@ def test_one_graph_samples_the_same_tokens(checkpoint: Path, name: str, monkeypa
     assert not in_one_graph(steps) and in_one_graph(graphed)
     assert capture.replays == 80 and len(outside) == (80 if name == "flat" else 0)
     assert capture.captures <= 4, "1, 2, 4 and 8 rows, all of one width, and nothing for the forwards alone"
+
+
+@pytest.mark.parametrize("name", ["greedy", "all", "flat"])
+def test_synthetic_acceptance_has_the_same_rounds(checkpoint: Path, name: str) -> None:
+    steps, graphed, _ = verifiers(checkpoint, synthetic_length=2.5)
+    same_verifications(steps, graphed, SAMPLING[name], VOCAB)
+    assert in_one_graph(graphed)
+    proposal = draft_proposal(9, 0, len(PROMPT) - 1, (PROMPT[-1], 4, 5, 6), (-1, 0, 1, 2))
+    for verifier in (steps, graphed):
+        verifier.open(request_start(PROMPT, SAMPLING[name], request=9))
+        assert verifier.verify(proposal).tokens[:-1] in ((4,), (4, 5))
 
 
 @pytest.mark.parametrize("name", ["flat", "top_k"])

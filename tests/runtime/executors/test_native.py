@@ -49,6 +49,7 @@ SAMPLINGS = [
     SamplingParams(temperature=0, repetition_penalty=1.4, presence_penalty=-0.3, frequency_penalty=0.2),
     SamplingParams(temperature=0.8, seed=13, guidance_scale=1.7, negative_prompt_ids=(2, 7, 1), top_p=0.9),
 ]
+FREE = [each for each in SAMPLINGS if not (each.grammar or each.excludes_tokens or each.has_path_rules)]
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +148,30 @@ def test_native_replies_equal_the_proposals_of_the_drafter(checkpoint: Path, dat
             assert unpack_proposal(answer) == proposal and drafter.busy == busy
         else:
             assert drafter.busy > busy or plan.verify_batch == 1, "a fresh root, or too few nodes"
+
+
+@pytest.mark.parametrize("sampling", FREE)
+def test_synthetic_acceptance(checkpoint: Path, sampling: SamplingParams) -> None:
+    """Paths that the target does not sample, with the caches and the penalties that follow from them."""
+    fused, stepped = (
+        roles.make_verifier(make_runner(checkpoint, torch.float32), synthetic_length=2.5) for _ in range(2)
+    )
+    roles.restrict_executors(stepped, "eager")
+    for verifier in (fused, stepped):
+        verifier.open(request_start(PROMPT, sampling))
+    assert (fused.executor.name, stepped.executor.name) == ("native", "eager")
+    text, lengths = list(PROMPT), list[int]()
+    for round_ in range(6):
+        tokens, parents = (text[-1], 11, 12, 13, 14, 15), (-1, 0, 0, 1, 2, 3)
+        result = fused.verify(draft_proposal(1, round_, len(text) - 1, tokens, parents))
+        assert result == stepped.verify(draft_proposal(1, round_, len(text) - 1, tokens, parents))
+        assert result.path == (0, 1, 3)[: len(result.tokens)] and result.tokens[:-1] == (11, 13)[: len(result.path) - 1]
+        fused.settle()
+        stepped.settle()
+        same_caches(fused.runner, stepped.runner)
+        text += result.tokens
+        lengths.append(len(result.tokens))
+    assert sorted(lengths) == [2, 2, 2, 3, 3, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -284,6 +309,9 @@ def test_invalid_arguments_are_refused(checkpoint: Path) -> None:
         rounds.verify([1, 2], [-1, 0], 0, scoring, np.zeros((2, VOCAB // 8 - 1), np.uint8), None)
     with pytest.raises(ValueError, match="two sequences"):
         rounds.verify([1, 2], [-1, 0], 0, scoring, None, (1, 0, 2.0))
+    for path, message in (([], "begins at the root"), ([1], "begins at"), ([0, 2], "not a child"), ([0, 0], "not a")):
+        with pytest.raises(ValueError, match=message):
+            rounds.verify([1, 2], [-1, 0], 0, scoring, None, None, path)
     with pytest.raises(ValueError, match="need noise"):
         scoring.set_filter(5, 1.0, 0.0)
     for values in ((-1, 1.0, 0.0), (0, 1.5, 0.0), (0, 0.5, -1.0)):

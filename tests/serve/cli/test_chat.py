@@ -51,6 +51,7 @@ class FakeEngine:
         self.reply = "return a + b, read"
         self.during: Callable[[], None] = lambda: None
         self.lost: str | None = None
+        self.synthetic: float | None = None
         self.population: GroupResult | None = None
         self.requests: list[tuple[str, SamplingParams]] = []
         self.prompts: list[list[int]] = []
@@ -68,6 +69,7 @@ class FakeEngine:
 
     def _stream(self) -> Iterator[TokenChunk]:
         self.stats = Stats(decode_time=0.5, first_token_time=0.041, drafter_lost=self.lost, population=self.population)
+        self.stats.synthetic_acceptance_length = self.synthetic
         tokens = self.tokenize(self.reply)
         for at in range(0, len(tokens), 3):
             chunk = tuple(tokens[at : at + 3])
@@ -210,6 +212,12 @@ def test_a_lost_drafter_is_reported_without_stats_too(chat_room: ChatRoom) -> No
     chat_room.engine.lost = "out of memory"
     for lines in (("a", EOFError), ("/stats off", "a", EOFError)):
         assert "the drafter was lost (out of memory); decoding continued without it" in chat_room.run(*lines)
+
+
+def test_synthetic_acceptance_is_stated_without_stats_too(chat_room: ChatRoom) -> None:
+    chat_room.engine.synthetic = 2.5
+    for lines in (("a", EOFError), ("/stats off", "a", EOFError)):
+        assert "synthetic acceptance length 2.5: the text is not the target's" in chat_room.run(*lines)
 
 
 def test_the_oldest_turns_are_dropped_when_the_context_is_full(chat_room: ChatRoom) -> None:

@@ -47,6 +47,8 @@ def other_value(flag: Flag) -> tuple[str, Any]:
         return str(not flag.default), not flag.default
     if flag.name == "ess_threshold":
         return "0.25", 0.25
+    if flag.name == "synthetic_acceptance_length":
+        return "2.5", 2.5
     return next(sample for kind, sample in SAMPLES.items() if flag.value_type in (kind, kind | None))
 
 

@@ -81,6 +81,9 @@ def test_a_different_text_is_reported(chat_room: ChatRoom) -> None:
     chat_room.engine.reply, chat_room.engine.config = "return a + b", EngineConfig(verify="reject")
     output = chat_room.run("/race one", EOFError)
     assert "the texts differ; their distribution is the same" in output and "NOT" not in output
+    chat_room.engine.reply, chat_room.engine.config = "return a + b", EngineConfig(synthetic_acceptance_length=2)
+    output = chat_room.run("/race one", EOFError)
+    assert "with synthetic acceptance the speculative text is not the target's" in output and "DIFFER" not in output
 
 
 @pytest.mark.parametrize("mode", ["ar", "smc"])

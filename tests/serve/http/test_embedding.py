@@ -116,6 +116,44 @@ def test_acceptance_is_counted_for_output_tokens_only(pair: tuple[Path, Path]) -
     asyncio.run(main())
 
 
+def test_synthetic_acceptance_is_stated_in_every_answer(pair: tuple[Path, Path]) -> None:
+    """Not in that of a request without the draft, which has the target's text. A grammar is refused."""
+    marks = {"exact": False, "synthetic_acceptance_length": 2.0}
+
+    async def scene(client: httpx.AsyncClient) -> None:
+        async def ask(path: str, **fields: Any) -> Any:
+            return await client.post(path, json={"max_tokens": 12, "temperature": 0.0, **fields})
+
+        chat: dict[str, Any] = {"messages": HELLO}
+        for path, fields in (
+            ("/v1/completions", {"prompt": "def f"}), ("/v1/chat/completions", chat), ("/v1/messages", chat),
+            ("/v1/responses", {"input": "hello", "max_tokens": None, "max_output_tokens": 16}),
+        ):  # fmt: skip
+            answer = (await ask(path, **fields)).json()
+            assert {name: answer.get(name) for name in marks} == marks, path
+            stream = (await ask(path, stream=True, **fields)).text
+            assert '"exact":false,"synthetic_acceptance_length":2.0' in stream, path
+        alone = (await ask("/v1/completions", prompt="def f", verify_batch=1)).json()
+        assert not marks.keys() & alone.keys()
+        assert (await client.get("/v1/models")).json()["data"][0]["synthetic_acceptance_length"] == 2.0
+        for path, fields in (
+            ("/v1/completions", {"prompt": "def f", "structured_outputs": {"regex": "a+"}}),
+            ("/v1/chat/completions", {**chat, "response_format": {"type": "json_object"}}),
+            ("/v1/completions", {"prompt": "def f", "min_tokens": 3}),
+        ):
+            answer = await ask(path, **fields)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith("synthetic acceptance does not support a grammar or")
+
+    async def main() -> None:
+        async with AsyncEngine(LLM(*pair, EngineConfig(synthetic_acceptance_length=2))) as engine:
+            transport = httpx.ASGITransport(create_app(engine))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                await asyncio.wait_for(scene(client), 100)
+
+    asyncio.run(main())
+
+
 def test_the_openai_client(url: str, engine: AsyncEngine) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="-")
     (model,) = client.models.list().data

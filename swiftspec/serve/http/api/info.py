@@ -69,12 +69,14 @@ def info_router(context: AppContext) -> APIRouter:
 def _model_card(context: AppContext, name: str) -> dict[str, Any]:
     """Returns the description of a model, with the fields of OpenAI's, Anthropic's and vLLM's API."""
     info, codec = context.engine.info, context.codec()
+    length = info and info.plan.get("synthetic_acceptance_length")
     return {
         "id": name, "object": "model", "created": context.created, "owned_by": "swiftspec",
         "root": context.model_names[0], "parent": None, "max_model_len": info and info.max_model_len, "permission": [],
         "type": "model", "display_name": name,
         "created_at": datetime.fromtimestamp(context.created, UTC).isoformat(timespec="seconds"),
         "chat_template": codec and codec.has_template,  # None while the tokenizer loads
+        **({} if length is None else {"synthetic_acceptance_length": length}),
     }  # fmt: skip
 
 

@@ -270,7 +270,7 @@ class MessageWriter:
         """Returns the last events: stop reason and usage."""
         out = b"" if self._has_content() else self._close_block() + self._start_block("text", {"text": ""})
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._output.text_builder.stop_string}
-        last = self._event("message_delta", delta=delta, usage=self._usage())
+        last = self._event("message_delta", delta=delta, usage=self._usage(), **self._output.synthetic_stats())
         return out + self._close_block() + last + self._event("message_stop")
 
     def full_response(self) -> dict[str, Any]:
@@ -291,6 +291,7 @@ class MessageWriter:
             **self._common_fields, "content": content, "stop_reason": self._stop_reason(), "stop_sequence":
             output.text_builder.stop_string,
             "usage": self._usage(),
+            **output.synthetic_stats(),
         }  # fmt: skip
 
     def _has_content(self) -> bool:

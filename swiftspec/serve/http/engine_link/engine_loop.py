@@ -188,6 +188,7 @@ class EngineLoop:
     def _done_frame(self, request: BatchRequest, choices: tuple[int, int] | None) -> frames.DoneFrame:
         llm, sampling, stats = self._llm, request.start.sampling, request.stats
         extra = answer_stats.guidance_stats(sampling) if sampling.guided else {}
+        extra = {**extra, **answer_stats.synthetic_stats(stats)}
         if llm.config.mode == "smc":
             extra = {**extra, **answer_stats.population_stats(llm.config, stats)}
         timings = answer_stats.timings(stats, stats.tokens, llm.load_time)

@@ -315,6 +315,12 @@ class GenerationOutput:
             return {}
         return {"timings": self.done.timings, "metrics": self.done.metrics, **self.done.extra}
 
+    def synthetic_stats(self) -> dict[str, Any]:
+        """Returns the part of `stats` that marks an answer with synthetic acceptance; {} for other answers."""
+        extra = {} if self.done is None else self.done.extra
+        length = extra.get("synthetic_acceptance_length")
+        return {} if length is None else {"exact": extra["exact"], "synthetic_acceptance_length": length}
+
 
 class RequestOutputs:
     """The outputs of all engine requests of one HTTP request, which may have several prompts and choices.
