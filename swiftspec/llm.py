@@ -192,7 +192,8 @@ class LLM(LLMBase):
     go to `note`, by default to the logger "swiftspec" as warnings.
 
     `model`: folder of the target.
-    `draft_model`: folder of the draft, address of its worker, or "suffix" for suffix lookup, which needs no draft model
+    `draft_model`: folder of the draft, address of its worker, "mtp" for the MTP layer in the target's checkpoint
+    (`runtime/head_drafter.py`), or "suffix" for suffix lookup, which needs no draft model
     (`runtime/suffix_drafter.py`); None without a draft.
     `device`: device of this process.
     `dtype`: torch dtype of both models.

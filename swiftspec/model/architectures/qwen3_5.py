@@ -1,5 +1,5 @@
 """Qwen3.5, dense: three of four layers are delta layers; attention with an output gate and partial RoPE; norms with 1 +
-weight. The layers of multi-token prediction (MTP) in the checkpoints are not used."""
+weight. The layer of multi-token prediction (MTP) in the checkpoints is a draft head (draft_heads.py)."""
 
 from __future__ import annotations
 
