@@ -33,3 +33,19 @@ class DiceRules:
         row = np.array([dice.random() < 0.33 for _ in range(self.vocab)])
         row[dice.randrange(min(self.vocab, 8))] = True
         return row
+
+
+class OneHalf:
+    """Allows the upper or the lower half of a vocabulary of 300 tokens."""
+
+    def __init__(self, upper: bool) -> None:
+        self._row = np.arange(300) >= 150 if upper else np.arange(300) < 150
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def allowed_mask(self, paths: Paths) -> torch.Tensor:
+        return torch.from_numpy(np.stack([self._row] * len(paths)))
+
+    def bitmask(self, paths: Paths) -> NDArray[np.uint8]:
+        return np.packbits(self.allowed_mask(paths).numpy(), axis=-1, bitorder="little")

@@ -4,15 +4,12 @@ decoding in every mode, and what does not support delta layers yet says so."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -29,13 +26,13 @@ from swiftspec.model.loader import load_model
 from swiftspec.model.shard import Shard
 from swiftspec.model.spec import AttentionSpec
 from swiftspec.params import SamplingParams
-from swiftspec.sampling.sampler import Paths
 from tests.model.architectures.test_families import expected, logits, new_cache
 from tests.support.cases import fast_first
 from tests.support.ranks import Pool
 from tests.support.roles import drafter_of, make_runner, verifier_of
 from tests.support.thread_group import on_ranks
 from tests.support.tiny_checkpoints import HYBRIDS, chain, make_checkpoint, make_pair
+from tests.support.token_constraints import OneHalf
 from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
 from tests.support.workers import client_on_workers, started
 
@@ -285,22 +282,6 @@ def test_batches_on_the_native_operators(tmp_path: Path, dtype: str) -> None:
     want = [one.generate(PROMPT, kind).token_ids for kind in kinds]
     llm = LLM(*pair, EngineConfig("serial", max_num_seqs=3), **options)
     assert [answer.token_ids for answer in llm.generate_batch([PROMPT] * len(kinds), kinds)] == want
-
-
-class OneHalf:
-    """Allows the upper or the lower half of a vocabulary of 300 tokens."""
-
-    def __init__(self, upper: bool) -> None:
-        self._row = np.arange(300) >= 150 if upper else np.arange(300) < 150
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        pass
-
-    def allowed_mask(self, paths: Paths) -> Tensor:
-        return torch.from_numpy(np.stack([self._row] * len(paths)))
-
-    def bitmask(self, paths: Paths) -> NDArray[np.uint8]:
-        return np.packbits(self.allowed_mask(paths).numpy(), axis=-1, bitorder="little")
 
 
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=NATIVE)])
