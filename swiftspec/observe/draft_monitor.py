@@ -26,8 +26,8 @@ class DraftMonitor:
         return self.rounds >= MIN_ROUNDS and self.hits < LOW_SHARE * self.rounds
 
     def add_rounds(self, rounds: Iterable[VerifiedRound]) -> None:
-        """Adds the rounds of a request whose nodes are all of the draft model. A round in which the output ended is left
-        out: its path does not show how good the proposal was."""
+        """Adds the rounds of a request whose nodes are all from the draft model. A round in which the output ended is
+        left out: its path does not show how good the proposal was."""
         own = [each for each in rounds if len(each.parents) > 1 and NodeSource.SUFFIX not in each.sources]
         paths = [each.path for each in own if not each.is_cut]
         self.add(len(paths), sum(len(path) > 1 for path in paths))

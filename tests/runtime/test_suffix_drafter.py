@@ -158,6 +158,18 @@ def test_wrong_matches_are_not_proposed_again() -> None:
     assert sizes[0] == 8 and sizes[-1] == 1
 
 
+def test_a_node_without_a_known_successor_is_not_measured() -> None:
+    """If the verified proposal is another one, the bonus token may be a node with children."""
+    drafter, counted = drafter_after([7] * 100), list[bool]()
+    measured: Any = SimpleNamespace(
+        table=drafter.acceptance.table, add=lambda length, share, *, accepted: counted.append(accepted)
+    )
+    drafter.acceptance = measured
+    assert drafter.propose().tokens == (7,) * 8
+    drafter.observe(VerifyResult(1, 0, 99, (0, 1), (7, 7)))
+    assert counted == [True, True]
+
+
 class FailingDrafter(NoDrafter):
     """A drafter that is lost at its third proposal."""
 
