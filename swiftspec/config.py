@@ -174,7 +174,7 @@ class EngineConfig:
     target_remote: bool = False  # a worker runs the target instead of the ranks of this job
     draft_remote: bool = False  # the same for the draft
     population: PopulationConfig = PopulationConfig()  # mode smc
-    # what proposes; auto: the draft model, and in mode serial suffix lookup, too; see `for_models`
+    # what proposes; auto: the draft model, unless `for_models` adds suffix lookup
     drafter: str = setting("auto", choices=("auto", "model", SUFFIX_LOOKUP, GRAFTED))
 
     def __post_init__(self) -> None:
@@ -241,22 +241,19 @@ class EngineConfig:
         object.__setattr__(self, "verify_batch", self.initial_draft_steps + 1)
 
     def for_models(self, draft: object) -> "EngineConfig":
-        """Returns the configuration with mode auto and drafter auto resolved, and with the drafter that `draft` names.
-        `draft`: the local draft model, or "suffix" for suffix lookup; None: there is none, unless the configuration
-        names it.
+        """Returns the configuration with mode auto resolved, and with the drafter that `draft` names. `draft`: the
+        local draft model, or "suffix" for suffix lookup; None: there is none, unless the configuration names it.
 
-        Drafter auto grafts suffix lookup on the draft model where that is supported, in mode serial, if the
-        configuration is adaptive: rounds with grafting depend on the clock, too. In mode async the draft expands while
-        the target verifies, so that skipping it saves no time.
+        Drafter auto becomes "model+suffix" in mode serial, where that is supported, if the configuration is adaptive:
+        rounds with grafting depend on the clock, too. In mode async the draft expands while the target verifies, so
+        that skipping it saves no time.
         """
         if draft == SUFFIX_LOOKUP and not self.drafts_by_lookup and self.mode != "ar":
             return replace(self, drafter=SUFFIX_LOOKUP).for_models(draft)
-        if self.mode != "auto" and self.drafter == "auto":
-            here = self.mode == "serial" and not (self.target_remote or self.draft_remote)
-            grafts = here and self.is_adaptive and self.verify == "match"
-            return replace(self, drafter=GRAFTED if grafts else "model")
         if self.mode != "auto":
-            return self
+            here = self.mode == "serial" and not (self.target_remote or self.draft_remote)
+            grafts = self.drafter == "auto" and here and self.is_adaptive and self.verify == "match"
+            return replace(self, drafter=GRAFTED) if grafts else self
         has_draft = draft is not None or self.draft_remote or self.drafts_by_lookup
         require(has_draft or not self.grafts_suffix, f"drafter {GRAFTED} requires a draft model: specify one")
         require(has_draft or self.max_num_seqs == 1, "max_num_seqs above 1 requires a draft model: specify one")

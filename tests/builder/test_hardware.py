@@ -115,9 +115,9 @@ def test_dtypes_are_resolved_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mode_auto_is_resolved_once() -> None:
     auto = EngineConfig(draft_steps=4)
-    assert auto.for_models(None) == EngineConfig("ar", draft_steps=4, drafter="model")
-    assert auto.for_models("draft") == EngineConfig("serial", draft_steps=4, drafter="model")
-    assert EngineConfig("async").for_models("draft") == EngineConfig("async", drafter="model")
+    assert auto.for_models(None) == EngineConfig("ar", draft_steps=4)
+    assert auto.for_models("draft") == EngineConfig("serial", draft_steps=4)
+    assert EngineConfig("async").for_models("draft") == EngineConfig("async")
     assert EngineConfig(target_tp=2).for_models(None).draft_tp == 0
     with pytest.raises(UserError, match="max_num_seqs above 1 requires a draft model"):
         EngineConfig(max_num_seqs=2).for_models(None)
@@ -126,13 +126,13 @@ def test_mode_auto_is_resolved_once() -> None:
 @pytest.mark.parametrize(
     ("values", "drafter"),
     [
-        ({}, "model"), ({"self_switch": True}, GRAFTED), ({"adapt_steps": True}, GRAFTED),
+        ({}, "auto"), ({"self_switch": True}, GRAFTED), ({"adapt_steps": True}, GRAFTED),
         ({"adapt_batch": True, "mode": "serial", "target_tp": 2}, GRAFTED),
-        ({"self_switch": True, "mode": "async"}, "model"), ({"self_switch": True, "mode": "ar"}, "model"),
-        ({"self_switch": True, "mode": "smc"}, "model"), ({"self_switch": True, "verify": "reject"}, "model"),
-        ({"self_switch": True, "draft_remote": True}, "model"), ({"self_switch": True, "target_remote": True}, "model"),
+        ({"self_switch": True, "mode": "async"}, "auto"), ({"self_switch": True, "mode": "ar"}, "auto"),
+        ({"self_switch": True, "mode": "smc"}, "auto"), ({"self_switch": True, "verify": "reject"}, "auto"),
+        ({"self_switch": True, "draft_remote": True}, "auto"), ({"self_switch": True, "target_remote": True}, "auto"),
         ({"self_switch": True, "drafter": "model"}, "model"), ({"drafter": GRAFTED}, GRAFTED),
-        ({"max_num_seqs": 2}, "model"),
+        ({"max_num_seqs": 2}, "auto"),
     ],
 )  # fmt: skip
 def test_drafter_auto_grafts_where_rounds_depend_on_the_clock(values: dict[str, Any], drafter: str) -> None:

@@ -324,10 +324,10 @@ def test_values_set_by_the_user_are_not_adapted(given: dict[str, Any], steps: bo
     ("flags", "drafter"),
     [
         ([], GRAFTED), (["--no-graft-suffix"], "model"), (["--no-self-switch"], GRAFTED), (["--no-adapt"], GRAFTED),
-        (["--no-self-switch", "--no-adapt"], "model"), (["--draft-steps", "3", "--verify-batch", "8"], GRAFTED),
-        (["--no-self-switch", "--draft-steps", "3", "--verify-batch", "8"], "model"),
-        (["--verify", "reject"], "model"), (["--max-num-seqs", "2"], "model"), (["--mode", "smc"], "model"),
-        (["--mode", "ar"], "model"), (["--draft-url", "127.0.0.1:7071", "--mode", "serial"], "model"),
+        (["--no-self-switch", "--no-adapt"], "auto"), (["--draft-steps", "3", "--verify-batch", "8"], GRAFTED),
+        (["--no-self-switch", "--draft-steps", "3", "--verify-batch", "8"], "auto"),
+        (["--verify", "reject"], "auto"), (["--max-num-seqs", "2"], "auto"), (["--mode", "smc"], "auto"),
+        (["--mode", "ar"], "model"), (["--draft-url", "127.0.0.1:7071", "--mode", "serial"], "auto"),
         (["--no-self-switch", "--no-adapt", "--graft-suffix"], GRAFTED),
     ],
 )  # fmt: skip
