@@ -84,7 +84,7 @@ def engines(args: argparse.Namespace) -> dict[str, LLM]:
     drafts: dict[str, tuple[str | Path | None, EngineConfig]] = {
         "none": (None, EngineConfig("ar")),
         "suffix": (SUFFIX_LOOKUP, adaptive),
-        "model": (args.draft_model, adaptive),
+        "model": (args.draft_model, replace(adaptive, drafter="model")),
         "model + suffix": (args.draft_model, replace(adaptive, drafter=GRAFTED)),
     }
     options = {"device": "cpu", "threads": args.threads, "max_model_len": 1024}

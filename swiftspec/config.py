@@ -180,7 +180,8 @@ class EngineConfig:
     target_remote: bool = False  # a worker runs the target instead of the ranks of this job
     draft_remote: bool = False  # the same for the draft
     population: PopulationConfig = PopulationConfig()  # mode smc
-    drafter: str = setting("model", choices=("model", SUFFIX_LOOKUP, GRAFTED))  # what proposes: see `for_models`
+    # what proposes; auto: the draft model, unless `for_models` adds suffix lookup
+    drafter: str = setting("auto", choices=("auto", "model", SUFFIX_LOOKUP, GRAFTED))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -265,15 +266,22 @@ class EngineConfig:
 
     def for_models(self, draft: object) -> "EngineConfig":
         """Returns the configuration with mode auto resolved, and with the drafter that `draft` names. `draft`: the
-        local draft model, or "suffix" for suffix lookup; None: there is none, unless the configuration names it."""
+        local draft model, or "suffix" for suffix lookup; None: there is none, unless the configuration names it.
+
+        Drafter auto becomes "model+suffix" in mode serial, where that is supported, if the configuration is adaptive:
+        rounds with grafting depend on the clock, too. In mode async the draft expands while the target verifies, so
+        that skipping it saves no time.
+        """
         if draft == SUFFIX_LOOKUP and not self.drafts_by_lookup and self.mode != "ar":
             return replace(self, drafter=SUFFIX_LOOKUP).for_models(draft)
         if self.mode != "auto":
-            return self
+            here = self.mode == "serial" and not (self.target_remote or self.draft_remote)
+            grafts = self.drafter == "auto" and here and self.is_adaptive and self.verify == "match"
+            return replace(self, drafter=GRAFTED) if grafts else self
         has_draft = draft is not None or self.draft_remote or self.drafts_by_lookup
         require(has_draft or not self.grafts_suffix, f"drafter {GRAFTED} requires a draft model: specify one")
         require(has_draft or self.max_num_seqs == 1, "max_num_seqs above 1 requires a draft model: specify one")
-        return replace(self, mode="serial" if has_draft else "ar", draft_tp=-1)
+        return replace(self, mode="serial" if has_draft else "ar", draft_tp=-1).for_models(draft)
 
     def for_device(self, device: str) -> "EngineConfig":
         """Returns the configuration with w filled in, unless it is set, and with `time_rows`. `device`: type of the
@@ -328,8 +336,8 @@ class EngineConfig:
 
     def for_request(self, sampling: SamplingParams) -> "EngineConfig":
         """Returns the configuration with the bs and d that a request sets. If it sets either of them, bs, d and the use
-        of the draft do not adapt during the request."""
-        if sampling.verify_batch is None and sampling.draft_steps is None:
+        of the draft do not adapt during the request, and nothing is grafted."""
+        if not sampling.sets_shape:
             return self
         shape = {"verify_batch": sampling.verify_batch or self.verify_batch}
         shape["draft_steps"] = sampling.draft_steps or self.initial_draft_steps

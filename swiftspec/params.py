@@ -138,6 +138,11 @@ class SamplingParams:
         return self.guidance_scale != 1
 
     @property
+    def sets_shape(self) -> bool:
+        """Whether the request sets bs or d, so that its rounds do not depend on measured times."""
+        return self.verify_batch is not None or self.draft_steps is not None
+
+    @property
     def filtered(self) -> bool:
         """Whether min_p, top_k or top_p excludes tokens. False at temperature 0, where no filter changes the output."""
         return not self.greedy and (self.min_p > 0 or self.top_k > 0 or self.top_p < 1)

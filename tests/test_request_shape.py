@@ -4,6 +4,7 @@ unaffected."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.control.round_stats import RoundStats
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
+from swiftspec.messages import NodeSource
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import ThreadedVerifier
@@ -31,9 +33,11 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "guided": {"temperature": 0.8, "seed": 2, "guidance_scale": 2.0, "negative_prompt_ids": (9, 4, 40)},
 }
 SHAPES = [(1, None), (2, 1), (2, 4), (3, None), (5, 2), (8, 1), (None, 3)]
+ADAPTIVE = EngineConfig(self_switch=True, adapt_steps=True, adapt_batch=True)
 ENGINES: dict[str, EngineConfig] = {
     "serial": EngineConfig(draft_steps=4),
-    "serial, what was measured decides": EngineConfig(self_switch=True, adapt_steps=True, adapt_batch=True),
+    "serial, what was measured decides": replace(ADAPTIVE, drafter="model"),
+    "serial, grafted": ADAPTIVE,
     "ahead": EngineConfig(draft_steps=4),
     "ahead, the paper's rule": EngineConfig(draft_steps=4, catch_up=False),
 }
@@ -147,6 +151,20 @@ def test_a_request_with_its_own_shape_is_not_measured(pair: Pair, monkeypatch: p
         assert seen[-1] is not ordinary
     llm.generate(PROMPT, sampling())
     assert seen[-1] is ordinary and drafter_of(llm).draft_steps == ordinary.steps
+
+
+def test_nothing_is_grafted_in_a_request_with_its_own_shape(pair: Pair) -> None:
+    """Its rounds do not depend on earlier requests, and later requests find its text."""
+    llm = engine(pair, "serial, grafted")
+    assert llm.config.grafts_suffix
+    shapes: list[Json] = [{"verify_batch": 6}, {"draft_steps": 2}, {"verify_batch": 4, "draft_steps": 3}]
+    for shape in shapes:
+        alone, *others = (llm.generate(PROMPT, sampling(**shape)).stats for _ in range(3))
+        assert all(other.verified == alone.verified for other in others)
+        sources = {source for each in alone.verified for source in each.sources}
+        assert sources == {NodeSource.ROOT, NodeSource.DRAFT_MODEL}
+    grafted = llm.generate(PROMPT, sampling()).stats.verified
+    assert NodeSource.SUFFIX in {source for each in grafted for source in each.sources}
 
 
 def test_rejection_sampling_proposes_at_most_the_requested_nodes(pair: Pair) -> None:

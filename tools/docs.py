@@ -116,7 +116,7 @@ def flags_page() -> str:
 
 def _row(flag: Flag) -> tuple[str, ...]:
     name, variable = flag_name(flag.name), _code(env_name(flag.name))
-    if flag.value_type is bool:
+    if flag.is_boolean:
         shown, values = f"{_code(name)}, {_code('--no-' + name[2:])}", "on or off"
     elif flag.choices:
         shown, values = _code(name), ", ".join(map(_code, flag.choices))

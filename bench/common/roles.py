@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from swiftspec.builder.roles import TreeRoles, make_fallback_decoding
+from swiftspec.builder.roles import TreeRoles
 from swiftspec.config import EngineConfig
+from swiftspec.engine import TreeDecoding
 from swiftspec.llm import LLM
 from swiftspec.runtime.drafter import Drafter
+from swiftspec.runtime.fallback_drafter import FallbackDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.verifier import LocalVerifier, Verifier
@@ -27,7 +29,8 @@ def local_roles(llm: LLM) -> tuple[LocalDrafter, LocalVerifier]:
 
 def decode_on(llm: LLM, drafter: Drafter, verifier: Verifier) -> None:
     """Makes an engine decode with this drafter and verifier."""
-    llm.engine.decoding = make_fallback_decoding(drafter, verifier)
+    safe = FallbackDrafter(drafter)
+    llm.engine.decoding = TreeDecoding(safe, verifier, drafter_loss=lambda: safe.lost_reason)
 
 
 def growing_ahead(drafter: LocalDrafter, config: EngineConfig, kind: type[Ahead]) -> Ahead:

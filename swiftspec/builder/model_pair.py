@@ -49,7 +49,14 @@ from swiftspec.builder.memory_estimate import MemoryEstimate, fit_context, kv_by
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile, VerdictRecord
 from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP, BatchConfig, EngineConfig, PopulationConfig
-from swiftspec.control.row_times import PairTimes, RowTimes, RowTimesFile, measure_pair_times, measure_target_times
+from swiftspec.control.row_times import (
+    PairTimes,
+    RowTimes,
+    RowTimesFile,
+    Times,
+    measure_pair_times,
+    measure_target_times,
+)
 from swiftspec.distributed.launch.config_check import RankConfig, settings_of
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.errors import UserError, truncated_repr
@@ -379,32 +386,38 @@ class ModelPair:
         return {"mode": plan.mode, **shape, **split, "model": self.target.name, "emulate": asdict(self.emulate)}
 
     def row_times(self, plan: EngineConfig, verifier: LocalVerifier, drafter: LocalDrafter) -> PairTimes | None:
-        """Returns the row times of the pair if `plan` requires them: those of an earlier start, from the folder of
-        packed weights, or else measured ones. Returns None if the models are too slow for the measurement."""
-        if not plan.time_rows:
-            return None
-        file = None
-        if self.cache is not None:
-            assert self.draft is not None
-            facts = {
-                "version": __version__, "cpu": hardware.cpu_name(), **cpu.machine_facts(), "threads": self.threads,
-                "models": [_model_fingerprint(self.target), _model_fingerprint(self.draft)], "dtype": str(self.dtype),
-                "cache": str(self.cache_dtype), "ops": self.ops, "activations": self.activations, "head": self.head,
-                "emulate": asdict(self.emulate), "mtp": self.draft_is_mtp,
-                "leaves": plan.leaves_per_expansion, "nodes": plan.max_nodes,
-            }  # fmt: skip
-            file = RowTimesFile.of(self.cache.folder, facts)
-        times = None if file is None else file.read()
-        if times is None:
-            times = measure_pair_times(verifier, drafter, plan.leaves_per_expansion, plan.max_nodes)
-            if times is not None and file is not None:
-                file.write(times)
-        return times
+        """Returns the row times of the pair; see `_stored_times`."""
+        leaves = plan.leaves_per_expansion
+        return self._stored_times(
+            plan, PairTimes, lambda: measure_pair_times(verifier, drafter, leaves, plan.max_nodes)
+        )
 
     def target_times(self, plan: EngineConfig, verifier: LocalVerifier) -> RowTimes | None:
-        """Returns the times of the verifications of `verifier`, on the target of this process; None if `plan` does not
-        require them, or if the measurement would take too long."""
-        return measure_target_times(verifier, plan.max_nodes, self.vocab_size) if plan.time_rows else None
+        """Returns the times of the verifications of `verifier`, on the target of this process, by their number of rows;
+        see `_stored_times`."""
+        return self._stored_times(
+            plan, RowTimes, lambda: measure_target_times(verifier, plan.max_nodes, self.vocab_size)
+        )
+
+    def _stored_times(self, plan: EngineConfig, kind: type[Times], measure: Callable[[], Times | None]) -> Times | None:
+        """Returns row times if `plan` requires them: those of an earlier start, from the folder of packed weights, or
+        else those that `measure` returns. Returns None if the models are too slow for the measurement."""
+        if not plan.time_rows:
+            return None
+        if self.cache is None:
+            return measure()
+        models = [_model_fingerprint(path) for path in (self.target, self.draft) if path is not None]
+        facts = {
+            "version": __version__, "cpu": hardware.cpu_name(), **cpu.machine_facts(), "threads": self.threads,
+            "models": models, "dtype": str(self.dtype), "cache": str(self.cache_dtype), "ops": self.ops,
+            "activations": self.activations, "head": self.head, "emulate": asdict(self.emulate),
+            "mtp": self.draft_is_mtp, "leaves": plan.leaves_per_expansion, "nodes": plan.max_nodes,
+        }  # fmt: skip
+        file = RowTimesFile.of(self.cache.folder, facts, kind)
+        times = file.read()
+        if times is None and (times := measure()) is not None:
+            file.write(times)
+        return times
 
     def suffix_drafter(self, plan: EngineConfig, times: RowTimes | None) -> SuffixDrafter:
         """Returns a drafter by suffix lookup. `times`: of the target's verifications; None: not measured."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from swiftspec.batching.decoding import BatchDecoding
 from swiftspec.batching.limits import check_batch_sampling
@@ -16,7 +15,6 @@ from swiftspec.control.controller import Controller
 from swiftspec.control.policy import initial_stats
 from swiftspec.control.row_times import PairTimes
 from swiftspec.control.step_times import SteppedDrafter
-from swiftspec.decode import Observer, no_observer
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.rank_startup import EngineRank, Progress
 from swiftspec.distributed.remote.client import RemoteDrafter
@@ -247,36 +245,19 @@ def make_tree_decoding(
         if local is not None and row_times is not None:
             local.max_nodes = max(controller.round_stats.batch_sizes)
     on_event = _observers(recorder, parts, probabilities, local, controller, rpc_log)
-    report = (lambda: None) if controller is None else controller.report
-    grafting = None
-    if config.grafts_suffix and suffix is not None:
-        ignore = (lambda: None) if controller is None else controller.ignore_round
-        grafting = partial(GraftedDrafter, suffix=suffix, may_skip=config.mode == "serial", on_change=ignore)
-    if away is None:
-        decoding = make_fallback_decoding(
-            controller or parts.drafter, parts.verifier, on_event, report, captured_graphs, suffix, grafting
-        )
+    report, ignore_round = lambda: None, lambda: None
+    if controller is not None:
+        report, ignore_round = controller.report, controller.ignore_round
+    if away is not None:
+        safe = FailoverDrafter(controller or away.drafter, away)
     else:
-        drafter = FailoverDrafter(controller or away.drafter, away)
-        outer = drafter if grafting is None else grafting(drafter)
-        decoding = TreeDecoding(
-            outer, parts.verifier, on_event, lambda: drafter.lost_reason, report, captured_graphs
-        )  # fmt: skip
+        safe = FallbackDrafter(controller or parts.drafter, None if config.grafts_suffix else suffix)
+    drafter: Drafter = safe
+    if config.grafts_suffix and suffix is not None:
+        drafter = GraftedDrafter(safe, suffix, may_skip=config.mode == "serial", on_change=ignore_round)
+    decoding = TreeDecoding(drafter, parts.verifier, on_event, lambda: safe.lost_reason, report, captured_graphs)
     decoding.synthetic_acceptance_length = config.synthetic_acceptance_length
     return decoding
-
-
-def make_fallback_decoding(
-    drafter: Drafter, verifier: Verifier, on_event: Observer = no_observer, report: Callable[[], Any] = lambda: None,
-    captured_graphs: Callable[[], int] = lambda: 0, spare: Drafter | None = None,
-    grafting: Callable[[Drafter], Drafter] | None = None,
-) -> TreeDecoding:  # fmt: skip
-    """Returns a decoding that continues without the drafter once it fails. `report`: returns the report of a controller
-    around the drafter, or None without a controller. `captured_graphs`: see `TreeDecoding`. `spare`: see
-    `FallbackDrafter`; with `grafting`, which returns the drafter to use around the fallback, it is not needed."""
-    fallback = FallbackDrafter(drafter, spare if grafting is None else None)
-    outer = fallback if grafting is None else grafting(fallback)
-    return TreeDecoding(outer, verifier, on_event, lambda: fallback.lost, report, captured_graphs)
 
 
 def _observers(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -95,27 +96,31 @@ class PairTimes:
         return PairTimes(RowTimes.from_json(data.get("target")), RowTimes.from_json(data.get("draft")))
 
 
+Times = TypeVar("Times", RowTimes, PairTimes)
+
+
 @dataclass(frozen=True, slots=True)
-class RowTimesFile:
-    """File of the row times of one pair on one machine."""
+class RowTimesFile(Generic[Times]):
+    """File of the row times of one pair, or of a target alone, on one machine. `kind`: the class of the times."""
 
     path: Path
+    kind: type[Times]
 
     @staticmethod
-    def of(folder: Path, facts: Mapping[str, object]) -> RowTimesFile:
+    def of(folder: Path, facts: Mapping[str, object], kind: type[Times]) -> RowTimesFile[Times]:
         """Returns the file for `facts`: everything that determines the times, serialisable as JSON."""
         words = json.dumps({"format": FORMAT, **facts}, sort_keys=True).encode()
-        return RowTimesFile(folder / f"row-times-{hashlib.sha256(words).hexdigest()[:40]}.json")
+        return RowTimesFile(folder / f"row-times-{hashlib.sha256(words).hexdigest()[:40]}.json", kind)
 
-    def read(self) -> PairTimes | None:
+    def read(self) -> Times | None:
         """Returns the row times; None if there is no file, or if it is damaged."""
         try:
             with self.path.open("rb") as file:
-                return PairTimes.from_json(json.loads(file.read(MAX_FILE_BYTES)))
+                return self.kind.from_json(json.loads(file.read(MAX_FILE_BYTES)))
         except (OSError, ValueError, RecursionError):
             return None
 
-    def write(self, times: PairTimes) -> None:
+    def write(self, times: Times) -> None:
         """Replaces the file. Does nothing if the folder cannot be written to: the next start measures again."""
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         with suppress(OSError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from swiftspec.messages import VerifiedRound
+from swiftspec.messages import NodeSource, VerifiedRound
 
 MIN_ROUNDS = 64  # with proposed tokens, before a draft is judged; one looping answer can have dozens without a hit
 LOW_SHARE = 0.05  # share of these rounds that accept a token, below which acceptance is low
@@ -26,9 +26,10 @@ class DraftMonitor:
         return self.rounds >= MIN_ROUNDS and self.hits < LOW_SHARE * self.rounds
 
     def add_rounds(self, rounds: Iterable[VerifiedRound]) -> None:
-        """Adds the rounds of a request. A round in which the output ended is left out: its path does not show how good
-        the proposal was."""
-        paths = [each.path for each in rounds if len(each.parents) > 1 and not each.is_cut]
+        """Adds the rounds of a request whose nodes are all from the draft model. A round in which the output ended is
+        left out: its path does not show how good the proposal was."""
+        own = [each for each in rounds if len(each.parents) > 1 and NodeSource.SUFFIX not in each.sources]
+        paths = [each.path for each in own if not each.is_cut]
         self.add(len(paths), sum(len(path) > 1 for path in paths))
 
     def add(self, rounds: int, hits: int) -> None:

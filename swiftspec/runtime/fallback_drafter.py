@@ -16,21 +16,22 @@ FAILURES = (DrafterLost, GrammarTooComplex, RuntimeError, MemoryError)
 class FallbackDrafter:
     """A drafter that delegates to another one and, after that one has failed, to a spare one without a model.
 
-    `lost`: reason of the failure, None while the other drafter works. The next request uses the other drafter again.
+    `lost_reason`: reason of the failure, None while the other drafter works. The next request uses the other drafter
+    again.
     """
 
     def __init__(self, drafter: Drafter, spare: Drafter | None = None) -> None:
         """`spare`: must not fail; None: proposes only the root."""
         self._drafter = drafter
         self._spare = NoDrafter() if spare is None else spare
-        self.lost: str | None = None
+        self.lost_reason: str | None = None
 
     @property
     def busy(self) -> float:
         return self._drafter.busy
 
     def open(self, start: RequestStart) -> None:
-        self.lost = None
+        self.lost_reason = None
         self._spare.open(start)
         try:
             self._drafter.open(start)
@@ -38,7 +39,7 @@ class FallbackDrafter:
             self._mark_lost(error)
 
     def propose(self) -> Proposal:
-        if self.lost is None:
+        if self.lost_reason is None:
             try:
                 return self._drafter.propose()
             except FAILURES as error:
@@ -46,14 +47,14 @@ class FallbackDrafter:
         return self._spare.propose()
 
     def grow(self) -> None:
-        if self.lost is None:
+        if self.lost_reason is None:
             try:
                 self._drafter.grow()
             except FAILURES as error:
                 self._mark_lost(error)
 
     def observe(self, result: VerifyResult) -> None:
-        if self.lost is None:
+        if self.lost_reason is None:
             try:
                 self._drafter.observe(result)  # first, since a remote draft waits for it
             except FAILURES as error:
@@ -66,4 +67,4 @@ class FallbackDrafter:
         self._spare.close()
 
     def _mark_lost(self, error: BaseException) -> None:
-        self.lost = str(error) or type(error).__name__
+        self.lost_reason = str(error) or type(error).__name__

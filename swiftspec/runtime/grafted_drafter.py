@@ -22,7 +22,8 @@ class GraftedDrafter:
 
     A round in which suffix lookup alone is predicted to give more tokens per second skips the other drafter, which
     receives the results of such rounds as one merged result before its next proposal. This makes the time of its
-    forwards zero while the text repeats an earlier one.
+    forwards zero while the text repeats an earlier one. In a request that sets bs or d the other drafter proposes
+    alone, so that the rounds depend neither on the clock nor on earlier requests.
     """
 
     def __init__(
@@ -51,10 +52,13 @@ class GraftedDrafter:
 
     def open(self, start: RequestStart) -> None:
         self._missed: list[VerifyResult] = []  # results that the skipped drafter has not received
+        self._grafts = not start.sampling.sets_shape
         self._suffix.open(start)
         self._drafter.open(start)
 
     def propose(self) -> Proposal:
+        if not self._grafts:
+            return self._drafter.propose()
         found = self._suffix.propose()
         self._own: Proposal | None = None  # the proposal of the drafter; None: it was skipped
         self._proposal = found
@@ -68,10 +72,14 @@ class GraftedDrafter:
         return self._proposal
 
     def grow(self) -> None:
-        if self._own is not None:
+        if not self._grafts or self._own is not None:
             self._drafter.grow()
 
     def observe(self, result: VerifyResult) -> None:
+        if not self._grafts:
+            self._suffix.observe(result)
+            self._drafter.observe(result)
+            return
         seconds = self._clock() - self._proposed
         self._suffix.observe(result)
         if self._own is None:

@@ -102,8 +102,10 @@ class SuffixDrafter:
         return best if speeds[best] > MIN_GAIN_FACTOR * speeds[least] else least
 
     def _measure(self, proposal: Proposal, result: VerifyResult) -> None:
-        """Counts which of the nodes were accepted whose parent was."""
-        path = {0, *proposal.match_path(result.tokens)}
+        """Counts which of the nodes were accepted whose parent was. The last token of the result has no successor yet,
+        so that the children of its node are not counted."""
+        path = (0, *proposal.match_path(result.tokens))
+        followed = {*path[: len(result.tokens)]}
         for node, (length, share) in enumerate(self._matches, 1):
-            if proposal.parents[node] in path:
+            if proposal.parents[node] in followed:
                 self.acceptance.add(length, share, accepted=node in path)

@@ -11,7 +11,7 @@ import torch
 
 from swiftspec.backends import cpu, reference
 from swiftspec.builder import hardware
-from swiftspec.config import EngineConfig
+from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.serve.built_in_models import DEMO_DIR
@@ -121,3 +121,21 @@ def test_mode_auto_is_resolved_once() -> None:
     assert EngineConfig(target_tp=2).for_models(None).draft_tp == 0
     with pytest.raises(UserError, match="max_num_seqs above 1 requires a draft model"):
         EngineConfig(max_num_seqs=2).for_models(None)
+
+
+@pytest.mark.parametrize(
+    ("values", "drafter"),
+    [
+        ({}, "auto"), ({"self_switch": True}, GRAFTED), ({"adapt_steps": True}, GRAFTED),
+        ({"adapt_batch": True, "mode": "serial", "target_tp": 2}, GRAFTED),
+        ({"self_switch": True, "mode": "async"}, "auto"), ({"self_switch": True, "mode": "ar"}, "auto"),
+        ({"self_switch": True, "mode": "smc"}, "auto"), ({"self_switch": True, "verify": "reject"}, "auto"),
+        ({"self_switch": True, "draft_remote": True}, "auto"), ({"self_switch": True, "target_remote": True}, "auto"),
+        ({"self_switch": True, "drafter": "model"}, "model"), ({"drafter": GRAFTED}, GRAFTED),
+        ({"max_num_seqs": 2}, "auto"),
+    ],
+)  # fmt: skip
+def test_drafter_auto_grafts_where_rounds_depend_on_the_clock(values: dict[str, Any], drafter: str) -> None:
+    resolved = EngineConfig(**values).for_models("draft")
+    assert resolved.drafter == drafter and resolved.for_models("draft") == resolved
+    assert EngineConfig(self_switch=True).for_models(SUFFIX_LOOKUP).drafter == SUFFIX_LOOKUP

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftspec.config import MAX_ADAPTED_NODES, EngineConfig
+from swiftspec.config import MAX_ADAPTED_NODES, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.control import row_times
 from swiftspec.control.cost_model import CostModel
 from swiftspec.control.policy import FIRST_DECISION_ROUNDS, REFRESH_ROUNDS, decide, initial_stats
@@ -27,8 +27,9 @@ from swiftspec.control.row_times import (
 )
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.suffix_drafter import SuffixDrafter
 from tests.control.test_controller import chain, run, serial_round
-from tests.support.roles import drafter_of, verifier_of
+from tests.support.roles import drafter_of, tree_of, verifier_of
 from tests.support.tiny_checkpoints import make_checkpoint
 
 ADAPTIVE = EngineConfig(mode="serial", self_switch=True, adapt_steps=True, adapt_batch=True).for_device("cpu")
@@ -92,11 +93,11 @@ def test_the_file_returns_what_was_written(measured: dict[int, float]) -> None:
 
 def test_the_times_are_kept_by_their_facts(tmp_path: Path) -> None:
     times, folder = pair_times(float, 0.5), tmp_path / "packed"
-    file = RowTimesFile.of(folder, {"threads": 2})
+    file = RowTimesFile.of(folder, {"threads": 2}, PairTimes)
     assert file.read() is None
     file.write(times)
     assert file.read() == times and [*folder.iterdir()] == [file.path], "no temporary file is left"
-    assert RowTimesFile.of(folder, {"threads": 1}).read() is None
+    assert RowTimesFile.of(folder, {"threads": 1}, PairTimes).read() is None
     for text in (
         "", "{", "[]", "null", "[" * 10_000, '{"target": {"1": 1.0}}', '{"target": {"x": 1.0}, "draft": {"1": 1.0}}',
         '{"target": {"1": -1.0}, "draft": {"1": 1.0}}', '{"target": {"0": 1.0}, "draft": {"1": 1.0}}',
@@ -106,7 +107,10 @@ def test_the_times_are_kept_by_their_facts(tmp_path: Path) -> None:
         file.path.write_text(text)
         assert file.read() is None, text
     (tmp_path / "file").touch()
-    RowTimesFile.of(tmp_path / "file", {}).write(times)  # not a folder: nothing is written
+    RowTimesFile.of(tmp_path / "file", {}, PairTimes).write(times)  # not a folder: nothing is written
+    alone = RowTimesFile.of(folder, {"threads": 2, "models": 1}, RowTimes)
+    alone.write(times.target)
+    assert alone.read() == times.target
 
 
 def test_the_first_request_begins_with_the_shape_for_the_row_times() -> None:
@@ -224,6 +228,21 @@ def test_a_later_start_reads_the_times_of_an_earlier_one(
         file.write_text("{}")
     monkeypatch.setattr("swiftspec.builder.model_pair.measure_pair_times", lambda *_: None)
     assert times_of_a_start() is None
+
+
+def test_a_later_start_with_suffix_lookup_reads_the_times_of_the_target(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def times_of_a_start() -> list[float]:
+        llm = LLM(pair[0], SUFFIX_LOOKUP, ADAPTIVE, dtype=torch.float32, device="cpu", packed_cache=tmp_path)
+        drafter = tree_of(llm).drafter
+        assert isinstance(drafter, SuffixDrafter)
+        return [drafter.row_seconds(rows) for rows in range(1, MAX_ADAPTED_NODES + 1)]
+
+    measured = times_of_a_start()
+    assert [*tmp_path.glob("row-times-*")] and sorted(measured) == measured
+    monkeypatch.setattr("swiftspec.builder.model_pair.measure_target_times", lambda *_: pytest.fail("measured again"))
+    assert times_of_a_start() == measured
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -193,6 +193,12 @@ def test_a_budget_too_small_for_one_measurement(
     assert not list((tmp_path / "profiles").glob("*[!l].json"))
 
 
+def test_suffix_lookup_has_nothing_to_profile(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*pair[:2], "--draft-model", "suffix"]) == 1
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("swiftspec: error: --draft-model suffix has no draft to profile: specify a draft model")
+
+
 def test_serve_uses_the_plan_and_prints_a_line(
     pair: list[str], short: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from swiftspec.config import GRAFTED, EngineConfig
+from swiftspec.engine import TreeDecoding
 from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
@@ -50,7 +51,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     target, draft = make_models(tmp_path_factory.mktemp("models"), kind)
     config = EngineConfig("serial", verify_batch=16, drafter=GRAFTED if "+" in kind else "model")
     drafting = LLM(target, draft, config.for_models(draft), **OPTIONS)
-    return Engines(kind, LLM(target, **OPTIONS), drafting, drafting.engine.decoding.drafter)
+    decoding = drafting.engine.decoding
+    assert isinstance(decoding, TreeDecoding)
+    return Engines(kind, LLM(target, **OPTIONS), drafting, decoding.drafter)
 
 
 def make_models(folder: Path, kind: str) -> tuple[Path, Path | str]:

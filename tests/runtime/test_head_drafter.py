@@ -71,7 +71,7 @@ def test_the_text_equals_plain_decoding(pair: Pair, config: EngineConfig) -> Non
 
 def test_the_last_token_of_the_context(pair: Pair) -> None:
     for length in (40, 41, 47):
-        options = OPTIONS | {"max_model_len": length}
+        options: dict[str, Any] = OPTIONS | {"max_model_len": length}
         sampling = replace(SEEDED, max_tokens=None)
         want = LLM(pair[0], **options).generate(PROMPT, sampling).token_ids
         answer = LLM(*pair, WIDE, **options).generate(PROMPT, sampling)
@@ -222,7 +222,7 @@ def test_native_operators(tmp_path: Path, dtype: torch.dtype) -> None:
     target, folder = tmp_path / "target", tmp_path / "head"
     make_checkpoint(target, layers=6, hidden_size=64, dtype=torch.float64)
     make_eagle3(folder, layers=IDS, hidden=64, target_hidden=64, draft_vocab=40)
-    options = OPTIONS | {"dtype": dtype}
+    options: dict[str, Any] = OPTIONS | {"dtype": dtype}
     plain, head = LLM(target, **options), LLM(target, folder, WIDE, **options)
     for sampling in (GREEDY, SEEDED, GUIDED):
         answer = head.generate(PROMPT, sampling)
@@ -246,5 +246,6 @@ def test_what_does_not_support_draft_heads(tmp_path: Path, config: EngineConfig,
         local_rank = 0
 
     ranks: Any = Two() if config.num_ranks > 1 else None
+    options: Any = OPTIONS
     with pytest.raises(UserError, match=message):
-        ModelPair.create(*pair, config, ranks, OPTIONS)
+        ModelPair.create(*pair, config, ranks, options)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from swiftspec.batching.decoding import BatchDecoding
-from swiftspec.builder.roles import make_fallback_decoding
 from swiftspec.config import SUFFIX_LOOKUP, EngineConfig
 from swiftspec.errors import DrafterLost, UserError
 from swiftspec.llm import LLM
@@ -22,7 +21,7 @@ from swiftspec.runtime.suffix_drafter import SuffixDrafter
 from swiftspec.serve.built_in_models import DEMO_MODELS
 from swiftspec.serve.text.codec import TextCodec
 from tests.support.ranks import Pool
-from tests.support.roles import request_start, tree_of, verifier_of
+from tests.support.roles import replace_roles, request_start, tree_of
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
@@ -159,6 +158,18 @@ def test_wrong_matches_are_not_proposed_again() -> None:
     assert sizes[0] == 8 and sizes[-1] == 1
 
 
+def test_a_node_without_a_known_successor_is_not_measured() -> None:
+    """If the verified proposal is another one, the bonus token may be a node with children."""
+    drafter, counted = drafter_after([7] * 100), list[bool]()
+    measured: Any = SimpleNamespace(
+        table=drafter.acceptance.table, add=lambda length, share, *, accepted: counted.append(accepted)
+    )
+    drafter.acceptance = measured
+    assert drafter.propose().tokens == (7,) * 8
+    drafter.observe(VerifyResult(1, 0, 99, (0, 1), (7, 7)))
+    assert counted == [True, True]
+
+
 class FailingDrafter(NoDrafter):
     """A drafter that is lost at its third proposal."""
 
@@ -177,7 +188,7 @@ def test_suffix_lookup_replaces_a_lost_draft(tmp_path: Path) -> None:
     prompt = PROMPT * 2
     text = LLM(pair[0], dtype=torch.float64).generate(prompt, GREEDY).token_ids
     prompt += text  # contains the answer to its beginning
-    llm.engine.decoding = make_fallback_decoding(FailingDrafter(), verifier_of(llm), spare=SuffixDrafter(8, 512))
+    replace_roles(llm, FailingDrafter(), spare=SuffixDrafter(8, 512))
     answer = llm.generate(prompt, GREEDY)
     assert answer.token_ids == LLM(pair[0], dtype=torch.float64).generate(prompt, GREEDY).token_ids
     assert answer.stats.drafter_lost == "the draft model left"

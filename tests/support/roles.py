@@ -9,8 +9,9 @@ from typing import Any
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.batching.sequence_group import SequenceGroup
 from swiftspec.builder.model_pair import build_drafter, make_group_method
-from swiftspec.builder.roles import TreeRoles, make_fallback_decoding
+from swiftspec.builder.roles import TreeRoles
 from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
+from swiftspec.engine import TreeDecoding
 from swiftspec.llm import LLM
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
@@ -18,6 +19,7 @@ from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.executors import available
 from swiftspec.runtime.executors.available import ExecutorDeps
 from swiftspec.runtime.executors.graph import Capture
+from swiftspec.runtime.fallback_drafter import FallbackDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.target_verifier import TargetVerifier
@@ -150,7 +152,10 @@ def scheduler_of(llm: LLM) -> BatchScheduler:
     return llm.roles.inner_roles
 
 
-def replace_roles(llm: LLM, drafter: Drafter | None = None, verifier: Verifier | None = None) -> None:
-    """Replaces drafter or verifier of an engine; without a controller."""
+def replace_roles(
+    llm: LLM, drafter: Drafter | None = None, verifier: Verifier | None = None, spare: Drafter | None = None
+) -> None:
+    """Replaces drafter or verifier of an engine; without a controller. `spare`: see `FallbackDrafter`."""
     parts = tree_of(llm)
-    llm.engine.decoding = make_fallback_decoding(drafter or parts.drafter, verifier or parts.verifier)
+    safe = FallbackDrafter(drafter or parts.drafter, spare)
+    llm.engine.decoding = TreeDecoding(safe, verifier or parts.verifier, drafter_loss=lambda: safe.lost_reason)

@@ -27,7 +27,9 @@ Tests with your own models that speculation is lossless: samples many short answ
 the distributions of each token and of each two successive tokens (chi-square test with Holm's correction; total
 variation with its 95 % interval), then compares greedy answers token by token. The false-positive rate is 1 in 1,000
 runs. All other flags are those of `python -m swiftspec.serve`, such as --model, --draft-model, --mode, --verify,
---proposal and --temperature. --self-switch is off by default, since rounds without the draft would test nothing."""
+--proposal and --temperature. --self-switch is off by default, since rounds without the draft would test nothing.
+--no-graft-suffix tests the draft model alone: answers to one prompt resemble each other, so that suffix lookup proposes
+many of their tokens."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m swiftspec.exactness") -> int:
@@ -155,7 +157,9 @@ def _report(tree: Session, tested: CountingEngine, verdict: SampleVerdict | None
     out.print(
         f"mode {plan.mode}, verify {plan.verify}, proposal {plan.proposal}, {plan.num_ranks} rank(s), {tree.dtype}"
     )
-    out.print(f"{tested.accepted} draft tokens were accepted in {tested.rounds} rounds")
+    sources = ", ".join(f"{source.label} {count}" for source, count in sorted(tested.by_source.items()))
+    by_source = f" ({sources})" if len(tested.by_source) > 1 else ""
+    out.print(f"{tested.accepted} draft tokens were accepted in {tested.rounds} rounds{by_source}")
     same = all(not text.parted for text in texts)
     if verdict is not None:
         same = same and verdict.same

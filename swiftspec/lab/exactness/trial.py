@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from swiftspec.engine import Completion
 from swiftspec.lab.exactness.statistics import Comparison, compare, holm
+from swiftspec.messages import NodeSource
+from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.params import SamplingParams
 
 SIGNIFICANCE_LEVEL = 0.001  # probability that the statistical test rejects an exact engine
@@ -27,6 +30,7 @@ class CountingEngine:
     engine: GeneratingEngine
     rounds: int = 0
     accepted: int = 0
+    by_source: Counter[NodeSource] = field(default_factory=Counter[NodeSource])  # accepted tokens
     lost: str | None = None  # reason why the drafter was lost, of the last request in which it was
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
@@ -34,6 +38,7 @@ class CountingEngine:
         answer = self.engine.generate(prompt, sampling)
         self.rounds += answer.stats.rounds
         self.accepted += answer.stats.accepted
+        self.by_source += Acceptance.from_rounds(answer.stats.verified).accepted_by_source
         self.lost = answer.stats.drafter_lost or self.lost
         return answer
 

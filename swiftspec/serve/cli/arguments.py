@@ -201,7 +201,7 @@ def add_run_flags(group: Any, *, prompt_flags: bool = True) -> list[argparse.Act
 def _add(group: Any, flag: Flag, *, hidden: bool) -> None:
     text = f"{flag.setting.help} [default: {flag.default_text}] [env: {env_name(flag.name)}]"
     options: dict[str, Any] = {"dest": flag.name, "help": argparse.SUPPRESS if hidden else text.replace("%", "%%")}
-    if flag.value_type is bool:
+    if flag.is_boolean:
         options["action"] = argparse.BooleanOptionalAction
     else:
         options["metavar"] = flag.metavar

@@ -225,9 +225,10 @@ class CommandSettings:
         True, "Adapt --draft-steps and --verify-batch to measured times, unless they are given.", SPECULATION, order=1,
         applies_to=TREE,
     )  # fmt: skip
-    graft_suffix: bool = setting(
-        False, "Add suffix lookup to the proposals of the draft model: what followed earlier occurrences of the latest"
+    graft_suffix: bool | None = setting(  # None: see `EngineConfig.for_models`
+        None, "Add suffix lookup to the proposals of the draft model: what followed earlier occurrences of the latest"
         " tokens. Rounds skip the draft model where suffix lookup alone is predicted to be faster.", SPECULATION,
+        default_text="on in mode serial with --verify match and --self-switch or --adapt, without workers; else off",
         order=1, applies_to=TREE,
     )  # fmt: skip
     negative_prompt: str | None = setting(
@@ -251,6 +252,11 @@ class Flag:
     choices: tuple[str, ...]  # the allowed values; empty if they are not listed
     default: Any
     default_text: str  # the default as --help shows it
+
+    @property
+    def is_boolean(self) -> bool:
+        """Whether the flag is on or off, and has the form --no-... too; if it may be None, its default is automatic."""
+        return self.value_type in (bool, bool | None)
 
     @property
     def metavar(self) -> str:

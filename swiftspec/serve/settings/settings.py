@@ -123,6 +123,8 @@ class Settings(SettingsFields):
         """The value of `EngineConfig.drafter`."""
         if self.drafts_by_lookup:
             return SUFFIX_LOOKUP
+        if self.graft_suffix is None:
+            return "auto"
         return GRAFTED if self.graft_suffix else "model"
 
     @property

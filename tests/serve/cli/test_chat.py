@@ -492,7 +492,7 @@ def test_in_a_real_terminal(tmp_path: Path) -> None:
     terminal.send("def f():\r")
     terminal.until(r"20 tok, [\d.e+]+ tok/s, TTFT \d+ ms, \d\.\d tok/round[\s\S]*>>>")
     terminal.send("/race\r")
-    terminal.until(r"times as fast; the text is the same: all 20 tokens are equal[\s\S]*>>>")
+    terminal.until(r"times as fast; the text is the same: all\s+20\s+tokens\s+are\s+equal[\s\S]*>>>")
     terminal.send("/retry\r")
     terminal.until(r"seed 1\b[\s\S]*cut at max_tokens 20, 20 tok[\s\S]*>>>")
     terminal.send("/set top-p 3\r")

@@ -43,7 +43,7 @@ def other_value(flag: Flag) -> tuple[str, Any]:
     """Returns a valid value that is not the default, as text and as the config has it."""
     if flag.choices:
         return flag.choices[-1], flag.choices[-1]
-    if flag.value_type is bool:
+    if flag.is_boolean:
         return str(not flag.default), not flag.default
     if flag.name == "ess_threshold":
         return "0.25", 0.25

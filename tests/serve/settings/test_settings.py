@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.config import EngineConfig
+from swiftspec.config import GRAFTED, EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.serve.cli import generate
 from swiftspec.serve.cli.arguments import build_parser, parse_command
@@ -304,6 +304,7 @@ def test_suffix_lookup_runs_in_mode_serial_on_any_number_of_ranks() -> None:
     assert {grafted.make_plan(True, ranks).drafter for ranks in (1, 2)} == {"model+suffix"}
     with pytest.raises(UsageError, match="--graft-suffix requires a draft model"):
         load_settings({"draft_model": "suffix", "graft_suffix": True}).make_plan(True)
+    assert lookup.model_copy(update={"graft_suffix": False}).make_plan(True).drafter == "suffix"
     steps = load_settings({"draft_model": "suffix", "draft_steps": 2})
     assert steps.ignored_settings("serial") == ["suffix lookup has no draft forwards: --draft-steps without effect"]
 
@@ -317,6 +318,35 @@ def test_suffix_lookup_runs_in_mode_serial_on_any_number_of_ranks() -> None:
 def test_values_set_by_the_user_are_not_adapted(given: dict[str, Any], steps: bool, batch: bool) -> None:
     plan = load_settings(given).make_plan(has_draft=True, ranks=2)
     assert (plan.adapt_steps, plan.adapt_batch) == (steps, batch)
+
+
+@pytest.mark.parametrize(
+    ("flags", "drafter"),
+    [
+        ([], GRAFTED), (["--no-graft-suffix"], "model"), (["--no-self-switch"], GRAFTED), (["--no-adapt"], GRAFTED),
+        (["--no-self-switch", "--no-adapt"], "auto"), (["--draft-steps", "3", "--verify-batch", "8"], GRAFTED),
+        (["--no-self-switch", "--draft-steps", "3", "--verify-batch", "8"], "auto"),
+        (["--verify", "reject"], "auto"), (["--max-num-seqs", "2"], "auto"), (["--mode", "smc"], "auto"),
+        (["--mode", "ar"], "model"), (["--draft-url", "127.0.0.1:7071", "--mode", "serial"], "auto"),
+        (["--no-self-switch", "--no-adapt", "--graft-suffix"], GRAFTED),
+    ],
+)  # fmt: skip
+def test_suffix_lookup_is_grafted_by_default_where_rounds_are_adapted(flags: list[str], drafter: str) -> None:
+    assert parse_command(flags).settings.make_plan(has_draft=True).for_models("draft").drafter == drafter
+
+
+@pytest.mark.parametrize(
+    ("flags", "cause"),
+    [
+        (["--verify", "reject"], "verify reject"), (["--max-num-seqs", "2"], "max_num_seqs above 1"),
+        (["--mode", "smc"], "mode smc"), (["--draft-url", "127.0.0.1:7071"], "workers"),
+    ],
+)  # fmt: skip
+def test_grafting_is_refused_only_if_it_is_given(flags: list[str], cause: str) -> None:
+    parse_command(flags).settings.make_plan(has_draft=True)
+    with pytest.raises(UsageError, match=cause) as caught:
+        parse_command([*flags, "--graft-suffix"]).settings.make_plan(has_draft=True)
+    assert "\n" not in str(caught.value)
 
 
 def test_rejection_sampling_is_deterministic_unless_adaptation_is_requested() -> None:
