@@ -72,6 +72,7 @@ def create_app(
     model_names = model_names or [_model_folder(engine).name]
     metrics = metrics or PrometheusMetrics(engine, model_names[0])
     instrumented = InstrumentedEngine(engine, [metrics.record_request, *on_finished])
+    metrics.live_tokens = instrumented.live_tokens
     context = AppContext(
         instrumented, codec, model_names, compile or SandboxedGrammarCompiler(), keep_alive_s, always_usage
     )

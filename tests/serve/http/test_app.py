@@ -50,6 +50,16 @@ def test_requests_during_and_after_shutdown(player: Player, client: httpx.Client
     assert "rank 1 is gone" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("phase", "ready", "live"),
+    [("loading", 503, 200), ("ready", 200, 200), ("recovering", 503, 200), ("draining", 503, 200), ("dead", 503, 503)],
+)
+def test_probes(player: Player, client: httpx.Client, phase: str, ready: int, live: int) -> None:
+    player.state = EngineState(phase, "", 0, 0)
+    assert client.get("/ready").status_code == client.get("/health").status_code == ready
+    assert client.get("/live").status_code == live
+
+
 def test_requests_while_a_rank_restarts(player: Player, client: httpx.Client) -> None:
     """Without rank 0, requests are accepted and wait; without the draft, they are decoded."""
     lost = [RankState(0, "target", 7, "lost", 1), RankState(1, "draft", 8, "up", 0)]

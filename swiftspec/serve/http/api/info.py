@@ -1,4 +1,4 @@
-"""Endpoints about the server: /v1/models, /health, /health/generate, /ping, /load and /version."""
+"""Endpoints about the server: /v1/models, /health, /ready, /live, /health/generate, /ping, /load and /version."""
 
 from __future__ import annotations
 
@@ -34,6 +34,17 @@ def info_router(context: AppContext) -> APIRouter:
     @router.get("/health")
     async def health() -> Response:
         return _health(context)
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """As /health, for readiness probes."""
+        return _health(context)
+
+    @router.get("/live")
+    async def live() -> Response:
+        """Whether a restart of the server would not help, for liveness probes: also while rank 0 is loading, restarting
+        or draining."""
+        return Response(status_code=503 if context.engine.state.phase == "dead" else 200)
 
     @router.get("/ping")
     @router.post("/ping")

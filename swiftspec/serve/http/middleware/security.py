@@ -23,7 +23,7 @@ MAX_BODY_BYTES = 8 << 20
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 8 << 10  # one name and value; `request_timeout.MAX_HEAD_BYTES` limits all headers together
 MAX_JSON_DEPTH = 64  # nested lists and objects; limited since parsers and validators are recursive
-PUBLIC_PATHS = {"/health"}  # need no key, so that supervisors can probe the server
+PUBLIC_PATHS = {"/health", "/ready", "/live"}  # need no key, so that supervisors can probe the server
 
 QUOTE = ord('"')
 NON_STRUCTURAL_BYTES = bytes(set(range(256)) - set(b'"[]{}'))

@@ -1,4 +1,5 @@
-"""Prometheus metrics at /metrics, with the prefix `swiftspec:` and vLLM's names where vLLM has the metric.
+"""Prometheus metrics at /metrics, with the prefix `swiftspec:` and vLLM's names where vLLM has the metric. Those are
+repeated with the prefix `vllm:` (vllm_names.py).
 
 The front end updates the metrics when a request ends, from its own timestamps and from the statistics in `DoneFrame`.
 The decoding loop in rank 0 does no work for them.
@@ -6,7 +7,7 @@ The decoding loop in rank 0 does no work for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -18,6 +19,7 @@ from swiftspec.observe.draft_monitor import DraftMonitor
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from swiftspec.serve.http.engine_link.frames import RankState
 from swiftspec.serve.http.observe.request_metrics import ChoiceRecord, RequestRecord
+from swiftspec.serve.http.observe.vllm_names import VllmNames
 
 PREFIX = "swiftspec:"
 MODEL_LABEL = "model_name"
@@ -35,7 +37,9 @@ class PrometheusMetrics:
 
     def __init__(self, engine: EngineClient, model_name: str) -> None:
         self._engine, self._model_name = engine, model_name
-        self._registry = CollectorRegistry()
+        self.live_tokens: Callable[[], int] = lambda: 0  # tokens of the requests that are being decoded
+        self._registry, self._vllm_registry = CollectorRegistry(), CollectorRegistry()
+        self._vllm_registry.register(VllmNames(self._registry, PREFIX, MODEL_LABEL))
         self._create_gauges()
         self._create_request_metrics()
         self._create_speculation_metrics()
@@ -50,11 +54,12 @@ class PrometheusMetrics:
         self._update_ranks(state.ranks)
         if info is not None:
             self._loading.set(info.load_ms / 1e3)
+            self._kv_usage.set(min(self.live_tokens() / (info.max_model_len * info.max_num_seqs), 1.0))
             draft = (info.draft_model or "").rpartition("/")[2]  # its name without the folder
             self._info.labels(
                 self._model_name, draft, *(_label_value(info.plan.get(name)) for name in PLAN_LABELS)
             ).set(1)
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + generate_latest(self._vllm_registry)
 
     def _update_ranks(self, ranks: Sequence[RankState]) -> None:
         for role in {rank.role for rank in ranks}:
@@ -88,6 +93,8 @@ class PrometheusMetrics:
         self._generated_tokens.inc(choice.num_output_tokens)
         if choice.token_times:
             self._prompt_tokens.inc(len(choice.request.prompt))
+            if choice.done is not None:
+                self._queried_tokens.inc(len(choice.request.prompt))
         for earlier, later in zip(choice.token_times, choice.token_times[1:]):
             self._inter_token.observe(later - earlier)
         if choice.done is not None:
@@ -126,6 +133,9 @@ class PrometheusMetrics:
         self._running = self._gauge("num_requests_running", "Requests that are being decoded.")
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
         self._up = self._gauge("ready", "1 while rank 0 serves.")
+        self._kv_usage = self._gauge(
+            "kv_cache_usage_perc", "Share of the KV cache that the running requests use; 1 is all of it."
+        )
         self._low_acceptance = self._gauge(
             "draft_acceptance_low", "1 if hardly any round accepts a token of the draft: check the draft model."
         )
@@ -143,6 +153,7 @@ class PrometheusMetrics:
 
     def _create_request_metrics(self) -> None:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
+        self._queried_tokens = self._counter("prefix_cache_queries", "Prompt tokens of completed requests.")
         self._cached_tokens = self._counter("prefix_cache_hits", "Prompt tokens supplied by the prefix cache.")
         self._graph_captures = self._counter(
             "graph_captures", "CUDA graphs captured during requests; each capture interrupts the GPU."

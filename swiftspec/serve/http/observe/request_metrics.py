@@ -115,6 +115,15 @@ class InstrumentedEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._on_finished, self._clock = engine, on_finished, clock
+        self._live: list[RequestRecord] = []
+
+    def live_tokens(self) -> int:
+        """Returns the number of prompt and output tokens of all choices that are being decoded. A choice counts from
+        its first token on."""
+        choices = [choice for record in self._live for choice in record.choices]
+        return sum(
+            len(each.request.prompt) + each.num_tokens for each in choices if each.token_times and each.done is None
+        )
 
     @property
     def state(self) -> EngineState:
@@ -133,6 +142,7 @@ class InstrumentedEngine:
         record = RequestRecord([ChoiceRecord(request) for request in requests], self._clock(), REQUEST_CONTEXT.get())
         stop: bool | None = None
         cancelled = False
+        self._live.append(record)
         try:
             async with aclosing(self._engine.stream_frames(*requests)) as frames:
                 while True:
@@ -153,6 +163,7 @@ class InstrumentedEngine:
             record.error = error
             raise
         finally:
+            self._live = [each for each in self._live if each is not record]
             record.ended_at = self._clock()
             if record.error is not None:
                 record.outcome = _outcome(record.error)

@@ -40,7 +40,11 @@ def samples(metrics: PrometheusMetrics) -> Samples:
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
-            assert labels.pop("model_name") == "m" and sample.name.startswith("swiftspec:")
+            assert labels.pop("model_name") == "m"
+            if sample.name.startswith("vllm:"):
+                assert labels.pop("engine") == "0"
+                continue
+            assert sample.name.startswith("swiftspec:")
             found[sample.name.removeprefix("swiftspec:"), tuple(sorted(labels.items()))] = sample.value
     return found
 
