@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,10 @@ from swiftspec.model.gguf.file import is_gguf
 from swiftspec.model.loader import NO_QUANTIZATION, shard_of
 from swiftspec.model.shard import EIGHT, Shard
 from swiftspec.model.spec import DraftHeadSpec
+from swiftspec.model.tensor_names import TensorNames
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.transformer import ModelOps
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
-
-MTP = "mtp"  # module of the MTP layer and of its norms
 
 
 def head_config(path: str | Path | None, target: str | Path) -> ModelConfig:
@@ -35,8 +34,6 @@ def head_config(path: str | Path | None, target: str | Path) -> ModelConfig:
     of the target. Raises UserError if it does not fit the target."""
     of_target = read_config(target)
     if path is None:
-        if is_gguf(Path(target)):
-            raise UserError(f"{target}: the MTP layer of a GGUF file is not supported; use a Hugging Face directory")
         return mtp_config(of_target)
     config = read_config(path)
     head = config.spec.draft_head
@@ -82,37 +79,57 @@ def load_draft_head(
     return head
 
 
+@dataclass(frozen=True, slots=True)
+class _MtpModules:
+    """Names of the modules of an MTP layer besides those of its decoder layer."""
+
+    decoder: TensorNames
+    projection: str
+    embedding_norm: str
+    hidden_norm: str
+
+    @staticmethod
+    def of(path: str | Path, names: TensorNames) -> _MtpModules:
+        """Returns the names in the checkpoint of a target. `names`: of the target's modules."""
+        if not is_gguf(Path(path)):
+            decoder = replace(names, layers="mtp.layers", norm="mtp.norm")
+            return _MtpModules(decoder, "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+        layer = names.layer(len(read_config(path).spec.layers))  # the one after the last layer of the target
+        inner = f"{layer}.nextn"
+        decoder = replace(names, only_layer=layer, norm=f"{inner}.shared_head_norm")
+        return _MtpModules(decoder, f"{inner}.eh_proj", f"{inner}.enorm", f"{inner}.hnorm")
+
+
 class _Mtp:
     """Reader of the MTP layer in the checkpoint of a target."""
 
     def __init__(self, config: ModelConfig, path: str | Path, dtype: torch.dtype, progress: Progress | None) -> None:
         self._tensors = open_tensors(path, progress, dtype)
-        if f"{MTP}.fc.weight" not in self._tensors:
-            raise UserError(f"{path}: the checkpoint has no MTP layer ({MTP}.fc.weight); use another draft")
-        self._names = config.names.found_in(self._tensors)
-        self._spec = config.spec
-        own = replace(self._names, layers=f"{MTP}.layers", norm=f"{MTP}.norm")
-        self._checkpoint = Checkpoint(config.spec, self._tensors, format_of(config), own)
+        names = config.names.found_in(self._tensors)
+        self._modules, self._target_norm = _MtpModules.of(path, names), names.norm
+        if f"{self._modules.embedding_norm}.weight" not in self._tensors:
+            raise UserError(f"{path}: the checkpoint has no MTP layer ({self._modules.projection}); use another draft")
+        self._hidden_size = config.spec.hidden_size
+        self._checkpoint = Checkpoint(config.spec, self._tensors, format_of(config), self._modules.decoder)
 
     def read(self, shard: Shard | None) -> DraftHeadWeights:
-        hidden, read = self._spec.hidden_size, self._checkpoint
-        fc = read.linear(f"{MTP}.fc", hidden, 2 * hidden, bias=False)
-        embedding, state = _halves(fc)
+        hidden, read, modules = self._hidden_size, self._checkpoint, self._modules
+        embedding, state = _halves(read.linear(modules.projection, hidden, 2 * hidden, bias=False))
         decoder = read.read()
         return DraftHeadWeights(
             decoder=decoder if shard is None else shard.cut(decoder),
-            embedding_norm=read.norm(f"{MTP}.pre_fc_norm_embedding", hidden),
+            embedding_norm=read.norm(modules.embedding_norm, hidden),
             embedding_projection=embedding,
-            hidden_norm=read.norm(f"{MTP}.pre_fc_norm_hidden", hidden),
+            hidden_norm=read.norm(modules.hidden_norm, hidden),
             hidden_projection=state,
             target_projection=None,
-            target_norm=read.norm(self._names.norm, hidden),
+            target_norm=read.norm(self._target_norm, hidden),
             token_ids=None,
         )
 
     def check_all_taken(self) -> None:
         """Raises UserError if the MTP layer has other weights than this one."""
-        self._tensors.check_all_taken((f"{MTP}.",))
+        self._tensors.check_all_taken(("mtp.",))
 
 
 class _Eagle3:

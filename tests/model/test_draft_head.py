@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -26,6 +27,7 @@ from swiftspec.model.loader import load_model
 from swiftspec.model.spec import DraftHeadSpec
 from tests.model.architectures.test_families import new_cache
 from tests.support.draft_heads import add_mtp, eagle3_forward, make_eagle3, rms_norm
+from tests.support.gguf_files import gguf_name, write_gguf
 from tests.support.thread_group import on_ranks
 from tests.support.tiny_checkpoints import chain, make_checkpoint
 
@@ -99,6 +101,39 @@ def test_mtp_equals_the_layers_of_transformers(tmp_path: Path) -> None:
     want = mtp_forward(theirs, tensors, states[:-1, 0])
     head = load_draft_head(None, tmp_path, dtype=torch.float64, ops=reference, max_positions=64)
     torch.testing.assert_close([*run(head, states)], [*want], rtol=0, atol=1e-5)  # their norms compute in float32
+
+
+def test_mtp_in_a_gguf_file(tmp_path: Path) -> None:
+    """The layer after the last one of the target, with norms that are stored as 1 + weight."""
+    folder, file = tmp_path / "hf", tmp_path / "model.gguf"
+    theirs = make_checkpoint(folder, family="qwen3_5_text", dtype=torch.float32)
+    tensors = add_mtp(folder)
+    inner = {
+        "fc": "eh_proj",
+        "pre_fc_norm_embedding": "enorm",
+        "pre_fc_norm_hidden": "hnorm",
+        "norm": "shared_head_norm",
+    }
+
+    def with_mtp(writer: GGUFWriter) -> None:
+        writer.add_nextn_predict_layers(1)
+        writer.add_block_count(5)
+        for name, tensor in tensors.items():
+            stored = (tensor + (tensor.ndim == 1)).float().numpy()
+            part = name.removeprefix("mtp.").removesuffix(".weight")
+            layer = part.replace("layers.0.", "model.layers.4.")
+            writer.add_tensor(
+                f"blk.4.nextn.{inner[part]}.weight" if part in inner else gguf_name("qwen35", 5, f"{layer}.weight"),
+                stored,
+            )
+
+    write_gguf(file, theirs, metadata=with_mtp)
+    states, how = states_of(folder, (3,)), {"dtype": torch.float64, "ops": reference, "max_positions": 64}
+    want, got = (run(load_draft_head(None, path, **how), states) for path in (folder, file))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)  # the file has float32 numbers
+    write_gguf(file, theirs)
+    with pytest.raises(UserError, match="has no MTP layer"):
+        load_draft_head(None, file, **how)
 
 
 @torch.no_grad()

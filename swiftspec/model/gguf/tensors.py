@@ -21,7 +21,8 @@ from swiftspec.model.gguf.rope import ROPE_TENSORS
 
 DENSE_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-NORM = "_norm.weight"  # end of the name of every norm's weights
+# ends of the names of all norms' weights; the last two are those of an MTP layer
+NORMS = ("_norm.weight", ".enorm.weight", ".hnorm.weight")
 
 
 class GgufTensors:
@@ -74,7 +75,7 @@ class GgufTensors:
         if dtype not in kinds:
             raise UserError(f"{self.folder}: {name} has unsupported dtype {dtype}")
         found = self._in_order(name, self._map(tensor).view(dtype).view(shape))
-        if self._norms_plus_one and name.endswith(NORM) and not name.endswith(self._delta_norm):
+        if self._norms_plus_one and name.endswith(NORMS) and not name.endswith(self._delta_norm):
             return found.float() - 1  # 1 + (w - 1) is w again in float32, for any w above 0.5
         return found
 
