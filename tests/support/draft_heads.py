@@ -103,7 +103,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 def rope(x: Tensor, theta: float = 10000.0, begin: int = 0) -> Tensor:
     """RoPE of x [heads, positions, dim], from position `begin` on."""
     half = x.shape[-1] // 2
-    angles = torch.arange(begin, begin + x.shape[1], dtype=x.dtype)[:, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    angles = torch.arange(begin, begin + x.shape[1], dtype=x.dtype)[:, None] * theta ** (
+        -torch.arange(half, dtype=x.dtype) / half
+    )
     first, second = x.chunk(2, -1)
     return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)
 

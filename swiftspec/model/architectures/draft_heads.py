@@ -52,7 +52,9 @@ def dflash_spec(fields: Fields) -> ModelSpec:
     """Returns the spec of a DFlash head, which has Qwen3 layers, as its authors write it (z-lab)."""
     own = fields.object("dflash_config")
     _refuse_dflash_variants(fields, own)
-    both = replace(fields, data={**fields.data, **{name: value for name, value in own.data.items() if value is not None}})
+    both = replace(
+        fields, data={**fields.data, **{name: value for name, value in own.data.items() if value is not None}}
+    )
     windows, causal = windows_of(fields, layer_kinds(fields, [FULL] * layer_count(fields))), _causal(fields, own)
     if any(windows) and causal is False:
         raise UserError("a DFlash head with sliding windows that are not causal is not supported")
