@@ -177,7 +177,7 @@ class BlockSpec:
 
     size: int  # positions
     mask_token: int
-    # a position attends to earlier ones of the block only; False: to all of them, except in layers with a sliding window
+    # a position of the block does not attend to later ones; False: in layers with a sliding window only
     causal: bool = False
     target_layers: int | None = None  # number of layers of the target; None: unknown
 

@@ -205,7 +205,8 @@ def test_configurations_without_draft_heads(
     tmp_path: Path, target: Path, options: dict[str, Any], message: str
 ) -> None:
     make_dflash(tmp_path)
-    plan = EngineConfig(**{"mode": "serial"} | options)
+    given: dict[str, Any] = {"mode": "serial", **options}
+    plan = EngineConfig(**given)
     with pytest.raises(UserError, match=message):
         LLM(target, tmp_path, plan if plan.mode != "async" else replace(plan, draft_tp=0), dtype=torch.float64)
     with pytest.raises(UserError, match="is a draft head, which cannot run alone"):

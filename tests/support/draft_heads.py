@@ -132,8 +132,9 @@ def eagle3_forward(
 
 
 def make_dflash(
-    folder: Path, *, vocab: int = 64, hidden: int = 32, layers: int = 3, seed: int = 5, ids: tuple[int, ...] = (0, 2, 3),
-    block_size: int = 6, mask_token: int = 63, dflash_config: dict[str, Any] | None = None, **config: Any,
+    folder: Path, *, vocab: int = 64, hidden: int = 32, layers: int = 3, seed: int = 5,
+    ids: tuple[int, ...] = (0, 2, 3), block_size: int = 6, mask_token: int = 63,
+    dflash_config: dict[str, Any] | None = None, **config: Any,
 ) -> Tensors:  # fmt: skip
     """Writes a random DFlash head in the layout of z-lab, and returns its tensors. `ids`: the target's layers."""
     noise, heads, kv_heads, dim = torch.Generator().manual_seed(seed), 4, 2, hidden // 4

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import Fields
-from swiftspec.model.architectures.decoder import FULL, SLIDING, decoder_spec, layer_count, layer_kinds, windows_of
+from swiftspec.model.architectures.decoder import FULL, decoder_spec, layer_count, layer_kinds, windows_of
 from swiftspec.model.architectures.llama import llama_spec
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.spec import AttentionSpec, BlockSpec, DraftHeadSpec, ModelSpec
@@ -52,9 +52,8 @@ def dflash_spec(fields: Fields) -> ModelSpec:
     """Returns the spec of a DFlash head, which has Qwen3 layers, as its authors write it (z-lab)."""
     own = fields.object("dflash_config")
     _refuse_dflash_variants(fields, own)
-    both = replace(
-        fields, data={**fields.data, **{name: value for name, value in own.data.items() if value is not None}}
-    )
+    given = {name: value for name, value in own.data.items() if value is not None}
+    both = replace(fields, data={**fields.data, **given})
     windows, causal = windows_of(fields, layer_kinds(fields, [FULL] * layer_count(fields))), _causal(fields, own)
     if any(windows) and causal is False:
         raise UserError("a DFlash head with sliding windows that are not causal is not supported")
