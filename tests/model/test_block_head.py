@@ -14,13 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swiftspec.backends import cpu, reference
+from swiftspec.backends import cpu, reference, unfused
+from swiftspec.builder.memory_estimate import MemoryEstimate
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.file_io import read_object
 from swiftspec.llm import LLM
 from swiftspec.model.block_head import BlockHead
 from swiftspec.model.block_head_loader import load_block_head
+from swiftspec.model.config_json import parse_config
 from swiftspec.model.loader import load_model
 from swiftspec.model.spec import BlockSpec, DraftHeadSpec
 from tests.model.architectures.test_families import new_cache
@@ -44,6 +46,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biased logits": {"dflash_config": {"output_multiplier": 0.25, "final_logit_softcapping": 3.0}},
     "scaled embedding": {"dflash_config": {"input_embedding_scale": 2.5}},
 }
+# shapes of z-lab/Qwen3-4B-DFlash-b16 and z-lab/Qwen3.5-4B-DFlash, whose block size is in another place
+QWEN3_4B: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 16, "attention_bias": False,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 2560, "intermediate_size": 9728, "layer_types": ["full_attention"] * 5,
+    "max_position_embeddings": 40960, "max_window_layers": 5, "num_attention_heads": 32, "num_hidden_layers": 5,
+    "num_key_value_heads": 8, "num_target_layers": 36, "rms_norm_eps": 1e-6, "rope_scaling": None,
+    "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
+    "vocab_size": 151936, "dtype": "bfloat16",
+}  # fmt: skip
+QWEN3_5_4B: dict[str, Any] = QWEN3_4B | {
+    "block_size": None, "intermediate_size": 9216, "num_hidden_layers": 6, "num_target_layers": 32,
+    "dflash_config": {"block_size": 16, "mask_token_id": 248077, "target_layer_ids": [1, 5, 9, 13, 17, 21, 25, 29]},
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"], "max_position_embeddings": 262144,
+    "max_window_layers": 6, "rope_theta": None, "rope_parameters": {"rope_theta": 10000000, "rope_type": "default"},
+    "sliding_window": 4096, "use_sliding_window": True, "vocab_size": 248320,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +113,12 @@ def expected(target: Path, tensors: dict[str, Tensor], states: Tensor, variant: 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_plain_torch(tmp_path: Path, target: Path, variant: str) -> None:
     tensors, states = make_dflash(tmp_path, **VARIANTS[variant]), states_of(target)
-    head = load_block_head(tmp_path, target, dtype=torch.float64, ops=reference, max_positions=64)
     want = expected(target, tensors, states, variant)
-    torch.testing.assert_close(run(head, states), want, rtol=0, atol=1e-5)  # RoPE frequencies are float32 numbers
-    torch.testing.assert_close(run(head, states, depth=2), want[:2], rtol=0, atol=1e-5)
+    for ops in (reference, unfused):
+        head = load_block_head(tmp_path, target, dtype=torch.float64, ops=ops, max_positions=64)
+        # RoPE frequencies are float32 numbers
+        torch.testing.assert_close(run(head, states, ops), want, rtol=0, atol=1e-5)
+        torch.testing.assert_close(run(head, states, ops, depth=2), want[:2], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -132,6 +153,29 @@ def test_masked_tokens(tmp_path: Path, target: Path) -> None:
     assert isinstance(masked, BlockHead)
     want[:, [3, 40]] = -torch.inf
     assert torch.equal(run(masked, states), want)
+
+
+def test_published_configurations() -> None:
+    spec = parse_config(QWEN3_4B).spec
+    assert spec.draft_head is not None and not spec.tie_word_embeddings
+    assert spec.draft_head.block == BlockSpec(16, 151669, causal=False, target_layers=36)
+    assert spec.draft_head.hidden_layers(36) == (1, 9, 17, 25, 33)
+    assert spec.layer.attention.qk_norm == "head" and spec.layer.attention.window is None
+    spec = parse_config(QWEN3_5_4B).spec
+    assert spec.draft_head is not None and spec.draft_head.block == BlockSpec(16, 248077, False, 32)
+    assert [layer.attention.window for layer in spec.layers] == [4096] * 5 + [None]
+    assert spec.layers[0].attention.rope.theta == 1e7 and len(spec.draft_head.hidden_layers(32)) == 8
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_memory(ranks: int) -> None:
+    """The projection of the target's states is whole on every rank, as the embedding is."""
+    hidden, inner, vocab, kv, q = 2560, 9728, 151936, 2048, 4096
+    layer = (q + kv) * hidden + hidden * q + 3 * inner * hidden
+    shared = 5 * layer + 5 * kv * hidden + vocab * hidden
+    whole = 5 * hidden * hidden + vocab * hidden
+    found = MemoryEstimate(parse_config(QWEN3_4B), torch.bfloat16, 8192, ranks, ops=unfused).weights
+    assert found == pytest.approx(2 * (shared / ranks + whole), rel=0.001)
 
 
 def test_layers_of_the_target() -> None:

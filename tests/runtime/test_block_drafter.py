@@ -3,6 +3,7 @@ recomputation, whatever the request, the prefix cache and the ranks."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -245,6 +246,19 @@ def test_depth(pair: tuple[Path, Path]) -> None:
         draft_well(llm, [*PROMPT, *want])
         rounds = llm.generate(PROMPT, GREEDY).stats.verified
         assert max(len(each.path) for each in rounds) == depth + 1
+
+
+def test_traces(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    """The rows of a block are not nodes, and the root's keys and values are computed again."""
+    llm = LLM(*pair, trace=tmp_path / "trace.jsonl", **OPTIONS)
+    answer = llm.generate(PROMPT, GREEDY)
+    llm.close()
+    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    drafts = [line["draft"] for line in lines if "path" in line]
+    assert len(drafts) == answer.stats.rounds
+    assert {(draft["nodes"], draft["expanded"], draft["reused"]) for draft in drafts} == {(8, 1, 0)}
+    assert [draft["wasted"] for draft in drafts] == [0, *[1] * (len(drafts) - 1)]
+    assert [rows for _, _, rows in drafts[0]["forwards"]] == [len(PROMPT) - 1, 6]
 
 
 def test_likely_paths_equal_an_enumeration() -> None:
