@@ -111,14 +111,13 @@ def expected(target: Path, tensors: dict[str, Tensor], states: Tensor, variant: 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_plain_torch(tmp_path: Path, target: Path, variant: str) -> None:
+@pytest.mark.parametrize("ops", [reference, unfused], ids=["reference", "unfused"])
+def test_logits_equal_plain_torch(tmp_path: Path, target: Path, variant: str, ops: Any) -> None:
     tensors, states = make_dflash(tmp_path, **VARIANTS[variant]), states_of(target)
+    head = load_block_head(tmp_path, target, dtype=torch.float64, ops=ops, max_positions=64)
     want = expected(target, tensors, states, variant)
-    for ops in (reference, unfused):
-        head = load_block_head(tmp_path, target, dtype=torch.float64, ops=ops, max_positions=64)
-        # RoPE frequencies are float32 numbers
-        torch.testing.assert_close(run(head, states, ops), want, rtol=0, atol=1e-5)
-        torch.testing.assert_close(run(head, states, ops, depth=2), want[:2], rtol=0, atol=1e-5)
+    torch.testing.assert_close(run(head, states, ops), want, rtol=0, atol=1e-5)  # RoPE frequencies are float32 numbers
+    torch.testing.assert_close(run(head, states, ops, depth=2), want[:2], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -146,7 +145,7 @@ def test_native_operators(tmp_path: Path, dtype: torch.dtype, atol: float, varia
 
 def test_masked_tokens(tmp_path: Path, target: Path) -> None:
     make_dflash(tmp_path)
-    head, states = load_block_head(tmp_path, target, dtype=torch.float64, ops=reference, max_positions=64), None
+    head = load_block_head(tmp_path, target, dtype=torch.float64, ops=reference, max_positions=64)
     states = states_of(target)
     want = run(head, states)
     masked = head.with_masked_tokens([3, 40])
