@@ -213,6 +213,7 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> N
         (lambda folder: change(folder, dflash_config={"selector_rank": 8}), "'selector_rank' of dflash_config is not"),
         (lambda folder: change(folder, dflash_config={"use_swa": True}), "with use_swa is not supported"),
         (lambda folder: change(folder, add_swa_attention_sink_bias=True), "sink_bias is not supported"),
+        (lambda folder: change(folder, dflash_config={"use_aux_hidden_state": False}), "without auxiliary hidden"),
         (lambda folder: change(folder, is_neox_style=False), "interleaved RoPE"),
         (lambda folder: change(folder, draft_vocab_size=40), "a part of the vocabulary"),
         (lambda folder: change(folder, speculators_model_type="dflash"), "library speculators"),

@@ -17,10 +17,10 @@ EAGLE3_NAMES = TensorNames(
     embedding="embed_tokens", layers="layers", only_layer="midlayer", norm="norm", input_norm="hidden_norm"
 )
 DFLASH_NAMES = TensorNames(layers="layers", norm="norm")  # embedding and LM head are the target's
-# fields of `dflash_config`; all but the last three may also be fields of config.json
+# fields of `dflash_config`; the first six may also be fields of config.json
 DFLASH_FIELDS = (
     "block_size", "mask_token_id", "target_layer_ids", "final_logit_softcapping", "output_multiplier",
-    "input_embedding_scale", "causal", "use_swa", "attention_sink_bias",
+    "input_embedding_scale", "causal", "use_swa", "attention_sink_bias", "use_aux_hidden_state",
 )  # fmt: skip
 LARGEST_BLOCK = 64  # positions, as many as a round can verify
 
@@ -102,6 +102,8 @@ def _refuse_dflash_variants(fields: Fields, own: Fields) -> None:
     named = next((name for where, name in variants if where.boolean(name)), None)
     if named is not None:
         raise UserError(f"a DFlash head with {named} is not supported")
+    if not own.boolean("use_aux_hidden_state", default=True):
+        raise UserError("a DFlash head without auxiliary hidden states (use_aux_hidden_state) is not supported")
     if not fields.boolean("is_neox_style", default=True):
         raise UserError("a DFlash head with interleaved RoPE (is_neox_style) is not supported")
     vocab = fields.integer("vocab_size", ge=1, le=2**26)
