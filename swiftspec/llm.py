@@ -215,6 +215,7 @@ class LLM(LLMBase):
         with report_startup_error(world):
             config = config.for_device(resolve_device(options.get("device", "auto")).type)
             models = ModelPair.create(target, draft, config, world, options)
+            config = models.for_draft(config)
         models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
         began = time.perf_counter()
         with models.device_errors_recorded(config):
@@ -254,6 +255,7 @@ def serve_rank(
     with report_startup_error(world):
         config = config.for_device(resolve_device(options.get("device", "auto")).type)
         models = ModelPair.create(target, draft, config, world, options)
+        config = models.for_draft(config)
     models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
     with models.device_errors_recorded(config):
         _run_rank(world, config, models, options.get("progress"))

@@ -96,7 +96,8 @@ class MemoryEstimate:
         head = self.matrix_bytes(self.shard.head_rows, spec.hidden_size, self._head_group)
         norms = (4 * len(spec.layers) + 1) * spec.hidden_size * FLOAT_BYTES  # at most four in a layer
         routers = sum(experts.router_rows for experts in self._mixtures) * spec.hidden_size * FLOAT_BYTES
-        return sum(self.matrix_bytes(*each) for each in self._matrices()) + self._embedding + head + norms + routers
+        matrices = sum(self.matrix_bytes(*each) for each in self._matrices()) + self._state_projections
+        return matrices + self._embedding + head + norms + routers
 
     @property
     def _mixtures(self) -> list[ExpertsSpec]:
@@ -106,6 +107,16 @@ class MemoryEstimate:
     @property
     def _embedding(self) -> int:
         return self.config.spec.vocab_size * self.config.spec.hidden_size * self.dtype.itemsize
+
+    @property
+    def _state_projections(self) -> int:
+        """Bytes of the projections of a block head that read hidden states of the target; 0 for other models."""
+        head, hidden = self.config.spec.draft_head, self.config.spec.hidden_size
+        if head is None or head.block is None:
+            return 0
+        keys_and_values = sum(2 * part.kv_heads * part.head_dim for part in self._attention)
+        states = len(head.target_layer_ids) * head.target_hidden_size
+        return (states + keys_and_values) * hidden * self.dtype.itemsize
 
     def _matrices(self) -> Iterator[tuple[int, int, int]]:
         """Yields outputs, inputs and inputs per int4 group, 0 if the matrix is kept dense, for each projection."""

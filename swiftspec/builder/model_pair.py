@@ -61,6 +61,8 @@ from swiftspec.distributed.launch.config_check import RankConfig, settings_of
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import one_line
+from swiftspec.model.block_head import BlockHead
+from swiftspec.model.block_head_loader import load_block_head
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.draft_head import DraftHead
@@ -72,7 +74,7 @@ from swiftspec.model.gguf.file import GgufFile, is_gguf
 from swiftspec.model.gguf.tokenizer import tokenizer_json
 from swiftspec.model.head_loader import head_config, load_draft_head
 from swiftspec.model.loader import load_model
-from swiftspec.model.spec import ModelSpec
+from swiftspec.model.spec import BlockSpec, ModelSpec
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.observe import step_time_emulation
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
@@ -80,9 +82,10 @@ from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.current_device import set_current_device
 from swiftspec.runtime.executors import available
 from swiftspec.runtime.executors.available import ExecutorDeps
+from swiftspec.runtime.executors.block import BlockExecutor
 from swiftspec.runtime.executors.graph import CudaCapture
 from swiftspec.runtime.executors.head import HeadExecutor
-from swiftspec.runtime.head_drafter import HeadDrafter
+from swiftspec.runtime.head_drafter import BlockDrafter, HeadDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY, OverlappedDrafter
@@ -197,6 +200,22 @@ class ModelPair:
         path = self.target if side == "target" else self.draft
         assert path is not None
         return read_config(path)
+
+    @property
+    def _block(self) -> BlockSpec | None:
+        """The block of the draft if it is a block head."""
+        head = None if self.draft is None else self.config_of("draft").spec.draft_head
+        return None if head is None else head.block
+
+    def for_draft(self, plan: EngineConfig) -> EngineConfig:
+        """Returns the configuration with what a block head determines: d is at most the number of drafted positions of
+        a block, which is the default, and does not adapt, because one forward drafts all of them."""
+        block = self._block if plan.mode == "serial" else None
+        if block is None:
+            return plan
+        steps = block.size - 1
+        steps = min(plan.draft_steps or steps, steps)
+        return replace(plan, draft_steps=steps, adapt_steps=False, time_rows=False)
 
     def check_operators(self, plan: EngineConfig, note: Callable[[str], None]) -> None:
         """Reports to `note` which models do not run on the native operators, and why. Raises UserError if the CUDA
@@ -449,7 +468,7 @@ class ModelPair:
         """Loads the draft and returns a drafter on it, for the mode of `plan`. `verifier`: on the target of this
         process, whose hidden states a draft head reads."""
         runner, deps = self._runner("draft", plan, group, progress)
-        if isinstance(runner.model, DraftHead):
+        if isinstance(runner.model, DraftHead | BlockHead):
             assert verifier is not None
             return build_head_drafter(runner, runner.model, verifier, plan)
         return build_drafter(runner, deps, plan)
@@ -485,7 +504,9 @@ class ModelPair:
             "progress": progress, "group": group, "quantization": self._quantization(side, ops),
             "cache_dtype": self.cache_dtype,
         }  # fmt: skip
-        if config.spec.draft_head is not None:
+        if config.spec.draft_head is not None and config.spec.draft_head.block is not None:
+            model = load_block_head(path, self.target, **how)
+        elif config.spec.draft_head is not None:
             model = load_draft_head(None if self.draft_is_mtp else path, self.target, **how)
         else:
             model = self.load(
@@ -527,7 +548,8 @@ class ModelPair:
             return particle_region_slots(plan.population, self.max_model_len)
         if side == "target":
             return plan.max_nodes
-        return draft_tree_slots(plan)
+        block = self._block
+        return draft_tree_slots(plan) if block is None else block.size
 
     def _quantization(self, side: Side, ops: Any) -> LoadTimeQuantization:
         """Returns what is quantised when the target or the draft is loaded."""
@@ -705,9 +727,16 @@ def build_drafter(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> Loc
     return kind(runner, steps, tree, children, plan)
 
 
-def build_head_drafter(runner: Runner, head: DraftHead, verifier: LocalVerifier, plan: EngineConfig) -> HeadDrafter:
+def build_head_drafter(
+    runner: Runner, head: DraftHead | BlockHead, verifier: LocalVerifier, plan: EngineConfig
+) -> HeadDrafter:
     """Returns a drafter on a draft head. `verifier`: on the target, whose hidden states it reads."""
     states = verifier.states = TargetStates(head)
-    tree = DraftTree(1 + runner.tree_slots * plan.children_per_leaf, runner.tree_slots)
     children = TopChildren(plan.children_per_leaf, plan.proposal == "coupled")
+    if isinstance(head, BlockHead):
+        executor = BlockExecutor(runner, head.block, states)
+        return BlockDrafter(
+            runner, executor, DraftTree(plan.max_nodes, 1), children, plan, states, verifier.runner
+        )  # fmt: skip
+    tree = DraftTree(1 + runner.tree_slots * plan.children_per_leaf, runner.tree_slots)
     return HeadDrafter(runner, HeadExecutor(runner, states), tree, children, plan, states, verifier.runner)

@@ -40,6 +40,7 @@ class Batch:
     max_kv_len: int | None = None
     chain: Chain | None = None  # on the host; None: not a chain, or unknown
     hidden: Tensor | None = None  # [rows, hidden], inputs of a draft head besides the tokens (model/draft_head.py)
+    num_logits: int | None = None  # of a block head: drafted positions with logits (model/block_head.py); None: all
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -58,7 +59,8 @@ class ForwardOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A `Batch` in host memory: the same fields as NumPy arrays, except `hidden`, which is on the model's device."""
+    """A `Batch` in host memory: the same fields, its tensors as NumPy arrays, except `hidden`, which is on the model's
+    device."""
 
     tokens: Ints
     positions: Ints
@@ -68,6 +70,7 @@ class HostBatch:
     kv_len: Ints
     chain: Chain | None = None
     hidden: Tensor | None = None
+    num_logits: int | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -81,4 +84,6 @@ class HostBatch:
         """Copies the batch to the device."""
         parts = (self.tokens, self.positions, self.slots, self.mask, self.sequence, self.kv_len)
         on_device = (torch.from_numpy(part).to(device) for part in parts)
-        return Batch(*on_device, max_kv_len=self.max_kv_len, chain=self.chain, hidden=self.hidden)
+        return Batch(
+            *on_device, max_kv_len=self.max_kv_len, chain=self.chain, hidden=self.hidden, num_logits=self.num_logits
+        )

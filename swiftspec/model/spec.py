@@ -171,38 +171,71 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftHeadSpec:
-    """What makes a decoder of one layer a draft head: it reads hidden states of the target, and cannot run alone.
+class BlockSpec:
+    """The block of a block head: the positions that one forward drafts, the root's included, and their attention. All
+    positions but the root's have the mask token."""
 
-    A row of a draft head has a token and the hidden state of the position before it: the target's, or for a drafted
-    token the output of the head for its parent.
+    size: int  # positions
+    mask_token: int
+    # a position of the block does not attend to later ones; False: in layers with a sliding window only
+    causal: bool = False
+    target_layers: int | None = None  # number of layers of the target; None: unknown
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHeadSpec:
+    """What makes a decoder a draft head: it reads hidden states of the target, and cannot run alone.
+
+    A row of eagle3 and mtp, which have one layer, has a token and the hidden state of the position before it: the
+    target's, or for a drafted token the output of the head for its parent.
 
     eagle3 (EAGLE-3, arXiv:2503.01840): a projection of the target's hidden states after three layers is the residual
     stream; queries, keys and values are projections of the normalised embedding and of the normalised hidden state. The
     LM head may have a part of the vocabulary.
     mtp (multi-token prediction, as in Qwen3-Next and Qwen3.5): a projection of the normalised embedding and of the
     normalised final hidden state is the residual stream. Embedding and LM head are the target's.
+    dflash (DFlash, arXiv:2602.06036): a block head, which drafts all positions of a block in one forward. Keys and
+    values of earlier positions are projections of one vector in every layer: the normalised projection of the target's
+    hidden states there. Embedding and LM head are the target's.
     """
 
-    kind: Literal["eagle3", "mtp"]
+    kind: Literal["eagle3", "mtp", "dflash"]
     target_hidden_size: int
     draft_vocab_size: int  # rows of the LM head
     # layers of the target whose inputs are read, as checkpoints number them; empty: 2, half of the layers and the
-    # last but two. Of mtp it is the output of the last layer.
+    # last but two. Of mtp it is the output of the last layer, and of dflash the ids are those of layers whose outputs
+    # are read.
     target_layer_ids: tuple[int, ...] = ()
     norm_before_residual: bool = False  # eagle3: the residual stream is the normalised hidden state
+    block: BlockSpec | None = None  # dflash
 
     def hidden_layers(self, num_layers: int) -> tuple[int, ...]:
         """Returns the layers, counted from 0, of a target with `num_layers` layers after which its hidden states are
         read. Raises UserError if the target does not have them."""
         if self.kind == "mtp":
             return (num_layers - 1,)
+        if self.block is not None:
+            return self._block_layers(self.block, num_layers)
         ids = self.target_layer_ids or (2, num_layers // 2, num_layers - 3)
         if sorted({*ids} & {*range(1, num_layers + 1)}) != [*ids]:
             raise UserError(
                 f"the draft head reads the inputs of layers {[*ids]}, but its target has {num_layers} layers"
             )
         return tuple(layer - 1 for layer in ids)
+
+    def _block_layers(self, block: BlockSpec, num_layers: int) -> tuple[int, ...]:
+        if block.target_layers not in (None, num_layers):
+            raise UserError(
+                f"the draft head is that of a target with {block.target_layers} layers, but its target has {num_layers}"
+            )
+        ids = self.target_layer_ids
+        # transformers, on which DFlash heads are trained, has no output of the last layer without the final norm
+        if sorted({*ids} & {*range(num_layers - 1)}) != [*ids]:
+            raise UserError(
+                f"the draft head reads the outputs of layers {[*ids]}, but those of 0..{num_layers - 2} of its target"
+                " are supported, in ascending order"
+            )
+        return ids
 
 
 @dataclass(frozen=True, slots=True)

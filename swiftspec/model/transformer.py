@@ -306,10 +306,7 @@ class Transformer:
         keys and values of the first layer."""
         ops, stack = self._ops, self.stack
         reduce = None if self.group is None else self.group.all_reduce
-        plans = [
-            ops.prepare(batch, cache.kinds[kind.cache], kind.cos, kind.sin, kind.num_heads, kind.options)
-            for kind in stack.attention
-        ]
+        plans = [self._prepare(kind, batch, cache) for kind in stack.attention]
         delta_ops, delta_plan = self._delta_ops, None
         if delta_ops is not None:
             delta_plan = delta_ops.prepare_delta(batch, cache.delta)
@@ -331,6 +328,10 @@ class Transformer:
             if index in stack.hidden_layers:
                 kept.append(hidden)
         return hidden, kept
+
+    def _prepare(self, kind: PackedAttention, batch: Batch, cache: LayerCaches) -> Any:
+        """Prepares the attention of the layers of one kind."""
+        return self._ops.prepare(batch, cache.kinds[kind.cache], kind.cos, kind.sin, kind.num_heads, kind.options)
 
     def _attend(self, qkv: Tensor, plan: Any, layer: PackedLayer) -> Tensor:
         """Returns the output of attention, times its gate if it has one."""

@@ -89,7 +89,8 @@ def draft_timeline(
     (state, prefix, forwards), (began, proposed, ended) = grown, growth
     (count, expanded), (_, known) = tree_sizes(state), tree_sizes(before[0])
     computed = sum(rows for _, _, rows in forwards)
-    wasted = max(before[1] + known + computed - prefix - expanded, 0)  # KV is either reused or computed
+    # KV is either reused or computed; rows that are not nodes, such as those of a block head, do not count
+    wasted = min(max(before[1] + known + computed - prefix - expanded, 0), known)
     spans = {"open" if first else "observe": tuple(times), "propose": (began, proposed), "grow": (proposed, ended)}
     counts = {"nodes": count, "expanded": expanded, "reused": known - wasted, "wasted": wasted}
     return {**spans, "forwards": forwards, **counts, "tree": tree_record(state)}

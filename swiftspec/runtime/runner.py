@@ -174,7 +174,7 @@ class Runner:
     def run(self, batch: HostBatch, *, head: bool = True) -> ForwardOutput:
         """Runs a forward, without the LM head if `head` is False, and waits for it."""
         device, began = self.model.device, time.perf_counter()
-        if self.input_hidden is not None and batch.hidden is None:
+        if self.input_hidden is not None and batch.chain is not None:
             batch = replace(batch, hidden=self.input_hidden(batch))
         with self.translate_peer_errors():
             output = self.model.forward(batch.to(device), self.cache, head=head)

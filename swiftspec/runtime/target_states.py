@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from swiftspec.model.draft_head import DraftHead
+from swiftspec.model.spec import ModelSpec
 
 MAX_UNPROJECTED_ROWS = 64  # states that wait for their projection, which costs less per row for several rows
+
+
+class StateReadingHead(Protocol):
+    """A draft head, whose inputs are projections of hidden states of the target."""
+
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+
+    def project(self, states: Tensor, /) -> Tensor:
+        """Returns the inputs [rows, hidden] that follow from hidden states [rows, layers, hidden size of the
+        target]."""
+        ...
 
 
 class TargetStates:
@@ -17,7 +32,7 @@ class TargetStates:
     accepted path. Tokens from the target's prefix cache have no states.
     """
 
-    def __init__(self, head: DraftHead) -> None:
+    def __init__(self, head: StateReadingHead) -> None:
         self._head = head
         self.restart()
 

@@ -100,10 +100,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
-def rope(x: Tensor, theta: float = 10000.0) -> Tensor:
-    """RoPE of x [heads, positions, dim], from position 0 on."""
+def rope(x: Tensor, theta: float = 10000.0, begin: int = 0) -> Tensor:
+    """RoPE of x [heads, positions, dim], from position `begin` on."""
     half = x.shape[-1] // 2
-    angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    angles = torch.arange(begin, begin + x.shape[1], dtype=x.dtype)[:, None] * theta ** (
+        -torch.arange(half, dtype=x.dtype) / half
+    )
     first, second = x.chunk(2, -1)
     return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)
 
@@ -127,3 +129,62 @@ def eagle3_forward(
     y = rms_norm(hidden, own["post_attention_layernorm.weight"])
     hidden = hidden + linear(F.silu(linear(y, "mlp.gate_proj")) * linear(y, "mlp.up_proj"), "mlp.down_proj")
     return F.linear(rms_norm(hidden, tensors["norm.weight"]), tensors["lm_head.weight"]), hidden
+
+
+def make_dflash(
+    folder: Path, *, vocab: int = 64, hidden: int = 32, layers: int = 3, seed: int = 5,
+    ids: tuple[int, ...] = (0, 2, 3), block_size: int = 6, mask_token: int = 63,
+    dflash_config: dict[str, Any] | None = None, **config: Any,
+) -> Tensors:  # fmt: skip
+    """Writes a random DFlash head in the layout of z-lab, and returns its tensors. `ids`: the target's layers."""
+    noise, heads, kv_heads, dim = torch.Generator().manual_seed(seed), 4, 2, hidden // 4
+    tensors: Tensors = {
+        "fc.weight": _random(noise, hidden, len(ids) * hidden),
+        "hidden_norm.weight": _random(noise, hidden),
+        "norm.weight": _random(noise, hidden),
+    }
+    for index in range(layers):
+        prefix = f"layers.{index}"
+        tensors |= _layer(noise, prefix, hidden, hidden, heads, kv_heads, dim)
+        tensors |= {f"{prefix}.self_attn.{name}_norm.weight": _random(noise, dim) for name in "qk"}
+    whole: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": block_size, "vocab_size": vocab,
+        "hidden_size": hidden, "intermediate_size": 48, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": dim, "num_hidden_layers": layers, "layer_types": ["full_attention"] * layers,
+        "num_target_layers": 6, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "hidden_act": "silu", "dtype": "float64", "tie_word_embeddings": True,
+        "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": [*ids], **(dflash_config or {})},
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(whole | config))
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def dflash_forward(
+    tensors: Tensors, embedding: Tensor, lm_head: Tensor, states: Tensor, block: list[int],
+    visible: list[Tensor],
+) -> Tensor:  # fmt: skip
+    """Logits [positions, vocab] of all positions of a block but the first one, in the dtype of the tensors. `states`
+    [context, layers, hidden]: hidden states of the target. `visible`: for each layer [positions, context + positions]
+    bool, which keys a position attends to."""
+    count, hidden = len(states), embedding[block]
+    rows = rms_norm(F.linear(states.flatten(1), tensors["fc.weight"]), tensors["hidden_norm.weight"])
+    for index, seen in enumerate(visible):
+        prefix = f"layers.{index}."
+        own = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+        x = rms_norm(hidden, own["input_layernorm.weight"])
+        every = torch.cat((rows, x))
+        q, k, v = (
+            F.linear(part, own[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, 8)).transpose(0, 1)
+            for name, part in (("q", x), ("k", every), ("v", every))
+        )
+        q = rope(rms_norm(q, own["self_attn.q_norm.weight"]), begin=count)
+        k = rope(rms_norm(k, own["self_attn.k_norm.weight"])).repeat_interleave(2, 0)
+        scores = (q @ k.mT / 8**0.5).masked_fill(~seen, -torch.inf)
+        mixed = (scores.softmax(-1) @ v.repeat_interleave(2, 0)).transpose(0, 1).flatten(1)
+        hidden = hidden + F.linear(mixed, own["self_attn.o_proj.weight"])
+        y = rms_norm(hidden, own["post_attention_layernorm.weight"])
+        gate, up = (F.linear(y, own[f"mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+        hidden = hidden + F.linear(F.silu(gate) * up, own["mlp.down_proj.weight"])
+    return F.linear(rms_norm(hidden[1:], tensors["norm.weight"]), lm_head)

@@ -296,6 +296,9 @@ def batch(llm: LLM, requests: Sequence[tuple[list[int], Json]]) -> list[Json]:
 def _failing_at(call: int | None) -> Iterator[None]:
     """Makes the `call`-th expansion of this process fail."""
     expand, calls = LocalDrafter.expand, 0
+    if call is None:
+        yield
+        return
 
     def failing(self: LocalDrafter, count: int = 1) -> None:
         nonlocal calls

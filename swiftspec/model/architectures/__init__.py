@@ -91,7 +91,7 @@ ARCHITECTURES = {
 DRAFT_HEADS = dict.fromkeys(
     ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
     Architecture("eagle3", draft_heads.eagle3_spec, draft_heads.EAGLE3_NAMES),
-)
+) | {"DFlashDraftModel": Architecture("dflash", draft_heads.dflash_spec, draft_heads.DFLASH_NAMES)}
 
 
 @dataclass(frozen=True, slots=True)
