@@ -20,7 +20,7 @@ from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.local_drafter import LocalDrafter
-from tests.support.draft_heads import add_mtp, make_eagle3
+from tests.support.draft_heads import add_mtp, make_dflash, make_eagle3
 from tests.support.roles import replace_roles, tree_of, verifier_of
 from tests.support.tiny_checkpoints import make_pair
 from tests.support.token_constraints import OneHalf
@@ -32,7 +32,7 @@ SEEDED = replace(GREEDY, temperature=0.9, seed=3)
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30] * 3
 VOCAB = 300
 SHAPE: dict[str, Any] = {"vocab": VOCAB, "tie": False}
-KINDS = ("model", "hybrid model", "suffix", "model+suffix", "eagle3", "mtp")
+KINDS = ("model", "hybrid model", "suffix", "model+suffix", "eagle3", "mtp", "dflash")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,9 @@ def make_models(folder: Path, kind: str) -> tuple[Path, Path | str]:
     write_tokenizer(target, byte_level_tokenizer())
     if kind == "eagle3":
         make_eagle3(folder / "head", layers=(1, 3, 6), vocab=VOCAB, draft_vocab=VOCAB)
+        return target, folder / "head"
+    if kind == "dflash":
+        make_dflash(folder / "head", vocab=VOCAB)
         return target, folder / "head"
     if kind == "mtp":
         add_mtp(target)

