@@ -53,8 +53,8 @@ class CommandSettings:
     )  # fmt: skip
     draft_model: str | None = setting(
         None, "Draft model: a much smaller model with the same tokenizer, or a draft head of the target (EAGLE-3,"
-        " DFlash). `mtp`: the head in the target's checkpoint. `suffix`: no model, but suffix lookup, which proposes what"
-        " followed earlier occurrences of the latest tokens.", MODELS, "PATH|HUB_ID|mtp|suffix",
+        " DFlash). `mtp`: the head in the target's checkpoint. `suffix`: no model, but suffix lookup, which proposes"
+        " what followed earlier occurrences of the latest tokens.", MODELS, "PATH|HUB_ID|mtp|suffix",
         "the draft that the package contains, without --model or with --model demo", profile=True, applies_to=DRAFT,
     )  # fmt: skip
     revision: str | None = setting(
