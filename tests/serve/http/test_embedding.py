@@ -103,7 +103,7 @@ def test_acceptance_is_counted_for_output_tokens_only(pair: tuple[Path, Path]) -
             ("spec_decode_num_drafts_total", total["rounds"]),
         ):
             assert f'swiftspec:{name}{{model_name="target"}} {value:.1f}' in exported
-        by_depth = re.findall(r"spec_decode_num_accepted_tokens_per_pos_total\{.*\} (\S+)", exported)
+        by_depth = re.findall(r"swiftspec:spec_decode_num_accepted_tokens_per_pos_total\{.*\} (\S+)", exported)
         assert sum(map(float, by_depth)) == total["accepted"] > 10
         assert 'draft_acceptance_low{model_name="target"} 0.0' in exported
 

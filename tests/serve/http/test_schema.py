@@ -17,7 +17,7 @@ PATHS = {
     "/v1/models", "/v1/models/{model}", "/health", "/health/generate", "/version", "/tokenize", "/detokenize",
     "/metrics", "/v1/spec/events", "/v1/responses/input_tokens", "/v1/responses/{response_id}",
     "/v1/responses/{response_id}/input_items", "/v1/responses/{response_id}/cancel", "/ping", "/load",
-    "/tokenizer_info",
+    "/tokenizer_info", "/ready", "/live",
 }  # fmt: skip
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much, HealthCheck.large_base_example]
