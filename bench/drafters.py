@@ -1,11 +1,13 @@
-"""Drafters compared on edits of code and on free answers: none, suffix lookup, the draft model, and both (grafted).
+"""Drafters compared on edits of code and on free answers: none, suffix lookup, the draft model, both (grafted), and a
+draft head.
 
-    python -m bench.drafters [--model FILE.gguf --draft-model FILE.gguf] [--repeats 3] [--max-tokens 192]
+    python -m bench.drafters [--model FILE.gguf --draft-model FILE.gguf] [--head DIR] [--drafters none,model,head]
+        [--sampled] [--draft-steps 3] [--repeats 3] [--max-tokens 192]
 
-Each prompt is answered once by each drafter, greedily, and the drafters alternate on every prompt. A repeat begins with
-new engines, since suffix lookup finds the answers of earlier requests. The columns: tokens per round, milliseconds per
-round, tokens per second after the prefill (median of the repeats), and the speed relative to decoding without a draft.
-All drafters must give the same text.
+Each prompt is answered once by each drafter, greedily or with the sampling values that the configurations of many
+models have, and the drafters alternate on every prompt. A repeat begins with new engines, since suffix lookup finds the
+answers of earlier requests. The columns: tokens per round, milliseconds per round, tokens per second after the prefill
+(median of the repeats), and the speed relative to decoding without a draft. All drafters must give the same text.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from bench.chat import QUESTIONS, parse_with_pair
+from bench.chat import QUESTIONS, config, parse_with_pair
+from bench.workload import COMMON_SAMPLING
 from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.distributed.launch.world import available_cores
 from swiftspec.llm import LLM
@@ -80,20 +84,24 @@ class Total:
 
 
 def engines(args: argparse.Namespace) -> dict[str, LLM]:
-    adaptive = EngineConfig("serial", self_switch=True, adapt_steps=True, adapt_batch=True)
+    adaptive = config("serial", args)
     drafts: dict[str, tuple[str | Path | None, EngineConfig]] = {
         "none": (None, EngineConfig("ar")),
         "suffix": (SUFFIX_LOOKUP, adaptive),
         "model": (args.draft_model, replace(adaptive, drafter="model")),
         "model + suffix": (args.draft_model, replace(adaptive, drafter=GRAFTED)),
     }
+    if args.head is not None:
+        drafts["head"] = (args.head, adaptive)
     options = {"device": "cpu", "threads": args.threads, "max_model_len": 1024}
-    return {name: LLM(args.model, *draft, **options) for name, draft in drafts.items()}
+    chosen = drafts if args.drafters is None else ["none", *args.drafters.split(",")]
+    return {name: LLM(args.model, *drafts[name], **options) for name in dict.fromkeys(chosen)}
 
 
-def run(llms: dict[str, LLM], prompts: list[list[int]], max_tokens: int) -> dict[str, Total]:
+def run(llms: dict[str, LLM], prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Total]:
     """Returns the totals of each drafter. Raises AssertionError if two texts differ."""
-    totals, sampling = defaultdict[str, Total](Total), SamplingParams(temperature=0, max_tokens=max_tokens)
+    values: dict[str, Any] = {**COMMON_SAMPLING, "seed": 1} if args.sampled else {"temperature": 0}
+    totals, sampling = defaultdict[str, Total](Total), SamplingParams(**values, max_tokens=args.max_tokens)
     for number, prompt in enumerate(prompts):
         names = [*llms]
         texts = dict[str, list[int]]()
@@ -111,6 +119,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {"repeats": 3, "max-tokens": 192, "threads": len(available_cores())}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--head", type=Path, help="directory of a draft head")
+    parser.add_argument("--drafters", help="names of drafters, comma-separated (default: all)")
+    parser.add_argument("--sampled", action="store_true", help="sample instead of decoding greedily")
+    parser.add_argument("--draft-steps", type=int, help="fixed shape of the tree (default: adapts, as in the chat)")
+    parser.add_argument("--verify-batch", type=int, default=8, help="rows of a verification, with --draft-steps")
     args = parse_with_pair(parser)
     codec = TextCodec(args.model)
     found = defaultdict[tuple[str, str], list[Total]](list)
@@ -120,7 +133,7 @@ def main() -> None:
             llm.generate([1, 2, 3], SamplingParams(max_tokens=8))
         for kind, texts in TASKS.items():
             prompts = [codec.encode_chat([{"role": "user", "content": text}]) for text in texts]
-            for name, total in run(llms, prompts, args.max_tokens).items():
+            for name, total in run(llms, prompts, args).items():
                 found[kind, name].append(total)
     print("| text | drafter | tokens per round | ms per round | tok/s | speed |\n|---|---|---|---|---|---|")
     for (kind, name), totals in found.items():

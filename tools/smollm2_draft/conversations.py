@@ -8,7 +8,8 @@ with a question from `prompts.py` instead. Both sides sample from the target's T
 temperature 1, answers at the row's own temperature, from 0 to 1.
 
 Writes one file per batch: token ids and, for the token at each position, the target's most probable ids and
-their log-probabilities at temperature 1.
+their log-probabilities at temperature 1. With --hidden-layers also the target's hidden states after these layers, which
+tools.smollm2_head reads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends import cpu
-from swiftspec.model.batch import Batch
+from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.loader import load_model
 from swiftspec.runtime.runner import Runner
@@ -43,9 +44,13 @@ class BatchDecoder:
     All sequences are at the same position.
     """
 
-    def __init__(self, file: Path, sequences: int, length: int) -> None:
+    def __init__(self, file: Path, sequences: int, length: int, hidden_layers: tuple[int, ...] = ()) -> None:
+        """`hidden_layers`: the layers whose hidden states `step` returns."""
         quantization = LoadTimeQuantization(activations=True)  # as in the chat
-        model = load_model(file, dtype=torch.bfloat16, ops=cpu, max_positions=length, quantization=quantization)
+        model = load_model(
+            file, dtype=torch.bfloat16, ops=cpu, max_positions=length, quantization=quantization,
+            hidden_layers=hidden_layers,
+        )  # fmt: skip
         self.model, self.sequences, self.position = model, sequences, 0
         self.cache = Runner(model, cpu, model.spec.vocab_size, context=length, tree_slots=0).cache
 
@@ -53,15 +58,16 @@ class BatchDecoder:
         self.cache.reset(self.sequences)
         self.position = 0
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """Appends one token to each sequence (sequences,) and returns the logits (sequences, vocabulary) after it."""
+    def step(self, tokens: Tensor) -> ForwardOutput:
+        """Appends one token to each sequence (sequences,).
+
+        Returns the logits (sequences, vocabulary) after it, and the hidden states (sequences, layers, hidden) there.
+        """
         here = torch.full_like(tokens, self.position)
         self.position += 1
         mask, sequence = torch.ones(len(tokens), 1, dtype=torch.bool), torch.arange(len(tokens))
         batch = Batch(tokens, here, here, mask, sequence, here + 1)
-        logits = self.model.forward(batch, self.cache).logits
-        assert logits is not None
-        return logits
+        return self.model.forward(batch, self.cache)
 
 
 class Roles:
@@ -85,7 +91,8 @@ def sample_batch(
 
     Returns `tokens` (rows, length), and for the token at each position `ids` and `log_probs` (rows, length, TOP_K):
     what the target gives to its most probable tokens there. Positions of the given beginning have log-probabilities
-    as well, except the first.
+    as well, except the first. With hidden layers also `hidden` (rows, length, layers, hidden), without the last
+    position.
     """
     generator, rows = torch.Generator().manual_seed(seed), decoder.sequences
     header = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
@@ -100,16 +107,21 @@ def sample_batch(
     tokens = forced.clone()
     kept_ids = torch.zeros(rows, length, TOP_K, dtype=torch.int32)
     kept_log_probs = torch.zeros(rows, length, TOP_K, dtype=torch.float16)
+    batch = {"tokens": tokens, "ids": kept_ids, "log_probs": kept_log_probs}
     for position in range(1, length):
         roles.update(tokens[:, position - 1])
-        log_probs = decoder.step(tokens[:, position - 1].contiguous()).log_softmax(-1)
-        values, ids = log_probs.topk(TOP_K)
+        logits, hidden = decoder.step(tokens[:, position - 1].contiguous())
+        assert logits is not None
+        if hidden is not None:
+            kept_hidden = batch.setdefault("hidden", hidden.new_zeros(rows, length, *hidden.shape[1:]))
+            kept_hidden[:, position - 1] = hidden
+        values, ids = logits.log_softmax(-1).topk(TOP_K)
         kept_ids[:, position], kept_log_probs[:, position] = ids.int(), values.half()
         temperature = torch.where(roles.answering, answers, 1.0)[:, None]
         noise = -torch.empty_like(values).exponential_(generator=generator).log_()
         sampled = ids.gather(-1, (values + temperature * noise).argmax(-1, keepdim=True))[:, 0]
         tokens[:, position] = torch.where(forced[:, position] >= 0, forced[:, position], sampled)
-    return {"tokens": tokens.int(), "ids": kept_ids, "log_probs": kept_log_probs}
+    return batch | {"tokens": tokens.int()}
 
 
 def main() -> None:
@@ -120,11 +132,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="conversations per batch")
     parser.add_argument("--length", type=int, default=512, help="tokens per conversation")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--hidden-layers", type=int, nargs="+", default=(), help="layers of the target, ascending")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     cpu.set_threads(args.threads)
-    decoder, codec = BatchDecoder(args.target, args.rows, args.length), TextCodec(args.target)
+    decoder = BatchDecoder(args.target, args.rows, args.length, tuple(args.hidden_layers))
+    codec = TextCodec(args.target)
     starts = questions(args.seed)
     began = time.monotonic()
     for number in itertools.count():

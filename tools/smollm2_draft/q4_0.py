@@ -11,13 +11,19 @@ from torch import Tensor, nn
 BLOCK = 32
 
 
-def round_q4_0(weights: Tensor) -> Tensor:
-    """Returns `weights` with every block of a row rounded. The value of the largest magnitude gets code -8."""
+def codes_q4_0(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the codes of all blocks [blocks, BLOCK] from -8 to 7, and their scales [blocks, 1]. The value of the
+    largest magnitude gets code -8."""
     blocks = weights.reshape(-1, BLOCK)
     largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
     scale = largest / -8
     inverse = torch.where(scale == 0, 0.0, 1 / scale)
-    codes = (blocks * inverse + 8.5).clamp(0, 15).floor() - 8
+    return (blocks * inverse + 8.5).clamp(0, 15).floor() - 8, scale
+
+
+def round_q4_0(weights: Tensor) -> Tensor:
+    """Returns `weights` with every block of a row rounded."""
+    codes, scale = codes_q4_0(weights)
     return (codes * scale.half().float()).reshape(weights.shape)
 
 
