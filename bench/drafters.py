@@ -1,5 +1,5 @@
-"""Drafters compared on edits of code and on free answers: none, suffix lookup, the draft model, both (grafted), and a
-draft head.
+"""Drafters compared on edits of code and on free answers: none, suffix lookup, the draft model and a draft head, alone
+and with suffix lookup grafted.
 
     python -m bench.drafters [--model FILE.gguf --draft-model FILE.gguf] [--head DIR] [--drafters none,model,head]
         [--sampled] [--draft-steps 3] [--repeats 3] [--max-tokens 192]
@@ -92,7 +92,8 @@ def engines(args: argparse.Namespace) -> dict[str, LLM]:
         "model + suffix": (args.draft_model, replace(adaptive, drafter=GRAFTED)),
     }
     if args.head is not None:
-        drafts["head"] = (args.head, adaptive)
+        drafts["head"] = (args.head, replace(adaptive, drafter="model"))
+        drafts["head + suffix"] = (args.head, replace(adaptive, drafter=GRAFTED))
     options = {"device": "cpu", "threads": args.threads, "max_model_len": 1024}
     chosen = drafts if args.drafters is None else ["none", *args.drafters.split(",")]
     return {name: LLM(args.model, *drafts[name], **options) for name in dict.fromkeys(chosen)}
