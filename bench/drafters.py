@@ -1,5 +1,5 @@
-"""Drafters compared on edits of code and on free answers: none, suffix lookup, the draft model and a draft head, alone
-and with suffix lookup grafted.
+"""Drafters compared on completions and edits of code, free answers and agent traces: none, suffix lookup, the draft
+model and a draft head, the last two alone and with suffix lookup grafted.
 
     python -m bench.drafters [--model FILE.gguf --draft-model FILE.gguf] [--head DIR] [--drafters none,model,head]
         [--sampled] [--draft-steps 3] [--repeats 3] [--max-tokens 192]
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,40 @@ FUNCTIONS = {
     ),
 }
 EDIT = "{task} Answer with the whole function and nothing else.\n\n```python\n{code}```"
-TASKS = {
-    "edits": [EDIT.format(task=task, code=code) for task, code in FUNCTIONS.items()],
-    "free answers": [*QUESTIONS[: len(FUNCTIONS)]],
+FIX = "Show the corrected function, then the command that runs the tests again."
+
+
+def agent_trace(task: str, code: str) -> list[str]:
+    """Returns turns of user and assistant, alternately, as an agent that works on a repository exchanges them with its
+    tools: a task, a command and its output, an edit, and a failed test."""
+    name = code.partition("(")[0].removeprefix("def ")
+    broken = code.replace("return", "retrun", 1)
+    line = broken[: broken.index("retrun")].count("\n") + 1
+    return [
+        f"You work in a repository and answer with one command at a time. The task: {task}",
+        f"```\ncat src/{name}.py\n```",
+        f"$ cat src/{name}.py\n{code}$ ls tests\n__init__.py  conftest.py  test_{name}.py",
+        f"```python\n{broken}```\n```\npython -m pytest -q tests/test_{name}.py\n```",
+        f"$ python -m pytest -q tests/test_{name}.py\nE     File src/{name}.py, line {line}\n"
+        f"E   {broken.splitlines()[line - 1]}\nE   SyntaxError: invalid syntax\n1 error in 0.04s\n{FIX}",
+    ]
+
+
+# by kind of text: conversations as turns of user and assistant, or a text without a chat template
+TASKS: dict[str, Sequence[list[str] | str]] = {
+    "completion": [code[: len(code) // 2] for code in FUNCTIONS.values()],
+    "edits": [[EDIT.format(task=task, code=code)] for task, code in FUNCTIONS.items()],
+    "free answers": [[question] for question in QUESTIONS[: len(FUNCTIONS)]],
+    "agent traces": [agent_trace(task, code) for task, code in FUNCTIONS.items()],
 }
+
+
+def encode(codec: TextCodec, prompt: list[str] | str) -> list[int]:
+    """Returns the tokens of a prompt of `TASKS`."""
+    if isinstance(prompt, str):
+        return codec.encode(prompt)
+    roles = ("user", "assistant")
+    return codec.encode_chat([{"role": roles[turn % 2], "content": text} for turn, text in enumerate(prompt)])
 
 
 @dataclass
@@ -133,7 +164,7 @@ def main() -> None:
         for llm in llms.values():
             llm.generate([1, 2, 3], SamplingParams(max_tokens=8))
         for kind, texts in TASKS.items():
-            prompts = [codec.encode_chat([{"role": "user", "content": text}]) for text in texts]
+            prompts = [encode(codec, text) for text in texts]
             for name, total in run(llms, prompts, args).items():
                 found[kind, name].append(total)
     print("| text | drafter | tokens per round | ms per round | tok/s | speed |\n|---|---|---|---|---|---|")

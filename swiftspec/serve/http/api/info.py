@@ -32,19 +32,18 @@ def info_router(context: AppContext) -> APIRouter:
         return _model_card(context, context.resolve_model_name(model))
 
     @router.get("/health")
+    @router.get("/ready")  # for readiness probes
     async def health() -> Response:
         return _health(context)
 
-    @router.get("/ready")
-    async def ready() -> Response:
-        """As /health, for readiness probes."""
-        return _health(context)
-
     @router.get("/live")
-    async def live() -> Response:
-        """Whether a restart of the server would not help, for liveness probes: also while rank 0 is loading, restarting
-        or draining."""
-        return Response(status_code=503 if context.engine.state.phase == "dead" else 200)
+    async def live() -> dict[str, Any]:
+        """Returns 200 unless only a restart of the server would help, for liveness probes: also while rank 0 is
+        loading, restarting or draining."""
+        state = context.engine.state
+        if state.phase == "dead":
+            raise unavailable_error(f"the engine has exited: {state.detail}", None)
+        return {"status": state.phase}
 
     @router.get("/ping")
     @router.post("/ping")
