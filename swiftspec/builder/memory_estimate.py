@@ -110,13 +110,19 @@ class MemoryEstimate:
 
     @property
     def _state_projections(self) -> int:
-        """Bytes of the projections of a block head that read hidden states of the target; 0 for other models."""
+        """Bytes of the matrices of a draft head that its layers do not have: projections of the target's hidden states
+        and of the embedding. 0 for other models."""
         head, hidden = self.config.spec.draft_head, self.config.spec.hidden_size
-        if head is None or head.block is None:
+        if head is None:
             return 0
-        keys_and_values = sum(2 * part.kv_heads * part.head_dim for part in self._attention)
-        states = len(head.target_layer_ids) * head.target_hidden_size
-        return (states + keys_and_values) * hidden * self.dtype.itemsize
+        states = (len(head.target_layer_ids) or 3) * head.target_hidden_size
+        heads = [(part.num_heads, part.kv_heads, part.head_dim) for part in self._attention]
+        columns = {
+            "mtp": 2 * hidden,
+            "eagle3": states + sum((queries + 2 * keys) * size for queries, keys, size in heads),
+            "dflash": states + sum(2 * keys * size for _, keys, size in heads),
+        }
+        return columns[head.kind] * hidden * self.dtype.itemsize
 
     def _matrices(self) -> Iterator[tuple[int, int, int]]:
         """Yields outputs, inputs and inputs per int4 group, 0 if the matrix is kept dense, for each projection."""

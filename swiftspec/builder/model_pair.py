@@ -62,7 +62,6 @@ from swiftspec.distributed.rank_startup import Progress
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import one_line
 from swiftspec.model.block_head import BlockHead
-from swiftspec.model.block_head_loader import load_block_head
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.draft_head import DraftHead
@@ -247,7 +246,7 @@ class ModelPair:
                 ranks=_ranks_of(side, plan),
                 sequences=self.sessions * plan.num_sequences,
                 ops=ops,
-                cache_dtype=self.cache_dtype,
+                cache_dtype=None if config.spec.draft_head is not None else self.cache_dtype,
                 int4_head=self._quantization(side, ops).head == "int4",
                 prefix_tokens=0 if plan.num_sequences > 1 else self._prefix_cache_tokens(plan),
                 tree_slots=self.tree_slots(side, plan),
@@ -502,15 +501,12 @@ class ModelPair:
         how: Any = {
             "dtype": self.dtype, "device": self.device, "ops": ops, "max_positions": self.capacity(side, plan),
             "progress": progress, "group": group, "quantization": self._quantization(side, ops),
-            "cache_dtype": self.cache_dtype,
         }  # fmt: skip
-        if config.spec.draft_head is not None and config.spec.draft_head.block is not None:
-            model = load_block_head(path, self.target, **how)
-        elif config.spec.draft_head is not None:
+        if config.spec.draft_head is not None:
             model = load_draft_head(None if self.draft_is_mtp else path, self.target, **how)
         else:
             model = self.load(
-                path, packed_cache=self.cache if ops is cpu else None,
+                path, cache_dtype=self.cache_dtype, packed_cache=self.cache if ops is cpu else None,
                 hidden_layers=self.hidden_layers if side == "target" else (),
                 vocab_rows=self.vocab_size if side == "draft" else 0, **how,
             )  # fmt: skip

@@ -6,16 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from swiftspec.errors import UserError
 from swiftspec.model.architectures.draft_heads import mtp_config
+from swiftspec.model.block_head import BlockHead, BlockHeadWeights
 from swiftspec.model.checkpoint import Checkpoint, Source
 from swiftspec.model.checkpoint_files import Progress, open_tensors, read_config
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.dflash_reader import DFlashReader
 from swiftspec.model.draft_head import DraftHead, DraftHeadWeights
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import LoadTimeQuantization
@@ -58,25 +60,46 @@ def load_draft_head(
     max_positions: int,
     group: TensorParallelGroup | None = None,
     quantization: LoadTimeQuantization = NO_QUANTIZATION,
-    cache_dtype: torch.dtype | None = None,
     progress: Progress | None = None,
-) -> DraftHead:
-    """Loads a draft head. Parameters as in `load_model`.
+) -> DraftHead | BlockHead:
+    """Loads a draft head. Parameters as in `load_model`. Its KV cache has the dtype of the head.
 
-    `path`: directory of an EAGLE-3 checkpoint; None: the MTP layer in the checkpoint of the target.
-    `target`: checkpoint of the target, whose embedding is used if the head has none.
+    `path`: directory of an EAGLE-3 or DFlash checkpoint; None: the MTP layer in the checkpoint of the target.
+    `target`: checkpoint of the target, whose embedding and LM head are used if the head has none.
     Raises UserError as `load_model`, and if the head does not fit the target.
     """
     config = head_config(path, target)
     shard = None if group is None else shard_of(config, group, target if path is None else path)
-    reader = _Mtp(config, target, dtype, progress) if path is None else _Eagle3(config, path, target, dtype, progress)
+    reader = _reader(config, path, target, dtype, progress)
     weights = reader.read(shard)
-    weights = replace(weights, decoder=quantization.of_weights(weights.decoder))
-    head = DraftHead(
-        config.spec, weights, ops, device, dtype, max_positions, shard=shard, group=group, cache_dtype=cache_dtype
-    )
+    decoder, rest = quantization.of_weights(weights.decoder), (ops, device, dtype, max_positions)
+    if isinstance(weights, BlockHeadWeights):
+        model = BlockHead(config.spec, replace(weights, decoder=decoder), *rest, shard=shard, group=group)
+    else:
+        model = DraftHead(config.spec, replace(weights, decoder=decoder), *rest, shard=shard, group=group)
     reader.check_all_taken()
-    return head
+    return model
+
+
+class HeadReader(Protocol):
+    """Reader of a draft head's weights."""
+
+    def read(self, shard: Shard | None, /) -> DraftHeadWeights | BlockHeadWeights:
+        """Returns the weights, or those of one rank's shard."""
+        ...
+
+    def check_all_taken(self) -> None:
+        """Raises UserError if the head has other weights than these."""
+
+
+def _reader(
+    config: ModelConfig, path: str | Path | None, target: str | Path, dtype: torch.dtype, progress: Progress | None
+) -> HeadReader:
+    if path is None:
+        return _Mtp(config, target, dtype, progress)
+    head = config.spec.draft_head
+    kind = DFlashReader if head is not None and head.kind == "dflash" else _Eagle3
+    return kind(config, path, target, dtype, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +210,8 @@ class _Eagle3:
         return tensors.take(f"{of_target.names.found_in(tensors).embedding}.weight", *shape)
 
     def _vocabulary(self, count: int, shard: Shard | None) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the token ids of this rank's rows of the LM head, ascending, and the rows, -1 for padding. Both are
-        None if the LM head has the whole vocabulary and is not sharded."""
+        """Returns the token ids of this rank's rows of the LM head, and the rows, -1 for padding. Both are None if the
+        LM head has the whole vocabulary in its order and is not sharded."""
         vocab = self._spec.vocab_size
         ids = torch.arange(count)
         if "t2d" in self._tensors:
@@ -200,7 +223,7 @@ class _Eagle3:
         if len(ids.unique()) != count or int(ids.min()) < 0 or int(ids.max()) >= vocab:
             raise UserError(f"{self._path}: tensor d2t does not name {count} different tokens in 0..{vocab - 1}")
         if shard is None:
-            return (None, None) if count == vocab else (ids, None)
+            return (None, None) if torch.equal(ids, torch.arange(vocab)) else (ids, None)
         first = shard.rank * shard.head_rows
         rows = ((ids >= first) & (ids < first + shard.head_rows)).nonzero().squeeze(1)
         padding = torch.full((max(-len(rows) % EIGHT, EIGHT if len(rows) == 0 else 0),), -1)

@@ -21,8 +21,9 @@ from swiftspec.errors import UserError
 from swiftspec.file_io import read_object
 from swiftspec.llm import LLM
 from swiftspec.model.block_head import BlockHead
-from swiftspec.model.block_head_loader import load_block_head
 from swiftspec.model.config_json import parse_config
+from swiftspec.model.draft_head import DraftHead
+from swiftspec.model.head_loader import load_draft_head
 from swiftspec.model.loader import load_model
 from swiftspec.model.spec import BlockSpec, DraftHeadSpec
 from tests.model.architectures.test_families import new_cache
@@ -80,7 +81,7 @@ def states_of(target: Path) -> Tensor:
     return hidden
 
 
-def run(head: BlockHead, states: Tensor, ops: Any = reference, depth: int | None = None) -> Tensor:
+def run(head: DraftHead | BlockHead, states: Tensor, ops: Any = reference, depth: int | None = None) -> Tensor:
     """The logits of a block after the verified positions, which are written in two forwards."""
     rows, cache = head.project(states), new_cache(head, ops, 64)
     for first, last in ((0, 4), (4, len(rows))):
@@ -114,7 +115,7 @@ def expected(target: Path, tensors: dict[str, Tensor], states: Tensor, variant: 
 @pytest.mark.parametrize("ops", [reference, unfused], ids=["reference", "unfused"])
 def test_logits_equal_plain_torch(tmp_path: Path, target: Path, variant: str, ops: Any) -> None:
     tensors, states = make_dflash(tmp_path, **VARIANTS[variant]), states_of(target)
-    head = load_block_head(tmp_path, target, dtype=torch.float64, ops=ops, max_positions=64)
+    head = load_draft_head(tmp_path, target, dtype=torch.float64, ops=ops, max_positions=64)
     want = expected(target, tensors, states, variant)
     torch.testing.assert_close(run(head, states, ops), want, rtol=0, atol=1e-5)  # RoPE frequencies are float32 numbers
     torch.testing.assert_close(run(head, states, ops, depth=2), want[:2], rtol=0, atol=1e-5)
@@ -125,8 +126,8 @@ def test_shards_equal_the_whole(tmp_path: Path, target: Path, size: int) -> None
     make_dflash(tmp_path, **SLIDING)
     states = states_of(target)
     how: dict[str, Any] = {"dtype": torch.float64, "ops": reference, "max_positions": 64}
-    want = run(load_block_head(tmp_path, target, **how), states)
-    parts = on_ranks(size, lambda group: run(load_block_head(tmp_path, target, group=group, **how), states))
+    want = run(load_draft_head(tmp_path, target, **how), states)
+    parts = on_ranks(size, lambda group: run(load_draft_head(tmp_path, target, group=group, **how), states))
     torch.testing.assert_close(torch.cat([*parts], 1)[:, :64], want, rtol=0, atol=1e-9)
 
 
@@ -138,14 +139,14 @@ def test_native_operators(tmp_path: Path, dtype: torch.dtype, atol: float, varia
     make_checkpoint(target, layers=6, hidden_size=64, dtype=torch.float64)
     make_dflash(folder, hidden=64, **VARIANTS[variant])
     states = states_of(target)
-    want = run(load_block_head(folder, target, dtype=torch.float64, ops=reference, max_positions=64), states)
-    got = run(load_block_head(folder, target, dtype=dtype, ops=cpu, max_positions=64), states, cpu)
+    want = run(load_draft_head(folder, target, dtype=torch.float64, ops=reference, max_positions=64), states)
+    got = run(load_draft_head(folder, target, dtype=dtype, ops=cpu, max_positions=64), states, cpu)
     torch.testing.assert_close(got.double(), want, rtol=0.05, atol=atol)
 
 
 def test_masked_tokens(tmp_path: Path, target: Path) -> None:
     make_dflash(tmp_path)
-    head = load_block_head(tmp_path, target, dtype=torch.float64, ops=reference, max_positions=64)
+    head = load_draft_head(tmp_path, target, dtype=torch.float64, ops=reference, max_positions=64)
     states = states_of(target)
     want = run(head, states)
     masked = head.with_masked_tokens([3, 40])

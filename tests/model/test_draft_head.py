@@ -21,6 +21,7 @@ from swiftspec.backends import cpu, reference
 from swiftspec.errors import UserError
 from swiftspec.file_io import read_object
 from swiftspec.llm import LLM
+from swiftspec.model.block_head import BlockHead
 from swiftspec.model.draft_head import DraftHead
 from swiftspec.model.head_loader import load_draft_head
 from swiftspec.model.loader import load_model
@@ -56,7 +57,7 @@ def states_of(target: Path, layers: tuple[int, ...]) -> Tensor:
     return hidden
 
 
-def run(head: DraftHead, states: Tensor, ops: Any = reference) -> tuple[Tensor, Tensor]:
+def run(head: DraftHead | BlockHead, states: Tensor, ops: Any = reference) -> tuple[Tensor, Tensor]:
     """Logits and outputs of the rows with the second token and later ones, in two forwards."""
     rows, cache = head.project(states[:-1]), new_cache(head, ops, 64)
     found = list[Any]()
@@ -168,7 +169,7 @@ def test_shards_equal_the_whole(tmp_path: Path, target: Path, size: int, layout:
         make_eagle3(tmp_path / "head", layers=IDS, **LAYOUTS[layout])
         layers = tuple(each - 1 for each in IDS)
     states = states_of(target, layers)
-    load: Callable[..., DraftHead] = load_draft_head
+    load = load_draft_head
     how: dict[str, Any] = {"dtype": torch.float64, "ops": reference, "max_positions": 64}
     want = run(load(path, target, **how), states)
     parts = on_ranks(size, lambda group: run(load(path, target, group=group, **how), states))
@@ -189,6 +190,17 @@ def test_native_operators(tmp_path: Path, dtype: torch.dtype, atol: float) -> No
     got = run(load_draft_head(folder, target, dtype=dtype, ops=cpu, max_positions=64), states, cpu)
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=0.05, atol=atol)
+
+
+def test_a_whole_vocabulary_in_another_order(tmp_path: Path, target: Path) -> None:
+    make_eagle3(tmp_path, layers=IDS)
+    states = states_of(target, tuple(each - 1 for each in IDS))
+    how: dict[str, Any] = {"dtype": torch.float64, "ops": reference, "max_positions": 64}
+    want = run(load_draft_head(tmp_path, target, **how), states)[0]
+    order = torch.arange(64).roll(9)
+    edit_tensors(tmp_path, lambda all_: all_.update(d2t=order - torch.arange(64)))
+    got = run(load_draft_head(tmp_path, target, **how), states)[0]
+    torch.testing.assert_close(got[:, order], want, rtol=0, atol=1e-12)
 
 
 def test_masked_tokens(tmp_path: Path, target: Path) -> None:

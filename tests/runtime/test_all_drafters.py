@@ -20,6 +20,7 @@ from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.local_drafter import LocalDrafter
+from tests.support.cases import fast_first
 from tests.support.draft_heads import add_mtp, make_dflash, make_eagle3
 from tests.support.roles import replace_roles, tree_of, verifier_of
 from tests.support.tiny_checkpoints import make_pair
@@ -32,7 +33,7 @@ SEEDED = replace(GREEDY, temperature=0.9, seed=3)
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30] * 3
 VOCAB = 300
 SHAPE: dict[str, Any] = {"vocab": VOCAB, "tie": False}
-KINDS = ("model", "hybrid model", "suffix", "model+suffix", "eagle3", "mtp", "dflash")
+KINDS = ("suffix", "model+suffix", "eagle3", "mtp", "dflash", "model", "hybrid model")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Engines:
     drafter: Drafter
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=fast_first(KINDS, 5))
 def engines(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Engines:
     kind: str = request.param
     target, draft = make_models(tmp_path_factory.mktemp("models"), kind)

@@ -24,6 +24,7 @@ from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
 from tests.model.architectures.test_families import new_cache
+from tests.support.cases import fast_first
 from tests.support.draft_heads import add_mtp, eagle3_forward, make_eagle3
 from tests.support.ranks import Pool
 from tests.support.roles import drafter_of, request_start, verifier_of
@@ -41,7 +42,7 @@ WIDE = EngineConfig("serial", verify_batch=24)  # accepts tokens of a random hea
 Pair = tuple[Path, Path | str]
 
 
-@pytest.fixture(scope="module", params=["eagle3", "qwen3_5_text", "qwen3_next"])
+@pytest.fixture(scope="module", params=fast_first(["eagle3", "qwen3_5_text", "qwen3_next"], 2))
 def pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Pair:
     folder = tmp_path_factory.mktemp("pair")
     return make_head_pair(folder, request.param)
@@ -57,7 +58,9 @@ def make_head_pair(folder: Path, kind: str, **shape: Any) -> Pair:
     return folder, "mtp"
 
 
-@pytest.mark.parametrize("config", [EngineConfig("serial"), WIDE, EngineConfig("serial", drafter=GRAFTED)])
+@pytest.mark.parametrize(
+    "config", fast_first([WIDE, EngineConfig("serial"), EngineConfig("serial", drafter=GRAFTED)], 1)
+)
 def test_the_text_equals_plain_decoding(pair: Pair, config: EngineConfig) -> None:
     plain, head = LLM(pair[0], **OPTIONS), LLM(*pair, config, **OPTIONS)
     for sampling in (GREEDY, SEEDED, PENALISED, GUIDED):

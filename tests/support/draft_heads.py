@@ -117,7 +117,10 @@ def eagle3_forward(
     """Logits [rows, draft vocab] and output states [rows, hidden] of a causal sequence, in the dtype of the tensors.
     `states` [rows, hidden]: projected hidden states, or outputs of the head."""
     own = {name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    linear = lambda x, name: F.linear(x, own[f"{name}.weight"])  # noqa: E731
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, own[f"{name}.weight"])
+
     normed = rms_norm(states, own["hidden_norm.weight"])
     x = torch.cat((rms_norm(embedding[tokens], own["input_layernorm.weight"]), normed), -1)
     q, k, v = (linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, 8)).transpose(0, 1) for name in "qkv")

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftspec.backends import reference
+from swiftspec.model.block_head import BlockHead
 from swiftspec.model.draft_head import DraftHead
 from swiftspec.model.head_loader import load_draft_head
 from tests.model.architectures.test_families import new_cache
@@ -67,7 +68,7 @@ def exported(head: Eagle3Head, folder: Path, dtype: torch.dtype, *, int4: bool =
     return folder
 
 
-def decoded(head: DraftHead, states: Tensor, tokens: list[int], drafted: int) -> list[Tensor]:
+def decoded(head: DraftHead | BlockHead, states: Tensor, tokens: list[int], drafted: int) -> list[Tensor]:
     """Logits of the draft vocabulary after a context of len(states) rows and after each of `drafted` drafted tokens."""
     rows, cache, logits = head.project(states), new_cache(head, reference, 32), list[Tensor]()
     for first, last in [(0, len(states)), *((at, at + 1) for at in range(len(states), len(states) + drafted))]:

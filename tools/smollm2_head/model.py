@@ -74,8 +74,9 @@ class DecoderLayer(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         self.self_attn, self.mlp = Attention(shape), Mlp(shape)
-        norm = lambda: nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)  # noqa: E731
-        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = norm(), norm(), norm()
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
+            nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps) for _ in range(3)
+        )
 
     def forward(
         self, states: Tensor, embedded: Tensor, angles: Tensor, earlier: list[KeysValues], mask: Tensor
