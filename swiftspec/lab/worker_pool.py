@@ -22,6 +22,7 @@ from swiftspec.errors import RankLost, UserError
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
+from swiftspec.profiles.emulation import parse_emulation
 
 Ops = Literal["auto", "reference", "unfused"]
 
@@ -33,6 +34,7 @@ class EngineBuild:
     `ops`: operators, see `--ops`.
     `alone`: name of a model that is loaded without the other one, to measure its step times.
     `trace`: path of the trace file, or None.
+    `emulate`: step times in the format of `--emulate`; empty: those of the load options.
     `context`: tokens of a request that suffice; None: the models' own limit. A limit in the load options has priority.
     """
 
@@ -41,6 +43,7 @@ class EngineBuild:
     alone: str | None = None  # "target" or "draft"
     paced: bool = True  # whether to emulate the step times that the load options contain
     trace: str | None = None
+    emulate: str = ""
     context: int | None = None
 
     def pack(self) -> str:
@@ -64,7 +67,8 @@ class Pair:
 
     def options_for(self, order: EngineBuild) -> LoadOptions:
         """Returns the load options of a build. The prefix cache is disabled, so that every run prefills its prompts."""
-        emulate = (self.options.get("emulate") if order.paced else None) or StepTimeEmulation()
+        given = parse_emulation(order.emulate) if order.emulate else self.options.get("emulate")
+        emulate = (given if order.paced else None) or StepTimeEmulation()
         if order.alone == "draft":
             emulate = StepTimeEmulation(target=emulate.draft)
         trace = None if order.trace is None else Path(order.trace)

@@ -9,7 +9,8 @@ from tools.gpu import ranks
 CODE = """
 import os, sys, time
 names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
-print(*(os.environ[name] for name in names), flush=True)
+line = " ".join(os.environ[name] for name in names)
+os.write(1, (line + os.linesep).encode())  # one call, so that the lines of the ranks do not interleave
 if sys.argv[1:] == ["fail"]:
     if os.environ["RANK"] == "1":
         sys.exit(7)
