@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.chat import QUESTIONS, config, parse_with_pair
+from bench.common.merged_drafter import MergedDrafter
+from bench.common.roles import decode_on, local_roles
 from bench.workload import COMMON_SAMPLING
 from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.distributed.launch.world import available_cores
@@ -70,6 +72,7 @@ FUNCTIONS = {
         "            total += item.price\n    print('total', total)\n    return total\n"
     ),
 }
+HEAD_AND_MODEL = "head + model"
 EDIT = "{task} Answer with the whole function and nothing else.\n\n```python\n{code}```"
 FIX = "Show the corrected function, then the command that runs the tests again."
 
@@ -127,7 +130,16 @@ def engines(args: argparse.Namespace) -> dict[str, LLM]:
         drafts["head + suffix"] = (args.head, replace(adaptive, drafter=GRAFTED))
     options = {"device": "cpu", "threads": args.threads, "max_model_len": 1024}
     chosen = drafts if args.drafters is None else ["none", *args.drafters.split(",")]
-    return {name: LLM(args.model, *drafts[name], **options) for name in dict.fromkeys(chosen)}
+    unknown = {*chosen} - {*drafts, HEAD_AND_MODEL}
+    if unknown:
+        raise SystemExit(f"--drafters: {min(unknown)!r} is not one of {', '.join(drafts)}, {HEAD_AND_MODEL}")
+    llms = {name: LLM(args.model, *drafts[name], **options) for name in dict.fromkeys(chosen) if name in drafts}
+    if args.head is not None and args.draft_steps is not None and (args.drafters is None or HEAD_AND_MODEL in chosen):
+        of_head, of_model = (LLM(args.model, *drafts[name], **options) for name in ("head", "model"))
+        (head, verifier), (model, _) = local_roles(of_head), local_roles(of_model)
+        decode_on(of_head, MergedDrafter(model, head, args.verify_batch), verifier)
+        llms[HEAD_AND_MODEL] = of_head
+    return llms
 
 
 def run(llms: dict[str, LLM], prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Total]:
