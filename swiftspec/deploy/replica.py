@@ -1,0 +1,120 @@
+"""A replica: an engine on all its ranks, with the HTTP application, inside a process that a scheduler has started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from swiftspec.distributed.launch.world import World
+from swiftspec.errors import RankLost, UserError
+from swiftspec.llm import LLM
+from swiftspec.serve.async_engine import AsyncEngine
+from swiftspec.serve.http.app import create_app
+from swiftspec.serve.http.engine_link.frontend_process import default_served_name, sampling_defaults
+from swiftspec.serve.session import open_session, run_follower_rank
+from swiftspec.serve.settings.config_sources import load_settings
+from swiftspec.serve.settings.settings import Settings
+from swiftspec.serve.terminal import StartupProgress
+
+LOCALHOST = "127.0.0.1"
+UNUSED_PORT = 8000  # the settings are those of a server, but the scheduler listens
+EXIT_TIMEOUT_S = 10.0  # for a rank to exit after the engine was closed
+
+
+class EngineReplica:
+    """An engine and its HTTP application. This process is rank 0, and starts the other ranks on this machine.
+
+    `app`: the ASGI application of `swiftspec serve`, without its limits on clients and API keys: what routes requests
+    to the replicas authenticates.
+    """
+
+    def __init__(self, values: Mapping[str, Any], ranks: int = 1) -> None:
+        """Loads the models, and blocks until the engine is ready.
+
+        `values`: settings of `swiftspec serve` by name, such as `draft_model`. `ranks`: number of ranks; with device
+        "cuda" each has a GPU of this process. Raises UserError if the settings are invalid or the models cannot be
+        loaded.
+        """
+        settings = replica_settings(values)
+        self._drain_timeout_s = settings.drain_timeout
+        address = free_address()
+        self._followers = [start_follower(values, rank, ranks, address) for rank in range(1, ranks)]
+        try:
+            world = World.join(0, ranks, address) if ranks > 1 else None
+            self._session = open_session(settings, StartupProgress(), world, warm_up=True)
+        except BaseException:
+            for process in self._followers:
+                process.kill()
+            raise
+        llm = self._session.llm
+        assert isinstance(llm, LLM)
+        self.engine = AsyncEngine(
+            llm, max_queue=settings.max_queue, queue_timeout_s=settings.queue_timeout,
+            request_timeout_s=settings.request_timeout, sampling_defaults=sampling_defaults(settings),
+        )  # fmt: skip
+        name = settings.served_model_name or default_served_name(settings.model)
+        self.app: ASGIApp = create_app(self.engine, lambda: self._session.codec, [name])
+
+    def check_health(self) -> None:
+        """Raises UserError if the engine has failed. It does not recover: the scheduler has to replace the replica."""
+        state = self.engine.state
+        if state.phase == "dead":
+            raise UserError(f"the engine has failed: {state.detail}")
+
+    async def close(self) -> None:
+        """Lets running requests finish, closes the engine and ends the other ranks."""
+        await self.engine.close(self._drain_timeout_s)
+        self._session.codec.close()
+        await asyncio.to_thread(self._end_followers)
+
+    def _end_followers(self) -> None:
+        for process in self._followers:  # they end when the engine is closed
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(EXIT_TIMEOUT_S)
+            process.kill()
+            process.wait()
+
+
+def replica_settings(values: Mapping[str, Any]) -> Settings:
+    """Returns the settings of a replica. Raises UsageError if they are invalid."""
+    return load_settings({**values, "port": values.get("port", UNUSED_PORT)})
+
+
+def start_follower(values: Mapping[str, Any], rank: int, size: int, address: str) -> subprocess.Popen[bytes]:
+    """Starts the process of another rank. It ends with rank 0, however that ends."""
+    command = [sys.executable, "-m", "swiftspec.deploy.replica", str(rank), str(size), address]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    with process.stdin as stdin:
+        stdin.write(json.dumps(dict(values)).encode())
+    return process
+
+
+def run_follower(arguments: Sequence[str], values: str) -> None:
+    """Runs a rank other than 0. Exits with one line if the settings are invalid or rank 0 is lost.
+
+    `arguments`: rank, number of ranks and address of the store. `values`: the settings as JSON.
+    """
+    rank, size, address = arguments
+    try:
+        run_follower_rank(replica_settings(json.loads(values)), World.join(int(rank), int(size), address))
+    except (UserError, RankLost) as error:
+        sys.exit(f"swiftspec: rank {rank}: {error}")
+
+
+def free_address() -> str:
+    """Returns a free port of this machine, at which rank 0 can serve the store."""
+    with socket.create_server((LOCALHOST, 0)) as probe:
+        return f"{LOCALHOST}:{probe.getsockname()[1]}"
+
+
+if __name__ == "__main__":
+    run_follower(sys.argv[1:], sys.stdin.read())
