@@ -2,7 +2,7 @@
 
     serve run app.yaml
 
-The `import_path` of an application is `swiftspec.deploy.ray:build_app`; its `args` are those of `build_app`.
+The `import_path` of an application is `swiftspec.deploy.ray:ray_application`; its `args` are those of `ray_application`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def rank_replicas(session: str, names: list[str]) -> list[str]:
     request_router_config=RequestRouterConfig(request_router_class=cast("Any", ConversationRouter)),
 )  # fmt: skip
 @serve.ingress()
-class Engine:
+class EngineDeployment:
     """Deployment whose replica is a whole engine on one node."""
 
     def __init__(self, values: Mapping[str, Any], ranks: int) -> None:
@@ -80,7 +80,7 @@ class Engine:
             await self._replica.close()
 
 
-def build_app(args: dict[str, Any]) -> Application:
+def ray_application(args: dict[str, Any]) -> Application:
     """Returns the application for the `args` of a Serve config: the settings of `swiftspec serve` by name, such as
     `draft_model`, and `ranks`, the number of ranks of a replica (default 1).
 
@@ -92,4 +92,4 @@ def build_app(args: dict[str, Any]) -> Application:
     ranks = int(values.pop("ranks", 1))
     settings = replica_settings(values)
     resources = {"num_gpus": ranks} if settings.device == "cuda" else {"num_cpus": ranks * (settings.threads or 1)}
-    return Engine.options(ray_actor_options=resources).bind(values, ranks)
+    return EngineDeployment.options(ray_actor_options=resources).bind(values, ranks)

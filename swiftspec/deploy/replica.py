@@ -46,7 +46,7 @@ class EngineReplica:
         settings = replica_settings(values)
         self._drain_timeout_s = settings.drain_timeout
         address = free_address()
-        self._followers = [start_follower(values, rank, ranks, address) for rank in range(1, ranks)]
+        self._followers = [start_replica_rank(values, rank, ranks, address) for rank in range(1, ranks)]
         try:
             world = World.join(0, ranks, address) if ranks > 1 else None
             self._session = open_session(settings, StartupProgress(), world, warm_up=True)
@@ -88,7 +88,7 @@ def replica_settings(values: Mapping[str, Any]) -> Settings:
     return load_settings({**values, "port": values.get("port", UNUSED_PORT)})
 
 
-def start_follower(values: Mapping[str, Any], rank: int, size: int, address: str) -> subprocess.Popen[bytes]:
+def start_replica_rank(values: Mapping[str, Any], rank: int, size: int, address: str) -> subprocess.Popen[bytes]:
     """Starts the process of another rank. It ends with rank 0, however that ends."""
     command = [sys.executable, "-m", "swiftspec.deploy.replica", str(rank), str(size), address]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
@@ -98,7 +98,7 @@ def start_follower(values: Mapping[str, Any], rank: int, size: int, address: str
     return process
 
 
-def run_follower(arguments: Sequence[str], values: str) -> None:
+def run_replica_rank(arguments: Sequence[str], values: str) -> None:
     """Runs a rank other than 0. Exits with one line if the settings are invalid or rank 0 is lost.
 
     `arguments`: rank, number of ranks and address of the store. `values`: the settings as JSON.
@@ -117,4 +117,4 @@ def free_address() -> str:
 
 
 if __name__ == "__main__":
-    run_follower(sys.argv[1:], sys.stdin.read())
+    run_replica_rank(sys.argv[1:], sys.stdin.read())

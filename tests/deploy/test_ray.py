@@ -16,7 +16,7 @@ import ray
 from ray import serve
 
 from swiftspec import LLM, SamplingParams
-from swiftspec.deploy.ray import build_app, rank_replicas
+from swiftspec.deploy.ray import ray_application, rank_replicas
 from swiftspec.serve.built_in_models import DEMO_MODELS
 from swiftspec.serve.text.codec import TextCodec
 from tests.support.clients import openai
@@ -43,7 +43,7 @@ def url() -> Iterator[str]:
 def deploy(*, ranks: int = 1, changes: Mapping[str, Any] | None = None, **values: Any) -> None:
     """Deploys the application and waits until it is ready. `changes`: options of the deployment, as a Serve config sets
     them. `values`: further settings."""
-    app = build_app({**ARGS, **values, "ranks": ranks})
+    app = ray_application({**ARGS, **values, "ranks": ranks})
     engine: Any = app._bound_deployment.options(**changes or {})
     serve.run(engine.bind({**ARGS, **values}, ranks), name="app", route_prefix="/")
 
