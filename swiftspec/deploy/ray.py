@@ -2,7 +2,8 @@
 
     serve run app.yaml
 
-The `import_path` of an application is `swiftspec.deploy.ray:ray_application`; its `args` are those of `ray_application`.
+An application of the config has the `import_path` `swiftspec.deploy.ray:ray_application` and the `args` of that
+function (docs/guides/deployment.md).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import ray
 from ray import serve
 
 from swiftspec import LLM, SamplingParams
-from swiftspec.deploy.ray import ray_application, rank_replicas
+from swiftspec.deploy.ray import rank_replicas, ray_application
 from swiftspec.serve.built_in_models import DEMO_MODELS
 from swiftspec.serve.text.codec import TextCodec
 from tests.support.clients import openai
