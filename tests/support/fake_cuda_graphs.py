@@ -140,7 +140,7 @@ def _tensors(out: Any) -> Iterator[Tensor]:
 
 
 def _mapped(kind: type, change: Callable[[Any], Any], parts: Any) -> Any:
-    """Replaces values of one type in nested sequences and dictionaries; many times faster than torch's tree_map_only."""
+    """Replaces values of one type in nested sequences and dictionaries; much faster than tree_map_only."""
     if isinstance(parts, kind):
         return change(parts)
     if isinstance(parts, tuple | list):
