@@ -116,6 +116,7 @@ def test_an_interrupted_sweep_resumes_without_repetition(
         run.seconds = run.rounds * (1 + llm.config.initial_draft_steps * 0.1 * (llm.config.mode == "serial"))
         return run
 
+    monkeypatch.setattr(trials, "SERIAL_STEPS", (1, 2, 4))
     monkeypatch.setattr(RankPool, "engine", counting)
     monkeypatch.setattr(measurement, "decode_all", by_rounds)
     args = [*pair, *short, "--modes", "ar,serial", "--budget", "10m"]  # which a busy machine does not spend

@@ -58,9 +58,15 @@ def make_head_pair(folder: Path, kind: str, **shape: Any) -> Pair:
     return folder, "mtp"
 
 
-@pytest.mark.parametrize(
-    "config", fast_first([WIDE, EngineConfig("serial"), EngineConfig("serial", drafter=GRAFTED)], 1)
-)
+SERIAL, GRAFTED_HEAD = EngineConfig("serial"), EngineConfig("serial", drafter=GRAFTED)
+# every target, and every configuration with EAGLE-3 and with multi-token prediction
+TEXTS = [
+    ("eagle3", WIDE), ("qwen3_5_text", WIDE),
+    ("eagle3", SERIAL), ("eagle3", GRAFTED_HEAD), ("qwen3_5_text", SERIAL), ("qwen3_next", GRAFTED_HEAD),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pair", "config"), fast_first(TEXTS, 2, unpack=True), indirect=["pair"])
 def test_the_text_equals_plain_decoding(pair: Pair, config: EngineConfig) -> None:
     plain, head = LLM(pair[0], **OPTIONS), LLM(*pair, config, **OPTIONS)
     short, long = [5], [*PROMPT, 40, 41] * 3
