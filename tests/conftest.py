@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,15 +32,19 @@ LONGEST = ("test_emulated_gpu", "test_group", "test_restarts_end_to_end", "test_
            "test_chaos", "test_sanitized")  # fmt: skip
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest files run first."""
+    if config.pluginmanager.hasplugin("xdist"):  # not on a bare machine with a GPU
+        items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With two workers (`make test`, `make test-slow`), all tests of a file run in one worker and share its fixtures.
-    The longest files run first."""
-    if not config.pluginmanager.hasplugin("xdist"):  # a bare machine with a GPU
-        return
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.name))
+    Groups of pytest-xdist 3.8 do not do that under pytest 9.2, whose tests ignore the names that it gives them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.fixture(autouse=True)

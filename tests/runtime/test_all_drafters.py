@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from swiftspec.config import GRAFTED, EngineConfig
-from swiftspec.engine import TreeDecoding
+from swiftspec.engine import Completion, TreeDecoding
 from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
@@ -34,31 +34,46 @@ PROMPT = [5, 17, 3, 29, 11, 8, 2, 30] * 3
 VOCAB = 300
 SHAPE: dict[str, Any] = {"vocab": VOCAB, "tie": False}
 KINDS = ("suffix", "model+suffix", "eagle3", "mtp", "dflash", "model", "hybrid model")
+HYBRIDS = ("mtp", "hybrid model")  # the kinds whose target is a hybrid
+Answers = dict[tuple[tuple[int, ...], str], Completion]  # by prompt and sampling parameters
 
 
 @dataclass(frozen=True)
 class Engines:
     """Engines on the same target: without a draft, and with the drafter."""
 
-    kind: str
     plain: LLM
     drafting: LLM
     drafter: Drafter
+    answers: Answers
+
+    def want(self, prompt: list[int], sampling: SamplingParams) -> Completion:
+        """The answer without a draft, decoded once for all drafters of a target."""
+        key = (*prompt,), repr(sampling)
+        if key not in self.answers:
+            self.answers[key] = self.plain.generate(prompt, sampling)
+        return self.answers[key]
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[bool, Answers]:
+    """Those of `Engines`, by whether the target is a hybrid."""
+    return {True: {}, False: {}}
 
 
 @pytest.fixture(scope="module", params=fast_first(KINDS, 5))
-def engines(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Engines:
+def engines(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, answers: Any) -> Engines:
     kind: str = request.param
     target, draft = make_models(tmp_path_factory.mktemp("models"), kind)
     config = EngineConfig("serial", verify_batch=16, drafter=GRAFTED if "+" in kind else "model")
     drafting = LLM(target, draft, config.for_models(draft), **OPTIONS)
     decoding = drafting.engine.decoding
     assert isinstance(decoding, TreeDecoding)
-    return Engines(kind, LLM(target, **OPTIONS), drafting, decoding.drafter)
+    return Engines(LLM(target, **OPTIONS), drafting, decoding.drafter, answers[kind in HYBRIDS])
 
 
 def make_models(folder: Path, kind: str) -> tuple[Path, Path | str]:
-    if kind in ("hybrid model", "mtp"):
+    if kind in HYBRIDS:
         target, draft = make_pair(folder, family="qwen3_5_text", **SHAPE)
     else:
         target, draft = make_pair(folder, layers=6, **SHAPE)
@@ -121,7 +136,7 @@ def test_rounds_with_any_number_of_nodes(engines: Engines) -> None:
     llm = changed(engines, lambda whole: first_nodes(whole, dice.choice([1, 1, 2, 5, 16])))
     for sampling in (GREEDY, SEEDED):
         for prompt in (PROMPT, [*PROMPT, 40], PROMPT[:9]):  # with reuse of the prefix
-            assert llm.generate(prompt, sampling).token_ids == engines.plain.generate(prompt, sampling).token_ids
+            assert llm.generate(prompt, sampling).token_ids == engines.want(prompt, sampling).token_ids
 
 
 def test_rejections_at_any_depth(engines: Engines) -> None:
@@ -137,7 +152,7 @@ def test_rejections_at_any_depth(engines: Engines) -> None:
 
     llm = changed(engines, spoil)
     for sampling in (GREEDY, SEEDED):
-        assert llm.generate(PROMPT, sampling).token_ids == engines.plain.generate(PROMPT, sampling).token_ids
+        assert llm.generate(PROMPT, sampling).token_ids == engines.want(PROMPT, sampling).token_ids
 
 
 def test_a_grammar_that_forbids_every_draft(engines: Engines) -> None:
@@ -159,18 +174,19 @@ def test_a_grammar_that_forbids_every_draft(engines: Engines) -> None:
     finally:
         for runner, constraint in zip(runners, constraints, strict=True):
             runner.make_constraint = constraint
-    assert llm.generate(PROMPT, SEEDED).token_ids == engines.plain.generate(PROMPT, SEEDED).token_ids
+    want = engines.want(PROMPT, SEEDED).token_ids
+    assert llm.generate(PROMPT, SEEDED).token_ids == want == engines.plain.generate(PROMPT, SEEDED).token_ids
 
 
 def test_stops_and_limits_within_a_run(engines: Engines) -> None:
-    llm, text = unchanged(engines), engines.plain.generate(PROMPT, SEEDED).token_ids
+    llm, text = unchanged(engines), engines.want(PROMPT, SEEDED).token_ids
     for at in (*range(1, 8), 15, 16, 17):
         for sampling in (
             replace(SEEDED, stop_token_ids=(text[at],)),
             replace(SEEDED, max_tokens=at),
             replace(SEEDED, stop_token_ids=(text[at],), max_tokens=text.index(text[at]) + 1),
         ):
-            got, want = llm.generate(PROMPT, sampling), engines.plain.generate(PROMPT, sampling)
+            got, want = llm.generate(PROMPT, sampling), engines.want(PROMPT, sampling)
             assert (got.token_ids, got.finish_reason) == (want.token_ids, want.finish_reason)
             assert got.stats.tokens == len(got.token_ids) == got.stats.rounds + got.stats.accepted
 
@@ -202,7 +218,7 @@ def test_log_probabilities(engines: Engines, count: int) -> None:
 )
 def test_penalties_and_token_rules(engines: Engines, rules: dict[str, Any]) -> None:
     sampling = replace(SEEDED, **rules)
-    got, want = (llm.generate(PROMPT, sampling) for llm in (unchanged(engines), engines.plain))
+    got, want = unchanged(engines).generate(PROMPT, sampling), engines.want(PROMPT, sampling)
     assert (got.token_ids, got.finish_reason) == (want.token_ids, want.finish_reason)
 
 

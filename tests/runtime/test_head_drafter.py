@@ -58,18 +58,25 @@ def make_head_pair(folder: Path, kind: str, **shape: Any) -> Pair:
     return folder, "mtp"
 
 
-@pytest.mark.parametrize(
-    "config", fast_first([WIDE, EngineConfig("serial"), EngineConfig("serial", drafter=GRAFTED)], 1)
-)
+SERIAL, GRAFTED_HEAD = EngineConfig("serial"), EngineConfig("serial", drafter=GRAFTED)
+# every target, and every configuration with EAGLE-3 and with multi-token prediction
+TEXTS = [
+    ("eagle3", WIDE), ("qwen3_5_text", WIDE),
+    ("eagle3", SERIAL), ("eagle3", GRAFTED_HEAD), ("qwen3_5_text", SERIAL), ("qwen3_next", GRAFTED_HEAD),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pair", "config"), fast_first(TEXTS, 2, unpack=True), indirect=["pair"])
 def test_the_text_equals_plain_decoding(pair: Pair, config: EngineConfig) -> None:
     plain, head = LLM(pair[0], **OPTIONS), LLM(*pair, config, **OPTIONS)
-    for sampling in (GREEDY, SEEDED, PENALISED, GUIDED):
-        for prompt in (PROMPT, [5], [*PROMPT, 40, 41] * 3):
-            answer = head.generate(prompt, sampling)
-            assert answer.token_ids == plain.generate(prompt, sampling).token_ids
-            assert answer.stats.drafter_lost is None and answer.stats.drafted > 30
-            assert NodeSource.DRAFT_HEAD in {source for each in answer.stats.verified for source in each.sources}
-            assert config is not WIDE or answer.stats.accepted > 0
+    short, long = [5], [*PROMPT, 40, 41] * 3
+    requests = [(PROMPT, sampling) for sampling in (GREEDY, SEEDED, PENALISED, GUIDED)]
+    for prompt, sampling in (*requests, (short, SEEDED), (long, GREEDY), (short, GUIDED), (long, GUIDED)):
+        answer = head.generate(prompt, sampling)
+        assert answer.token_ids == plain.generate(prompt, sampling).token_ids
+        assert answer.stats.drafter_lost is None and answer.stats.drafted > 30
+        assert NodeSource.DRAFT_HEAD in {source for each in answer.stats.verified for source in each.sources}
+        assert config is not WIDE or answer.stats.accepted > 0
 
 
 def test_the_last_token_of_the_context(pair: Pair) -> None:

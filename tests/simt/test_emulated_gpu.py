@@ -27,10 +27,7 @@ MOST = ("test_linear",)  # of these, where most of the kernels differ
 SHORT = "test_products and (64-32 or 512-72) or test_many_rows"
 LIBRARIES = ("test_unfused",)  # operators of torch
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="no g++, or no Linux"),
-    pytest.mark.xdist_group("emulated GPU"),  # in one process, which compiles the module once
-]
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="no g++, or no Linux")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 T = TypeVar("T")
 # operators that wait for the device, have a result whose size depends on values, or copy from pageable memory
@@ -34,7 +33,7 @@ class Rerun:
         self, forward: Callable[[], T], restore: Callable[[], None] = lambda: None, /
     ) -> tuple[T, Callable[[], None]]:
         self.captures += 1
-        out = tree_map_only(Tensor, torch.empty_like, forward())
+        out = _mapped(Tensor, torch.empty_like, forward())
         restore()
 
         def replay() -> None:
@@ -92,12 +91,12 @@ class Recording(TorchDispatchMode):
         def held(tensor: Tensor) -> Tensor | StorageView:
             return tensor if tensor.untyped_storage()._cdata in self._own else StorageView(tensor)
 
-        return tree_map_only(Tensor, held, parts)
+        return _mapped(Tensor, held, parts)
 
     @torch.inference_mode()
     def run(self) -> None:
         for call in self._calls:
-            func, args, kwargs, out = tree_map_only(StorageView, StorageView.tensor, call)
+            func, args, kwargs, out = _mapped(StorageView, StorageView.tensor, call)
             for old, new in zip(_tensors(out), _tensors(func(*args, **kwargs)), strict=True):
                 if old.data_ptr() != new.data_ptr():  # neither a view nor in place
                     old.copy_(new)
@@ -138,6 +137,17 @@ def _tensors(out: Any) -> Iterator[Tensor]:
     elif isinstance(out, tuple | list):
         for part in out:
             yield from _tensors(part)
+
+
+def _mapped(kind: type, change: Callable[[Any], Any], parts: Any) -> Any:
+    """Replaces values of one type in nested sequences and dictionaries; much faster than tree_map_only."""
+    if isinstance(parts, kind):
+        return change(parts)
+    if isinstance(parts, tuple | list):
+        return type(parts)([_mapped(kind, change, part) for part in parts])
+    if isinstance(parts, dict):
+        return {name: _mapped(kind, change, part) for name, part in parts.items()}
+    return parts
 
 
 class Recorder(Rerun):

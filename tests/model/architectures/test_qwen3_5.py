@@ -42,11 +42,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=110, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.9, seed=3)
 GUIDED = replace(SEEDED, guidance_scale=1.5, negative_prompt_ids=(4, 9, 11, 3))
 OPTIONS: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 160}
+OTHERS = [family for family in HYBRIDS if family != FAMILY]
 Texts = dict[SamplingParams, list[int]]
 NATIVE = pytest.mark.skipif(cpu.level() == "none", reason="there are no native operators here")
 
 
-@pytest.fixture(scope="module", params=fast_first(sorted(HYBRIDS, key=lambda family: family != FAMILY), 1))
+@pytest.fixture(scope="module", params=fast_first([FAMILY, *OTHERS], 1))
 def pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, Path]:
     seed = 5 if request.param == "qwen3_5_moe_text" else 1  # a pair that often agrees
     return make_pair(tmp_path_factory.mktemp("pair"), family=request.param, seed=seed)
@@ -82,23 +83,25 @@ def test_greedy_text_equals_that_of_transformers(tmp_path: Path, family: str) ->
     assert got == want[len(PROMPT) - 1 : -1] and len(set(got)) > 20
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {},
-        pytest.param({"draft_leaves": 1, "draft_steps": 8}, marks=pytest.mark.slow),
-        pytest.param({"verify_batch": 16, "draft_leaves": 6, "draft_steps": 2}, marks=pytest.mark.slow),
-    ],
-    ids=["default", "deep", "wide"],
-)
-def test_a_draft_does_not_change_the_text(pair: tuple[Path, Path], texts: Texts, plan: dict[str, Any]) -> None:
+PLANS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "deep": {"draft_leaves": 1, "draft_steps": 8},
+    "wide": {"verify_batch": 16, "draft_leaves": 6, "draft_steps": 2},
+}
+# every family, and every plan
+DRAFTS = [(FAMILY, "default"), (FAMILY, "deep"), (FAMILY, "wide"), *((other, "default") for other in OTHERS)]
+
+
+@pytest.mark.parametrize(("pair", "plan"), fast_first(DRAFTS, 1, unpack=True), indirect=["pair"])
+def test_a_draft_does_not_change_the_text(pair: tuple[Path, Path], texts: Texts, plan: str) -> None:
     assert all(len({*text}) > 20 for text in texts.values())
-    llm = LLM(*pair, EngineConfig("serial", **plan), **OPTIONS)
+    llm = LLM(*pair, EngineConfig("serial", **PLANS[plan]), **OPTIONS)
     for sampling, want in texts.items():
         answer = llm.generate(PROMPT, sampling)
         assert answer.token_ids == want and answer.stats.accepted > 15
 
 
+@pytest.mark.parametrize("pair", [FAMILY], indirect=True)
 def test_a_draft_that_is_always_rejected(tmp_path: Path, pair: tuple[Path, Path], texts: Texts) -> None:
     make_checkpoint(tmp_path, family=FAMILY, dtype=torch.float64, seed=9)
     for sampling, want in texts.items():
@@ -116,6 +119,7 @@ def test_one_model_may_be_a_hybrid_and_the_other_not(tmp_path: Path, family: str
     assert answer.token_ids == want
 
 
+@pytest.mark.parametrize("pair", [FAMILY], indirect=True)
 def test_the_last_token_of_the_context(pair: tuple[Path, Path]) -> None:
     for length in (63, 64, 65, 97):
         options: dict[str, Any] = OPTIONS | {"max_model_len": length}
@@ -128,8 +132,8 @@ def test_the_last_token_of_the_context(pair: tuple[Path, Path]) -> None:
 def test_a_batch_of_requests(pair: tuple[Path, Path], texts: Texts) -> None:
     """Requests that start and end at different times; cache sequences are used again."""
     llm = LLM(*pair, EngineConfig("serial", max_num_seqs=3), **OPTIONS)
-    kinds = [GREEDY, SEEDED, GUIDED, replace(GREEDY, max_tokens=40), SEEDED]
-    for _ in range(2):
+    whole = [GREEDY, SEEDED, GUIDED, replace(GREEDY, max_tokens=40), SEEDED]
+    for kinds in (whole, [GUIDED, GREEDY]):
         answers = llm.generate_batch([PROMPT] * len(kinds), kinds)
         for sampling, answer in zip(kinds, answers, strict=True):
             want = texts[GREEDY][:40] if sampling.max_tokens == 40 else texts[sampling]
@@ -300,6 +304,7 @@ def test_a_grammar_that_forbids_every_draft(tmp_path: Path, native: bool) -> Non
     assert answer.stats.accepted == 0 and answer.stats.drafted > 100
 
 
+@pytest.mark.parametrize("pair", [FAMILY], indirect=True)
 @pytest.mark.parametrize("mode", ["serial", pytest.param("async", marks=pytest.mark.slow)])
 def test_workers(pair: tuple[Path, Path], texts: Texts, mode: str) -> None:
     with (

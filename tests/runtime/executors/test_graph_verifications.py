@@ -256,7 +256,7 @@ def test_requests_capture_no_graph_after_the_start(checkpoint: Path) -> None:
     capture_graphs(graphed, None, config, None)
     before, dice = capture.captures, np.random.default_rng(4)
     assert before == 3 * len(chain_shapes(11))
-    for _ in range(200):
+    for _ in range(100):
         sampling = mixed_sampling(dice)
         for verifier in (steps, graphed):
             verifier.open(request_start(PROMPT, sampling, request=0))
