@@ -10,6 +10,7 @@ from swiftspec.distributed.collectives import peers
 from swiftspec.distributed.collectives.peers import PeerMemoryGroup
 from swiftspec.distributed.collectives.shm import SharedMemoryGroup
 from swiftspec.distributed.collectives.torch_dist import TorchDistGroup
+from swiftspec.distributed.launch.network_interface import select_gloo_interface
 from swiftspec.distributed.launch.world import World
 from swiftspec.runtime.current_device import set_current_device
 
@@ -29,6 +30,8 @@ def join_group(
     store, timeout = world.store, COLLECTIVE_TIMEOUT
     if world.one_machine and device.type == "cpu":
         return SharedMemoryGroup.join(store, name, rank, size, spin=world.spin, timeout=timeout)
+    if not world.one_machine:
+        select_gloo_interface(world.host)
     set_current_device(device)  # NCCL uses the current device
     if device.type == "cuda" and not share_device:
         width = width if world.one_machine else 0

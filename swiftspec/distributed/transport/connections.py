@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import RankRole
+from swiftspec.distributed.launch.network_interface import address_towards
 from swiftspec.distributed.launch.startup_barrier import first_line
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.transport.codec import text_to_words, words_to_text
@@ -130,7 +130,7 @@ def accept_draft_leader(world: World, timeout: float) -> Transport:
 
 def _host(world: World) -> str | None:
     """Returns the address at which the other ranks reach this machine, or None if all ranks are on one machine."""
-    return None if world.one_machine else _address_towards(world.host)
+    return None if world.one_machine else address_towards(world.host)
 
 
 def _report(channel: Transport, error: str | None, executor_names: set[str]) -> None:
@@ -152,10 +152,3 @@ def _recv_ready(channel: Transport, when: str) -> tuple[str | None, set[str]]:
     except ConnectionError as error:
         return f"{error} {when}", set()
     return (None, set(words_to_text(words).split(","))) if kind == Opcode.READY else (words_to_text(words), set())
-
-
-def _address_towards(host: str) -> str:
-    """Returns the local IPv4 address from which packets to `host` are sent. Sends no packet itself."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))
-        return str(probe.getsockname()[0])

@@ -17,6 +17,8 @@ HEADER = struct.Struct("=II")  # opcode, number of words
 MAX_WORDS = 1 << 24  # words per message (64 MiB), far more than any prompt has: a larger count means a corrupt stream
 MIN_POLL_S = 1e-3  # seconds; shortest socket timeout, since 0 would make the socket non-blocking
 AUTH_TIMEOUT_S = 2.0  # seconds that a client has to send its token; other clients wait meanwhile
+LOST_TIMEOUT_S = 20  # after which a peer whose machine answers no packet counts as lost
+KEEPALIVE_S = 5  # of silence, after which its machine is asked whether it is there, and between further questions
 SEND_TIMEOUT_S = 30.0  # seconds; longest time that a send blocks while the peer does not read
 
 
@@ -25,7 +27,7 @@ class TcpTransport:
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _detect_lost_machine(sock)
         self.peer = peer
         self._sock = sock
         self._buffer = bytearray()
@@ -131,6 +133,19 @@ def connect(address: str, peer: str, timeout: float) -> TcpTransport:
     sock = socket.create_connection((host, int(port)), timeout)
     sock.sendall(bytes.fromhex(ticket))
     return TcpTransport(sock, peer)
+
+
+def _detect_lost_machine(sock: socket.socket) -> None:
+    """Makes reads and writes fail if the peer's machine is unreachable for LOST_TIMEOUT_S. The system's own limits are
+    hours for reads and a quarter of an hour for writes. A peer that is only busy or suspended is not lost."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": KEEPALIVE_S, "TCP_KEEPINTVL": KEEPALIVE_S, "TCP_KEEPCNT": LOST_TIMEOUT_S // KEEPALIVE_S,
+        "TCP_USER_TIMEOUT": 1000 * LOST_TIMEOUT_S,
+    }  # fmt: skip
+    for name, value in options.items():
+        if hasattr(socket, name):  # not on every system
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _recv_exactly(sock: socket.socket, count: int) -> bytes:
