@@ -127,6 +127,8 @@ void mixture(const MixtureArgs& args, bool is_f32);
 
 // ---- attention
 
+constexpr int64_t kMaxHeadDim = 512;
+
 // Variations of attention. With the defaults a layer has none of them.
 struct AttentionOptions {
   int64_t window = 0;                  // visible slots of a row, the last ones; 0: all
@@ -158,7 +160,7 @@ struct AttentionArgs {
   void* values;          // the same
   void* out;             // [rows, heads * dim]
   int64_t rows, heads, kv_heads, capacity, length, width;
-  int64_t dim;     // head_dim, a multiple of 16, at most 256
+  int64_t dim;     // head_dim, a multiple of 16, at most kMaxHeadDim
   int64_t stride;  // elements of a row of qkv
   AttentionOptions options;
   HeadNorm norm;

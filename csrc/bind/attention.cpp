@@ -21,7 +21,7 @@ void attention(const Array& qkv, const Array& cos, const Array& sin, const Array
   const int64_t heads = qkv.size(1) / dim - 2 * cache.kv_heads;
   const bool is_f32 = qkv.type() == kFloat32;
   const Type type = model_type(is_f32);
-  check(dim % 16 == 0 && dim >= 16 && dim <= 256, "head_dim must be a multiple of 16 up to 256");
+  check_head_dim(dim);
   check(heads >= cache.kv_heads && heads % cache.kv_heads == 0, "heads must be a multiple of kv_heads");
   check(length >= 1 && length <= cache.capacity && width <= length, "width <= length <= capacity must hold");
   check(cache.type == type, "the cache is not of the model's type");

@@ -58,6 +58,10 @@ inline host::Mlp mlp_of(const MlpArgs& args, int64_t hidden, bool is_f32) {
   return mlp;
 }
 
+inline void check_head_dim(int64_t dim) {
+  check(dim % 16 == 0 && dim >= 16 && dim <= host::kMaxHeadDim, "head_dim must be a multiple of 16 up to 512");
+}
+
 // `query_scale`: [count] float32.
 inline host::AttentionOptions attention_options(std::optional<int64_t> window, std::optional<float> scale,
                                                 std::optional<float> softcap, const MaybeArray& query_scale,
