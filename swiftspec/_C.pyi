@@ -14,9 +14,8 @@ ROW_GROUP_WORDS: int
 MAX_MATCH_TOKENS: int
 
 class Cache:
-    """A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], and the delta cache of the same
-    model or None. Keeps them alive."""
-    def __init__(self, k: Array, v: Array, delta: DeltaCache | None) -> None: ...
+    """A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], which it keeps alive."""
+    def __init__(self, k: Array, v: Array) -> None: ...
     def move(self, sequence: int, source: Sequence[int], start: int) -> None:
         """Moves slots source[i] to start + i, in place and in every layer; see MoveArgs in common/arguments.h."""
 
@@ -27,7 +26,21 @@ class Decoder:
         embedding: Array,
         embedding_multiplier: float,
         kinds: Sequence[
-            tuple[Array, Array, int | None, float | None, float | None, Array | None, int, int, Array | None, bool]
+            tuple[
+                Array,
+                Array,
+                int | None,
+                float | None,
+                float | None,
+                Array | None,
+                int,
+                int,
+                Array | None,
+                bool,
+                int,
+                int,
+                int,
+            ]
         ],
         norm: Array,
         eps: float,
@@ -52,22 +65,20 @@ class Decoder:
                 tuple[Weights, Array, Array, Array, Array] | None,
             ]
         ],
-        heads: int,
-        kv_heads: int,
         group: ShmGroup | None,
         timeout_s: float,
         hidden_layers: Sequence[int],
         delta: tuple[int, int, int, int, int] | None,
     ) -> None:
         """`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the
-        projections that a norm covers or zeros, key heads that count, whether the output has a gate. Each of `layers`:
-        input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP,
-        residual multiplier, scale of the output, attention sinks, layer of its cache, and of a delta layer its rates,
-        convolution, factor and bias of the decay, and norm, otherwise None. Each MLP: gate_up, down, gate, and of a
-        mixture of experts its router, number of experts per token and norm_topk_prob, otherwise None, 0, False; gate_up
-        and down of its shared expert, or None. `hidden_layers`: the layers whose hidden states each forward keeps.
-        `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the delta layers, or None. Keeps all arguments
-        alive."""
+        projections that a norm covers or zeros, key heads that count, whether the output has a gate, heads, KV heads,
+        index of the KV cache. Each of `layers`: input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads,
+        norms of the outputs of attention and MLP, residual multiplier, scale of the output, attention sinks, layer of
+        its cache, and of a delta layer its rates, convolution, factor and bias of the decay, and norm, otherwise None.
+        Each MLP: gate_up, down, gate, and of a mixture of experts its router, number of experts per token and
+        norm_topk_prob, otherwise None, 0, False; gate_up and down of its shared expert, or None. `hidden_layers`: the
+        layers whose hidden states each forward keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the
+        delta layers, or None. Keeps all arguments alive."""
     def forward(
         self,
         tokens: Array,
@@ -76,7 +87,7 @@ class Decoder:
         sequence: Array,
         kv_len: Array,
         mask: Array,
-        cache: Cache,
+        cache: ModelCache,
         logits: Array | None,
     ) -> None:
         """Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head without `logits`."""
@@ -110,15 +121,20 @@ class Mailbox:
     def send(self, words: Sequence[int], timeout_s: float) -> None:
         """Sends a message. Waits up to `timeout_s` while the mailbox is full."""
 
+class ModelCache:
+    """The caches of a model: a KV cache for each shape of its attention layers, and its delta cache or None. Keeps them
+    alive."""
+    def __init__(self, kv: Sequence[Cache], delta: DeltaCache | None) -> None: ...
+
 class Population:
     """Rounds of particles, or of exact chains, as one call each. Works on both models and in place on the tensors; see
     host/decoder/population.h."""
     def __init__(
         self,
         draft: Decoder,
-        draft_cache: Cache,
+        draft_cache: ModelCache,
         target: Decoder,
-        target_cache: Cache,
+        target_cache: ModelCache,
         tensors: Sequence[Array],
         steps: int,
         verify_mode: str,
@@ -147,7 +163,7 @@ class Rounds:
     """Expansions and verifications as one call each, for one decoder and a cache of one sequence, or of two for
     verifications of guided requests; see host/decoder/rounds.h. The ranks of a group make the same calls and merge
     their best tokens. Raises OSError if a rank is lost."""
-    def __init__(self, decoder: Decoder, cache: Cache) -> None: ...
+    def __init__(self, decoder: Decoder, cache: ModelCache) -> None: ...
     def expand(
         self,
         tree: Tree,

@@ -44,7 +44,7 @@ DTYPES = [BF16, F32]
 SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 CONFIG = {**SHAPE, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": 8}
 DEMO = Path(swiftspec.__file__).parent / "demo"
-HEADS = [(4, 2, 64), (3, 3, 16), (5, 1, 32), (34, 2, 48), (4, 1, 128), (1, 1, 256)]
+HEADS = [(4, 2, 64), (3, 3, 16), (5, 1, 32), (34, 2, 48), (4, 1, 128), (1, 1, 256), (4, 2, 512)]
 
 
 def random(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
@@ -264,7 +264,7 @@ def test_a_row_of_attention_depends_only_on_its_own_keys(level: str, dtype: torc
     def pick(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (1,), generator=noise))
 
-    heads, kv_heads, dim, count = 6, 2, (32, 48, 64)[seed % 3], pick(1, 70)
+    heads, kv_heads, dim, count = 6, 2, (32, 48, 64, 512)[seed // 3], pick(1, 70)
     path_k, path_v = (random(kv_heads, count, dim, seed=seed + s, dtype=dtype) for s in (50, 60))
     qkv, (cos, sin) = random(12, (heads + 2 * kv_heads) * dim, seed=seed, dtype=dtype), tables(dim, dtype)
     options = AttentionOptions(window=pick(1, 80)) if seed % 2 else PLAIN_ATTENTION
@@ -305,8 +305,8 @@ def test_unsupported_models_are_refused_with_the_reason(monkeypatch: pytest.Monk
     for dtype in DTYPES:
         check(dtype)
         check(dtype, hidden_size=70, head_dim=16)
-        for head_dim in (8, 272):
-            with pytest.raises(UserError, match=f"a multiple of 16 and at most 256, not {head_dim}"):
+        for head_dim in (8, 528):
+            with pytest.raises(UserError, match=f"a multiple of 16 and at most 512, not {head_dim}"):
                 check(dtype, head_dim=head_dim)
         with pytest.raises(UserError, match="need a CPU, not meta"):
             check(dtype, "meta")
@@ -418,3 +418,16 @@ def test_masked_outputs_are_impossible_and_the_others_keep_their_bits(name: str,
         assert (masked[:, [3, 39]] == -torch.inf).all() and plain.isfinite().all()
         kept = [column for column in range(48) if column not in (3, 39)]
         assert torch.equal(masked[:, kept], plain[:, kept])
+
+
+def test_caches_of_one_model_that_do_not_fit_each_other_are_refused() -> None:
+    def cache(*shape: int, dtype: torch.dtype = BF16) -> _C.Cache:
+        return _C.Cache(*(torch.zeros(shape, dtype=dtype) for _ in range(2)))
+
+    first = cache(1, 2, 4, 8, 16)
+    _C.ModelCache([first, cache(3, 2, 1, 8, 32)], None)  # layers, heads and head dimension may differ
+    for other in (cache(1, 1, 4, 8, 16), cache(1, 2, 4, 9, 16), cache(1, 2, 4, 8, 16, dtype=torch.float32)):
+        with pytest.raises(ValueError, match="differ in type, sequences or capacity"):
+            _C.ModelCache([first, other], None)
+    with pytest.raises(ValueError, match="needs a KV cache"):
+        _C.ModelCache([], None)

@@ -25,12 +25,21 @@ Decoder::Decoder(const PackedModel& model, std::vector<PackedLayer> layers, std:
     : model_(model),
       layers_(std::move(layers)),
       hidden_layers_(std::move(hidden_layers)),
-      attention_layers_(std::count_if(layers_.begin(), layers_.end(),
-                                      [](const PackedLayer& layer) { return layer.delta.rates == nullptr; })),
       size_(model.is_f32 ? 4 : 2),
       cos_(model.kinds.size()),
       sin_(model.kinds.size()),
-      query_scale_(model.kinds.size()) {}
+      query_scale_(model.kinds.size()) {
+  for (const AttentionKind& kind : model_.kinds) {
+    kv_layers_.resize(std::max(kv_layers_.size(), static_cast<size_t>(kind.cache) + 1));
+  }
+  for (const PackedLayer& layer : layers_) {
+    if (layer.delta.rates != nullptr) {
+      ++delta_layers_;
+    } else {
+      ++kv_layers_[static_cast<size_t>(model_.kinds[static_cast<size_t>(layer.kind)].cache)];
+    }
+  }
+}
 
 // Returns the buffer, which grows to the largest forward.
 void* Decoder::reserve(Buffer& buffer, int64_t elements) const {
@@ -47,8 +56,8 @@ void Decoder::gather(const ForwardArgs& args) {
   }
   for (size_t i = 0; i < s.kinds.size(); ++i) {
     const AttentionKind& kind = s.kinds[i];
-    gather_rows(kind.cos, args.positions, args.rows, s.dim * size_, reserve(cos_[i], args.rows * s.dim));
-    gather_rows(kind.sin, args.positions, args.rows, s.dim * size_, reserve(sin_[i], args.rows * s.dim));
+    gather_rows(kind.cos, args.positions, args.rows, kind.dim * size_, reserve(cos_[i], args.rows * kind.dim));
+    gather_rows(kind.sin, args.positions, args.rows, kind.dim * size_, reserve(sin_[i], args.rows * kind.dim));
     if (kind.options.query_scale == nullptr) continue;
     query_scale_[i].resize(static_cast<size_t>(args.rows));
     gather_rows(kind.options.query_scale, args.positions, args.rows, 4, query_scale_[i].data());
@@ -58,10 +67,11 @@ void Decoder::gather(const ForwardArgs& args) {
 // The plan of each of the sequences; none without delta layers.
 std::vector<DeltaPlan> Decoder::plan_deltas(const ForwardArgs& args) const {
   std::vector<DeltaPlan> plans;
-  if (args.delta == nullptr) return plans;
+  const DeltaCache* delta = args.cache->delta;
+  if (delta == nullptr) return plans;
   for (const SequenceRows& seq : args.sequence_rows) {
-    const int64_t folded = args.delta->folded[seq.sequence];
-    if (seq.length - folded > args.delta->slots) throw std::invalid_argument("more slots than the delta cache has");
+    const int64_t folded = delta->folded[seq.sequence];
+    if (seq.length - folded > delta->slots) throw std::invalid_argument("more slots than the delta cache has");
     plans.push_back(plan_delta(args.slots + seq.first, seq.mask, seq.rows, seq.width, seq.length, folded));
   }
   return plans;
@@ -90,28 +100,29 @@ void Decoder::attend(const ForwardArgs& args, const PackedLayer& layer) {
   HeadNorm norm = layer.head_norm;
   if (traits.q_size > 0) {
     projection_sums_.resize(static_cast<size_t>(2 * args.rows));
-    projection_sums(projected_.data(), args.rows, s.heads, s.kv_heads, s.dim, traits.counted, projection_sums_.data(),
-                    s.is_f32);
+    projection_sums(projected_.data(), args.rows, traits.heads, traits.kv_heads, traits.dim, traits.counted,
+                    projection_sums_.data(), s.is_f32);
     if (s.group != nullptr) {
       s.group->all_reduce(projection_sums_.data(), 2 * args.rows, Element::kFloat32, s.timeout_s);
     }
     norm.q_size = static_cast<float>(traits.q_size), norm.k_size = static_cast<float>(traits.k_size);
   }
-  const int64_t stride = layer.qkv->n, size = s.heads * s.dim, rope_bytes = s.dim * size_;
+  const KVCache& cache = args.cache->kv[static_cast<size_t>(traits.cache)];
+  const int64_t stride = layer.qkv->n, size = traits.heads * traits.dim, rope_bytes = traits.dim * size_;
   for (const SequenceRows& seq : args.sequence_rows) {
-    const int64_t first = seq.first;
+    const int64_t first = seq.first, region = cache.region(layer.cache_layer, seq.sequence);
     AttentionOptions options = traits.options;
     if (traits.q_size > 0) norm.sums = projection_sums_.data() + 2 * first;
     if (options.query_scale != nullptr) options.query_scale = query_scale_[kind].data() + first;
     attention({at(projected_.data(), first * stride * size_), at(cos_[kind].data(), first * rope_bytes),
                at(sin_[kind].data(), first * rope_bytes), args.slots + first, seq.mask,
-               at(seq.keys, layer.cache_layer * args.layer_stride), at(seq.values, layer.cache_layer * args.layer_stride),
-               at(mixed_.data(), first * size * size_), seq.rows, s.heads, s.kv_heads, args.capacity, seq.length,
-               seq.width, s.dim, stride, options, norm, layer.sinks},
+               cache.keys + region, cache.values + region, at(mixed_.data(), first * size * size_), seq.rows,
+               traits.heads, traits.kv_heads, cache.capacity, seq.length, seq.width, traits.dim, stride, options, norm,
+               layer.sinks},
               s.is_f32);
   }
   if (!traits.output_gate) return;
-  const void* gates = at(projected_.data(), (s.heads + 2 * s.kv_heads) * s.dim * size_);
+  const void* gates = at(projected_.data(), (traits.heads + 2 * traits.kv_heads) * traits.dim * size_);
   multiply_sigmoid(gates, stride, args.rows, size, mixed_.data(), s.is_f32);
 }
 
@@ -124,7 +135,7 @@ void Decoder::apply_delta(const ForwardArgs& args, const PackedLayer& layer, con
     gated_delta({.projected = at(projected_.data(), seq.first * layer.qkv->n * size_),
                  .rates = at(rates_.data(), seq.first * weights.rates->n * size_),
                  .shape = s.delta,
-                 .slots = args.delta->at(layer.cache_layer, seq.sequence),
+                 .slots = args.cache->delta->at(layer.cache_layer, seq.sequence),
                  .plan = &plans[i],
                  .conv = weights.conv,
                  .decay_factor = weights.decay_factor,

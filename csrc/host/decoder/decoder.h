@@ -5,14 +5,16 @@
 #include <cstdint>
 #include <vector>
 
-#include "host/decoder/delta_cache.h"
+#include "host/decoder/model_cache.h"
 #include "host/shm/ll_shm.h"
 #include "kernels_host.h"
 
 namespace swiftspec::host {
 
-// RoPE tables and options of the attention layers of one kind.
+// RoPE tables, sizes and options of the attention layers of one kind.
 struct AttentionKind {
+  int64_t heads, kv_heads, dim;
+  int64_t cache;             // index of its KV cache
   const void* cos;           // [positions, dim] T
   const void* sin;           // the same, negative in its first half
   AttentionOptions options;  // with query_scale [positions]
@@ -32,7 +34,7 @@ struct DeltaWeights {
 // A norm is null if the layer does not have it.
 struct PackedLayer {
   const float* input_norm;  // [hidden]
-  const Weights* qkv;       // hidden -> (heads + 2 kv_heads) dim, or conv_size + v_size in a delta layer
+  const Weights* qkv;       // hidden -> (heads + 2 kv_heads) dim of its kind, or conv_size + v_size in a delta layer
   const Weights* o;         // heads dim -> hidden, or v_size -> hidden
   const float* mlp_norm;    // [hidden], before the MLP
   Mlp mlp;
@@ -43,7 +45,7 @@ struct PackedLayer {
   float residual_multiplier;       // of the outputs of attention and MLP
   float output_scale;              // of the output of the layer
   const float* sinks;              // [heads], see AttentionArgs
-  int64_t cache_layer;             // index of the layer in the KV cache, or in the delta cache
+  int64_t cache_layer;             // index of the layer in its KV cache, or in the delta cache
   DeltaWeights delta;
 };
 
@@ -51,7 +53,7 @@ struct PackedLayer {
 struct PackedModel {
   bool is_f32;  // T is float32
   float eps;    // of every RMSNorm
-  int64_t hidden, heads, kv_heads, dim;
+  int64_t hidden;
   int64_t vocab, positions;  // rows of the embedding; rows of the RoPE tables
   const void* embedding;     // [vocab, hidden] T
   float embedding_multiplier;
@@ -69,9 +71,7 @@ struct SequenceRows {
   int64_t first, rows;
   const uint8_t* mask;    // [rows, width]; see AttentionArgs
   int64_t width, length;  // `length`: slots in use
-  void* keys;             // first layer: [kv_heads, capacity, dim]
-  void* values;
-  int64_t sequence;  // index in the delta cache
+  int64_t sequence;       // index in the caches
 };
 
 struct ForwardArgs {
@@ -80,10 +80,9 @@ struct ForwardArgs {
   const int64_t* slots;      // [rows]
   int64_t rows;
   std::vector<SequenceRows> sequence_rows;
-  int64_t capacity, layer_stride;  // slots of a region; bytes between the regions of two layers
-  int64_t logits_from;             // earlier rows have no logits
-  float* logits;                   // [rows - logits_from, outputs of the head], or null
-  const DeltaCache* delta;         // null if the model has no delta layers
+  const ModelCache* cache;
+  int64_t logits_from;  // earlier rows have no logits
+  float* logits;        // [rows - logits_from, outputs of the head], or null
 };
 
 class Decoder {
@@ -97,7 +96,8 @@ class Decoder {
 
   const PackedModel& model() const { return model_; }
   int64_t layers() const { return static_cast<int64_t>(layers_.size()); }
-  int64_t attention_layers() const { return attention_layers_; }
+  const std::vector<int64_t>& kv_layers() const { return kv_layers_; }  // number of layers of each KV cache
+  int64_t delta_layers() const { return delta_layers_; }
 
   // The hidden states of the last forward, that of a native round included: [hidden_rows, num_hidden_layers, hidden] T,
   // the residual stream after each of the `hidden_layers`.
@@ -122,7 +122,8 @@ class Decoder {
   PackedModel model_;
   std::vector<PackedLayer> layers_;
   std::vector<int64_t> hidden_layers_;
-  int64_t attention_layers_, hidden_rows_ = 0;
+  std::vector<int64_t> kv_layers_;
+  int64_t delta_layers_ = 0, hidden_rows_ = 0;
   int64_t size_;                    // sizeof(T)
   std::vector<Buffer> cos_, sin_;   // by kind of attention layer
   std::vector<std::vector<float>> query_scale_;

@@ -94,7 +94,7 @@ __all__ = [
     "use_level",
 ]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 DELTA_HEAD_UNIT = 16  # elements
 # optional fields of a spec that these operators implement
 KNOWN_FIELDS = (
@@ -147,8 +147,6 @@ def check_spec(spec: ModelSpec, dtype: torch.dtype) -> None:
     missing = unknown_fields(spec, KNOWN_FIELDS)
     if missing is not None:
         raise UserError(f"the CPU operators have no {missing}")
-    if len(spec.cache_shapes) > 1:
-        raise UserError("the CPU operators need the same KV heads and head dimension in all layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +283,7 @@ def prepare(
         scale = None if options.query_scale is None else options.query_scale.index_select(0, positions)
         tables = cos.index_select(0, positions), sin.index_select(0, positions)
         parts.append(CpuSequenceRows(rows, *tables, slots, mask, length, sequence, scale))
-    return CpuAttentionPlan(parts, _C.Cache(cache.k, cache.v, None), num_heads * cache.k.shape[4], options)
+    return CpuAttentionPlan(parts, _C.Cache(cache.k, cache.v), num_heads * cache.k.shape[4], options)
 
 
 def _sequence_rows(batch: Batch, sequences: int) -> Iterator[tuple[Tensor | None, Tensor, Tensor, int, int]]:
@@ -342,7 +340,7 @@ def _projection_sums(qkv: Tensor, plan: CpuAttentionPlan, whole: ProjectionNorm)
 def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
     """Returns `move(sequence, source, start)`, which moves slot source[i] of a sequence to slot start + i, in place and
     in all layers of the KV cache `k`, `v`. `source` must be ascending, with source[i] >= start + i."""
-    return _C.Cache(k, v, None).move
+    return _C.Cache(k, v).move
 
 
 def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
