@@ -63,22 +63,26 @@ class Decoder:
                 Array | None,
                 int,
                 tuple[Weights, Array, Array, Array, Array] | None,
+                tuple[Weights, Weights, Array, str] | None,
             ]
         ],
         group: ShmGroup | None,
         timeout_s: float,
         hidden_layers: Sequence[int],
         delta: tuple[int, int, int, int, int] | None,
+        per_layer: tuple[Array, float, Weights, Array, float] | None,
     ) -> None:
         """`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the
         projections that a norm covers or zeros, key heads that count, whether the output has a gate, heads, KV heads,
         index of the KV cache. Each of `layers`: input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads,
         norms of the outputs of attention and MLP, residual multiplier, scale of the output, attention sinks, layer of
-        its cache, and of a delta layer its rates, convolution, factor and bias of the decay, and norm, otherwise None.
-        Each MLP: gate_up, down, gate, and of a mixture of experts its router, number of experts per token and
-        norm_topk_prob, otherwise None, 0, False; gate_up and down of its shared expert, or None. `hidden_layers`: the
-        layers whose hidden states each forward keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the
-        delta layers, or None. Keeps all arguments alive."""
+        its cache, and of a delta layer its rates, convolution, factor and bias of the decay, and norm, otherwise None;
+        the gate, projection, norm and activation of per-layer embeddings, or None. Each MLP: gate_up, down, gate, and
+        of a mixture of experts its router, number of experts per token and norm_topk_prob, otherwise None, 0, False;
+        gate_up and down of its shared expert, or None. `hidden_layers`: the layers whose hidden states each forward
+        keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the delta layers, or None. `per_layer`: of per-
+        layer embeddings the table, its multiplier, the projection, its norm and the epsilon of that, or None. Keeps all
+        arguments alive."""
     def forward(
         self,
         tokens: Array,
@@ -280,6 +284,10 @@ class Weights:
         are quantised to int8. `minima`: added to the weights of a group. `order`: the input of x for each input of the
         matrix. `super_scales`, `super_minima`: float16 factors, per 256 inputs, of scales and minima of one byte."""
 
+def apply_gates(x: Array, gate: str, gates: Array) -> None:
+    """gates = activation(gates) * x [rows, n], where `gate` names the activation; only the rows of `x` must be
+    contiguous."""
+
 def attention(
     qkv: Array,
     cos: Array,
@@ -303,7 +311,7 @@ def attention(
     sinks: Array | None,
 ) -> None:
     """RoPE, KV append and masked attention of the rows of one sequence with `length` slots in use; see AttentionArgs in
-    kernels_host.h."""
+    kernels_host.h. With queries only, qkv [rows, heads * head_dim], nothing is appended."""
 
 def checksums(data: Array) -> bytes:
     """One 8-byte checksum per started MiB of `data` [n] uint8. Every bit of the data changes it."""

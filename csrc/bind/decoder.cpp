@@ -26,10 +26,16 @@ namespace {
 using host::Weights;
 // rates, convolution, factor and bias of the decay, norm
 using DeltaArgs = std::tuple<const Weights*, Array, Array, Array, Array>;
+// of per-layer embeddings in a layer: gate, projection, norm, activation
+using PerLayerPartArgs = std::tuple<const Weights*, const Weights*, Array, std::string>;
+// table, multiplier, projection, norm, epsilon of the norm
+using PerLayerArgs = std::tuple<Array, float, const Weights*, Array, float>;
 // input norm, qkv, o, norm before the MLP, MLP, kind of attention, norm of heads, norms of the outputs of mixer and MLP,
-// residual multiplier, scale of the output, attention sinks, layer of the cache, weights of a delta layer
+// residual multiplier, scale of the output, attention sinks, layer of the cache, weights of a delta layer, per-layer
+// embeddings
 using LayerArgs = std::tuple<MaybeArray, const Weights*, const Weights*, MaybeArray, MlpArgs, int64_t, MaybeArray,
-                             MaybeArray, MaybeArray, float, float, MaybeArray, int64_t, std::optional<DeltaArgs>>;
+                             MaybeArray, MaybeArray, float, float, MaybeArray, int64_t, std::optional<DeltaArgs>,
+                             std::optional<PerLayerPartArgs>>;
 // cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the projections that a norm covers or zeros,
 // key heads that count, whether the output has a gate, heads, KV heads, index of the KV cache
 using KindArgs = std::tuple<Array, Array, std::optional<int64_t>, std::optional<float>, std::optional<float>, MaybeArray,
@@ -47,22 +53,49 @@ host::DeltaWeights delta_of(const DeltaArgs& args, const host::PackedModel& s) {
           norm.at<float>(kCpu, "norm", {shape.v_dim})};
 }
 
+host::PerLayerEmbeddings per_layer_of(const PerLayerArgs& args, int64_t layers, int64_t vocab, int64_t hidden,
+                                      bool is_f32) {
+  const auto& [table, multiplier, projection, norm, eps] = args;
+  const int64_t size = norm.size(0), width = layers * size;
+  check(size >= 1 && has_shape(projection, width, hidden, is_f32), "the per-layer embeddings do not fit the layers");
+  return {size, table.at(model_type(is_f32), kCpu, "table", {vocab, width}), multiplier, projection,
+          norm.at<float>(kCpu, "norm", {size}), eps};
+}
+
+host::PerLayerPart per_layer_part_of(const PerLayerPartArgs& args, const host::PackedModel& s) {
+  const auto& [gate, projection, norm, activation] = args;
+  const int64_t size = s.per_layer.size;
+  check(size > 0 && has_shape(gate, size, s.hidden, s.is_f32) && has_shape(projection, s.hidden, size, s.is_f32),
+        "the per-layer embeddings do not fit a layer");
+  const host::Gate kind = gate_of(activation);
+  check(kind != host::Gate::none, "per-layer embeddings need an activation");
+  return {gate, projection, norm.at<float>(kCpu, "norm", {s.hidden}), kind};
+}
+
 // Outputs of `qkv` and inputs of `o`.
-std::pair<int64_t, int64_t> mixer_sizes(const host::PackedModel& s, const host::AttentionKind& kind, bool is_delta) {
+std::pair<int64_t, int64_t> mixer_sizes(const host::PackedModel& s, const host::AttentionKind& kind, bool is_delta,
+                                        bool shares_kv) {
   if (is_delta) {
     check(s.delta.k_heads > 0, "a delta layer in a model without delta layers");
     return {s.delta.conv_size() + s.delta.v_size(), s.delta.v_size()};
   }
-  const int64_t gates = kind.output_gate ? kind.heads : 0;
-  return {(kind.heads + 2 * kind.kv_heads + gates) * kind.dim, kind.heads * kind.dim};
+  const int64_t gates = kind.output_gate ? kind.heads : 0, kv_heads = shares_kv ? 0 : kind.kv_heads;
+  return {(kind.heads + 2 * kv_heads + gates) * kind.dim, kind.heads * kind.dim};
+}
+
+// Whether a layer has the projection of queries only, with an output gate if its kind has one.
+bool has_queries_only(const Weights* qkv, const host::AttentionKind& kind) {
+  return qkv != nullptr && qkv->n == kind.heads * kind.dim * (kind.output_gate ? 2 : 1);
 }
 
 host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
   const auto& [input_norm, qkv, o, mlp_norm, mlp, kind, qk_norm, mixer_output_norm, mlp_output_norm,
-               residual_multiplier, output_scale, sinks, cache_layer, delta] = args;
+               residual_multiplier, output_scale, sinks, cache_layer, delta, per_layer] = args;
   check(kind >= 0 && kind < static_cast<int64_t>(s.kinds.size()), "a layer's kind of attention is unknown");
   const host::AttentionKind& traits = s.kinds[static_cast<size_t>(kind)];
-  const auto [projected, mixed] = mixer_sizes(s, traits, delta.has_value());
+  const bool shares_kv = !delta && has_queries_only(qkv, traits);
+  const auto [projected, mixed] = mixer_sizes(s, traits, delta.has_value(), shares_kv);
+  check(!shares_kv || traits.q_size == 0, "a layer that shares keys cannot norm whole projections");
   check(has_shape(qkv, projected, s.hidden, s.is_f32) && has_shape(o, s.hidden, mixed, s.is_f32),
         "a layer's projections do not fit each other");
   const auto norm = [&](const MaybeArray& weight, const char* name) {
@@ -74,22 +107,28 @@ host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
           norm(mlp_norm, "mlp_norm"),
           mlp_of(mlp, s.hidden, s.is_f32),
           kind,
-          head_norm(qk_norm, s.eps, traits.heads, traits.kv_heads, traits.dim),
+          head_norm(qk_norm, s.eps, traits.heads, shares_kv ? 0 : traits.kv_heads, traits.dim),
           norm(mixer_output_norm, "mixer_output_norm"),
           norm(mlp_output_norm, "mlp_output_norm"),
           residual_multiplier,
           output_scale,
           at_or_null<float>(sinks, kCpu, "sinks", {traits.heads}),
           cache_layer,
-          delta ? delta_of(*delta, s) : host::DeltaWeights{}};
+          delta ? delta_of(*delta, s) : host::DeltaWeights{},
+          per_layer ? per_layer_part_of(*per_layer, s) : host::PerLayerPart{},
+          shares_kv};
 }
 
-// Checks that the layers of each cache count up from 0.
+// Checks that the layers of each cache count up from 0, and that a layer that shares keys and values follows theirs.
 void check_cache_layers(const host::PackedModel& s, const std::vector<host::PackedLayer>& layers) {
   std::vector<int64_t> next(s.kinds.size() + 1);  // the last one: of the delta cache
   for (const host::PackedLayer& layer : layers) {
     const bool is_delta = layer.delta.rates != nullptr;
     const auto cache = is_delta ? s.kinds.size() : static_cast<size_t>(s.kinds[static_cast<size_t>(layer.kind)].cache);
+    if (layer.shares_kv) {
+      check(layer.cache_layer >= 0 && layer.cache_layer < next[cache], "a layer shares keys of a later one");
+      continue;
+    }
     check(layer.cache_layer == next[cache]++, "the layers of a cache are not in order");
   }
 }
@@ -137,7 +176,8 @@ std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, float embedd
                                             std::optional<float> logit_softcap, const std::vector<LayerArgs>& layers,
                                             std::optional<host::ShmGroup*> group, double timeout_s,
                                             std::vector<int64_t> hidden_layers,
-                                            const std::optional<DeltaShapeArgs>& delta) {
+                                            const std::optional<DeltaShapeArgs>& delta,
+                                            const std::optional<PerLayerArgs>& per_layer) {
   const bool is_f32 = embedding.type() == kFloat32;
   const Type type = model_type(is_f32);
   check(!kinds.empty(), "a model needs a kind of attention");
@@ -163,7 +203,10 @@ std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, float embedd
                                 logit_softcap.value_or(0.0f),
                                 group.value_or(nullptr),
                                 timeout_s,
-                                delta_shape};
+                                delta_shape,
+                                per_layer ? per_layer_of(*per_layer, static_cast<int64_t>(layers.size()), vocab, hidden,
+                                                         is_f32)
+                                          : host::PerLayerEmbeddings{}};
   check_range(hidden_layers.data(), static_cast<int64_t>(hidden_layers.size()), static_cast<int64_t>(layers.size()),
               "a hidden layer is not a layer of the model");
   std::vector<host::PackedLayer> made;
@@ -243,18 +286,20 @@ void bind_decoder(py::module_& m) {
       .def(py::init(&make_decoder), py::arg("embedding"), py::arg("embedding_multiplier"), py::arg("kinds"),
            py::arg("norm"), py::arg("eps"), py::arg("head"), py::arg("logit_multiplier"), py::arg("logit_softcap"),
            py::arg("layers"), py::arg("group"), py::arg("timeout_s"), py::arg("hidden_layers"), py::arg("delta"),
-           py::keep_alive<1, 2>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 7>(),
-           py::keep_alive<1, 10>(), py::keep_alive<1, 11>(),
+           py::arg("per_layer"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(),
+           py::keep_alive<1, 7>(), py::keep_alive<1, 10>(), py::keep_alive<1, 11>(), py::keep_alive<1, 15>(),
            "`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of "
            "the projections that a norm covers or zeros, key heads that count, whether the output has a gate, heads, KV "
            "heads, index of the KV cache. Each of `layers`: "
            "input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP, "
            "residual multiplier, scale of the output, attention sinks, layer of its cache, and of a delta layer its rates, "
-           "convolution, factor and bias of the decay, and norm, otherwise None. Each MLP: gate_up, down, gate, and of a "
+           "convolution, factor and bias of the decay, and norm, otherwise None; the gate, projection, norm and "
+           "activation of per-layer embeddings, or None. Each MLP: gate_up, down, gate, and of a "
            "mixture of experts its router, number of experts per token and norm_topk_prob, otherwise None, 0, False; "
            "gate_up and down of its shared expert, or None. `hidden_layers`: the layers whose hidden states each forward "
-           "keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the delta layers, or None. Keeps all "
-           "arguments alive.")
+           "keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the delta layers, or None. `per_layer`: "
+           "of per-layer embeddings the table, its multiplier, the projection, its norm and the epsilon of that, or "
+           "None. Keeps all arguments alive.")
       .def("forward", &forward, py::arg("tokens"), py::arg("positions"), py::arg("slots"), py::arg("sequence"),
            py::arg("kv_len"), py::arg("mask"), py::arg("cache"), py::arg("logits"),
            "Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head without `logits`.")

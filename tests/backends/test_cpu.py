@@ -17,6 +17,7 @@ import swiftspec
 from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
+from swiftspec.backends.reference import linear as reference_linear
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
@@ -30,6 +31,7 @@ from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.formats.int8 import Int8Weight
 from swiftspec.model.loader import load_model
 from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, PackedMlp
+from swiftspec.model.spec import Activation
 from swiftspec.model.weights import DenseWeight
 from swiftspec.params import SamplingParams
 from tests.support.cases import fast_first
@@ -236,6 +238,33 @@ def test_attention_with_options(
     mask = mask & (columns < slots[:, None]) | (columns == slots[:, None])
     batch = Batch(slots, slots, slots, mask, torch.zeros_like(slots), torch.tensor([length]))
     check_attention(batch, 1, 4, 2, 32, dtype, options, normed, sinks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_to_the_keys_of_an_earlier_layer(level: str, dtype: torch.dtype) -> None:
+    """With queries only, the rows attend to what the layer with keys and values has appended."""
+    slots, mask, heads = torch.arange(20, 25), torch.ones(5, 5, dtype=torch.bool).tril(), 4
+    batch = Batch(slots, slots, slots, mask, torch.zeros_like(slots), torch.tensor([25]))
+    qkv, (cos, sin) = random(5, 8 * 32, seed=4, dtype=dtype), tables(32, dtype)
+    weight = 1 + 0.3 * random(heads, 32, seed=5, dtype=torch.float32)
+    cache = Cache(1, 2, 128, 32, dtype)
+    whole = host.pack_norm(torch.cat((weight, torch.ones(2, 32))), 1e-5, dtype, "cpu")
+    plan = host.prepare(batch, cache, cos, sin, heads)
+    want, keys = host.tree_attention(qkv, plan, 1, whole), cache.k.clone()
+    queries = qkv[:, : heads * 32].contiguous()
+    got = host.tree_attention(queries, plan, 1, host.pack_norm(weight, 1e-5, dtype, "cpu"))
+    assert torch.equal(got, want) and torch.equal(cache.k, keys)
+    theirs = reference.prepare(batch, cache, cos, sin, heads)
+    close(got, reference.tree_attention(queries, theirs, 1, reference.pack_norm(weight, 1e-5, dtype, "cpu")))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gates_of_rows_that_are_not_adjacent(level: str, dtype: torch.dtype, activation: Activation) -> None:
+    gates, rows = random(5, 37, seed=1, dtype=dtype, scale=3.0), random(5, 3 * 37, seed=2, dtype=dtype)[:, 37:74]
+    want, got = reference_linear.activate(gates, activation) * rows, gates.clone()
+    _C.apply_gates(rows, activation, got)
+    close(got, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

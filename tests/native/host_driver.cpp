@@ -202,19 +202,22 @@ struct Delta {
 };
 
 // A model with random weights: two attention layers of different shapes, of which the second one has a mixture of
-// experts, and a delta layer; and its caches.
+// experts, a delta layer, and a layer that shares the keys of the first one; per-layer embeddings; and its caches.
 struct Model {
   static constexpr DeltaShape kDelta{1, 2, 16, 16, 3};
   static constexpr int64_t kHidden = 48, kHeads = 4, kVocab = 50, kSlots = 120;
   static constexpr int64_t kKvHeads[] = {2, 1}, kDims[] = {16, 48};  // of the attention layers
-  static constexpr int64_t kWidth = 48, kExperts = 3;
+  static constexpr int64_t kWidth = 48, kExperts = 3, kLayers = 4, kPerLayer = 24;
   static constexpr float kFactors[] = {-0.1f, -2.0f};
   bool is_f32;
-  std::vector<uint8_t> embedding, cos, sin, norm, head_norm, conv;
+  std::vector<uint8_t> embedding, table, cos, sin, norm, head_norm, conv;
   std::array<std::vector<uint8_t>, 2> keys, values;  // of the attention layers
-  std::vector<Linear> weights;  // qkv, o, gate_up, down of each layer, then rates, router and head
+  // qkv, o, gate_up, down of the first three layers; rates, router; queries of the last layer; of per-layer embeddings
+  // gate and projection in a layer, and the projection of all; head
+  std::vector<Linear> weights;
 
   explicit Model(bool is_f32_) : is_f32(is_f32_) {
+    table = numbers(kVocab * kLayers * kPerLayer, is_f32);
     embedding = numbers(kVocab * kHidden, is_f32), norm = numbers(kHidden, true);
     head_norm = numbers((kHeads + kKvHeads[1]) * kDims[1], true);
     cos = numbers(kSlots * kDims[1], is_f32), sin = numbers(kSlots * kDims[1], is_f32);
@@ -231,12 +234,15 @@ struct Model {
     }
     add(kHidden, kDelta.conv_size() + kDelta.v_size()), add(kDelta.v_size(), kHidden);
     add(kHidden, 2 * kWidth), add(kWidth, kHidden);
-    add(kHidden, 2 * kDelta.v_heads), add(kHidden, kExperts), add(kHidden, kVocab);
+    add(kHidden, 2 * kDelta.v_heads), add(kHidden, kExperts);
+    add(kHidden, kHeads * kDims[0]), add(kHidden, kPerLayer), add(kPerLayer, kHidden);
+    add(kHidden, kLayers * kPerLayer), add(kHidden, kVocab);
     conv = numbers(kDelta.conv_width * kDelta.conv_size(), true);
   }
 
   Decoder decoder() const {
     std::vector<PackedLayer> layers;
+    const PerLayerPart per_layer{&weights[15].weights, &weights[16].weights, floats(norm), Gate::gelu_tanh};
     for (size_t i = 0; i < 8; i += 4) {
       // the first layer has no option, the second one has all
       const bool all = i > 0;
@@ -244,16 +250,20 @@ struct Model {
                         {&weights[i + 2].weights, &weights[i + 3].weights, all ? Gate::gelu_tanh : Gate::silu,
                          all ? &weights[13].weights : nullptr, all ? 2 : 0, all},
                         all, all ? HeadNorm{floats(head_norm), false, 1e-5f} : HeadNorm{}, all ? floats(norm) : nullptr,
-                        all ? floats(norm) : nullptr, all ? 0.7f : 1.0f, all ? 0.9f : 1.0f, nullptr, 0, {}});
+                        all ? floats(norm) : nullptr, all ? 0.7f : 1.0f, all ? 0.9f : 1.0f, nullptr, 0, {}, per_layer});
     }
     layers.push_back({floats(norm), &weights[8].weights, &weights[9].weights, floats(norm),
                       {&weights[10].weights, &weights[11].weights, Gate::silu}, 0, {}, nullptr, nullptr, 1.0f, 1.0f, nullptr, 0,
-                      {&weights[12].weights, floats(conv), kFactors, kFactors, floats(norm)}});
+                      {&weights[12].weights, floats(conv), kFactors, kFactors, floats(norm)}, per_layer});
+    layers.push_back({floats(norm), &weights[14].weights, &weights[1].weights, floats(norm),
+                      {&weights[2].weights, &weights[3].weights, Gate::silu}, 0, {}, nullptr, nullptr, 1.0f, 1.0f, nullptr,
+                      0, {}, per_layer, true});
     const std::vector<AttentionKind> kinds = {
         {kHeads, kKvHeads[0], kDims[0], 0, cos.data(), sin.data(), {}},
         {kHeads, kKvHeads[1], kDims[1], 1, sin.data(), cos.data(), {7, 0.3f, 20.0f}}};
     return {{is_f32, 1e-5f, kHidden, kVocab, kSlots, embedding.data(), 1.5f, kinds,
-             floats(norm), &weights.back().weights, 0.8f, 30.0f, nullptr, 0.0, kDelta},
+             floats(norm), &weights.back().weights, 0.8f, 30.0f, nullptr, 0.0, kDelta,
+             {kPerLayer, table.data(), 2.0f, &weights[17].weights, floats(norm), 1e-4f}},
             layers,
             {1}};
   }

@@ -35,7 +35,7 @@ Decoder::Decoder(const PackedModel& model, std::vector<PackedLayer> layers, std:
   for (const PackedLayer& layer : layers_) {
     if (layer.delta.rates != nullptr) {
       ++delta_layers_;
-    } else {
+    } else if (!layer.shares_kv) {
       ++kv_layers_[static_cast<size_t>(model_.kinds[static_cast<size_t>(layer.kind)].cache)];
     }
   }
@@ -62,6 +62,22 @@ void Decoder::gather(const ForwardArgs& args) {
     query_scale_[i].resize(static_cast<size_t>(args.rows));
     gather_rows(kind.options.query_scale, args.positions, args.rows, 4, query_scale_[i].data());
   }
+}
+
+// Writes the per-layer embeddings of the tokens to `per_layer_` [rows, layers, size], after `gather`.
+void Decoder::embed_per_layer(const ForwardArgs& args) {
+  const PackedModel& s = model_;
+  const PerLayerEmbeddings& weights = s.per_layer;
+  if (weights.size == 0) return;
+  const int64_t width = layers() * weights.size, count = args.rows * width;
+  constexpr float kScale = 0.70710678f;  // 1 / sqrt(2)
+  gather_rows(weights.table, args.tokens, args.rows, width * size_, reserve(per_layer_, count));
+  if (weights.multiplier != 1.0f) multiply(per_layer_.data(), count, weights.multiplier, s.is_f32);
+  linear({.weights = weights.projection, .x = hidden_.data(), .out = reserve(projected_, count), .rows = args.rows},
+         s.is_f32);
+  norm_add(projected_.data(), args.rows * layers(), weights.size, weights.norm, weights.eps, 1.0f, per_layer_.data(),
+           s.is_f32);
+  multiply(per_layer_.data(), count, kScale, s.is_f32);
 }
 
 // The plan of each of the sequences; none without delta layers.
@@ -118,11 +134,12 @@ void Decoder::attend(const ForwardArgs& args, const PackedLayer& layer) {
                at(sin_[kind].data(), first * rope_bytes), args.slots + first, seq.mask,
                cache.keys + region, cache.values + region, at(mixed_.data(), first * size * size_), seq.rows,
                traits.heads, traits.kv_heads, cache.capacity, seq.length, seq.width, traits.dim, stride, options, norm,
-               layer.sinks},
+               layer.sinks, layer.shares_kv},
               s.is_f32);
   }
   if (!traits.output_gate) return;
-  const void* gates = at(projected_.data(), (traits.heads + 2 * traits.kv_heads) * traits.dim * size_);
+  const int64_t kv_heads = layer.shares_kv ? 0 : traits.kv_heads;
+  const void* gates = at(projected_.data(), (traits.heads + 2 * kv_heads) * traits.dim * size_);
   multiply_sigmoid(gates, stride, args.rows, size, mixed_.data(), s.is_f32);
 }
 
@@ -188,6 +205,20 @@ void Decoder::add_mlp(const PackedLayer& layer, int64_t rows) {
   add_linear(*mlp.down, projected_.data(), rows, layer.mlp_output_norm, layer.residual_multiplier);
 }
 
+// Adds the per-layer embeddings of a layer to hidden_. They are whole on every rank, so nothing is summed over a group.
+void Decoder::add_per_layer(int64_t layer, int64_t rows) {
+  const PackedModel& s = model_;
+  const PerLayerPart& part = layers_[static_cast<size_t>(layer)].per_layer;
+  if (part.gate == nullptr) return;
+  const int64_t size = s.per_layer.size;
+  void *gates = reserve(projected_, rows * size), *hidden = hidden_.data();
+  linear({.weights = part.gate, .x = hidden, .out = gates, .rows = rows}, s.is_f32);
+  apply_gates(at(per_layer_.data(), layer * size * size_), layers() * size, rows, size, part.activation, gates,
+              s.is_f32);
+  linear({.weights = part.projection, .x = gates, .out = reserve(product_, rows * s.hidden), .rows = rows}, s.is_f32);
+  norm_add(product_.data(), rows, s.hidden, part.norm, s.eps, 1.0f, hidden, s.is_f32);
+}
+
 // Copies hidden_ to `hidden_states_` if the hidden states of this layer are wanted.
 void Decoder::keep_hidden(int64_t layer, int64_t rows) {
   const auto found = std::find(hidden_layers_.begin(), hidden_layers_.end(), layer);
@@ -205,12 +236,14 @@ void Decoder::forward(const ForwardArgs& args) {
   const int64_t rows = args.rows;
   hidden_rows_ = 0;
   gather(args);
+  embed_per_layer(args);
   const std::vector<DeltaPlan> plans = plan_deltas(args);
   for (size_t i = 0; i < layers_.size(); ++i) {
     const PackedLayer& layer = layers_[i];
     mix(args, layer, plans);
     add_linear(*layer.o, mixed_.data(), rows, layer.mixer_output_norm, layer.residual_multiplier);
     add_mlp(layer, rows);
+    add_per_layer(static_cast<int64_t>(i), rows);
     if (layer.output_scale != 1.0f) multiply(hidden_.data(), rows * s.hidden, layer.output_scale, s.is_f32);
     keep_hidden(static_cast<int64_t>(i), rows);
   }

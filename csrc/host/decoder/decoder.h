@@ -31,10 +31,31 @@ struct DeltaWeights {
   const float *conv = nullptr, *decay_factor = nullptr, *decay_bias = nullptr, *norm = nullptr;
 };
 
+// What computes the per-layer embeddings of a token x: for each layer
+// (norm(projection(embedding[x])) + multiplier table[x]) / sqrt(2). ModelSpec.per_layer_size documents them.
+struct PerLayerEmbeddings {
+  int64_t size = 0;  // elements for one layer; 0: the model has none
+  const void* table = nullptr;  // [vocab, layers * size] T
+  float multiplier = 1.0f;
+  const Weights* projection = nullptr;  // hidden -> layers * size
+  const float* norm = nullptr;          // [size], of the part of each layer
+  float eps = 0.0f;                     // of that norm
+};
+
+// What adds them in a layer: norm(projection(activation(gate(x)) * embedding)). The same on every rank.
+struct PerLayerPart {
+  const Weights* gate = nullptr;        // hidden -> size; null: the model has none
+  const Weights* projection = nullptr;  // size -> hidden
+  const float* norm = nullptr;          // [hidden]
+  Gate activation = Gate::none;
+};
+
 // A norm is null if the layer does not have it.
 struct PackedLayer {
   const float* input_norm;  // [hidden]
-  const Weights* qkv;       // hidden -> (heads + 2 kv_heads) dim of its kind, or conv_size + v_size in a delta layer
+  // hidden -> (heads + 2 kv_heads) dim of its kind, heads dim if it shares the keys and values of an earlier layer, or
+  // conv_size + v_size in a delta layer
+  const Weights* qkv;
   const Weights* o;         // heads dim -> hidden, or v_size -> hidden
   const float* mlp_norm;    // [hidden], before the MLP
   Mlp mlp;
@@ -45,8 +66,10 @@ struct PackedLayer {
   float residual_multiplier;       // of the outputs of attention and MLP
   float output_scale;              // of the output of the layer
   const float* sinks;              // [heads], see AttentionArgs
-  int64_t cache_layer;             // index of the layer in its KV cache, or in the delta cache
+  int64_t cache_layer;             // index of the layer, or of that earlier one, in its KV cache or the delta cache
   DeltaWeights delta;
+  PerLayerPart per_layer{};
+  bool shares_kv = false;
 };
 
 // The weights of a model, or of one rank's shard. T is float32 or bfloat16.
@@ -64,6 +87,7 @@ struct PackedModel {
   ShmGroup* group;   // all-reduces the outputs of `o` and of the MLP, or null
   double timeout_s;  // limit of each all-reduce, in seconds
   DeltaShape delta{};  // of all delta layers; all zeros: the model has none
+  PerLayerEmbeddings per_layer{};
 };
 
 // The consecutive rows of one sequence.
@@ -110,6 +134,7 @@ class Decoder {
 
   void* reserve(Buffer& buffer, int64_t elements) const;
   void gather(const ForwardArgs& args);
+  void embed_per_layer(const ForwardArgs& args);
   std::vector<DeltaPlan> plan_deltas(const ForwardArgs& args) const;
   void mix(const ForwardArgs& args, const PackedLayer& layer, const std::vector<DeltaPlan>& plans);
   void attend(const ForwardArgs& args, const PackedLayer& layer);
@@ -117,6 +142,7 @@ class Decoder {
   void add_linear(const Weights& weights, const void* x, int64_t rows, const float* norm, float multiplier);
   void add_product(int64_t rows, const float* norm, float multiplier);
   void add_mlp(const PackedLayer& layer, int64_t rows);
+  void add_per_layer(int64_t layer, int64_t rows);
   void keep_hidden(int64_t layer, int64_t rows);
 
   PackedModel model_;
@@ -128,7 +154,7 @@ class Decoder {
   std::vector<Buffer> cos_, sin_;   // by kind of attention layer
   std::vector<std::vector<float>> query_scale_;
   std::vector<float> projection_sums_;
-  Buffer hidden_, projected_, rates_, mixed_, product_, hidden_states_;
+  Buffer hidden_, projected_, rates_, mixed_, product_, per_layer_, hidden_states_;
 };
 
 }  // namespace swiftspec::host

@@ -421,7 +421,7 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
 
 template <class T>
 void attention(const AttentionArgs& a) {
-  append<T>(a);
+  if (!a.shares_kv) append<T>(a);
   const auto body = [&](int64_t task) {
     thread_local VisibleSlots visible;
     const int64_t row = task / a.kv_heads * kTileRows, rows = std::min(kTileRows, a.rows - row);

@@ -22,6 +22,8 @@ from swiftspec.model.packed_model import (
     PackedMixture,
     PackedMlp,
     PackedModel,
+    PackedPerLayer,
+    PackedPerLayerPart,
 )
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class HostDecoder:
                 _weight(layer.mlp_output_norm), layer.residual_multiplier,
                 1.0 if layer.output_scale is None else float(layer.output_scale), layer.sinks, layer.cache_layer,
                 None if layer.delta is None else _delta_args(layer.delta),
+                None if layer.per_layer is None else _per_layer_part_args(layer.per_layer),
             )
             for layer in stack.layers
         ]  # fmt: skip
@@ -58,6 +61,7 @@ class HostDecoder:
             stack.logit_multiplier, stack.logit_softcap, layers, None if shared is None else shared.native,
             0.0 if shared is None else shared.timeout_s, [*stack.hidden_layers],
             None if stack.delta is None else _delta_shape_args(stack.delta),
+            None if stack.per_layer is None else _per_layer_args(stack.per_layer),
         )  # fmt: skip
 
     def rounds(self, cache: LayerCaches) -> _C.Rounds:
@@ -151,6 +155,16 @@ def _delta_args(delta: PackedDelta) -> tuple[_C.Weights, Tensor, Tensor, Tensor,
 def _delta_shape_args(shape: DeltaShape) -> tuple[int, int, int, int, int]:
     """Returns the sizes of the delta layers; see `_C.Decoder`."""
     return shape.k_heads, shape.v_heads, shape.k_head_dim, shape.v_head_dim, shape.conv_width
+
+
+def _per_layer_args(weights: PackedPerLayer) -> tuple[Tensor, float, _C.Weights, Tensor, float]:
+    """Returns what computes per-layer embeddings; see `_C.Decoder`."""
+    return weights.table, weights.multiplier, weights.projection.native, weights.norm.weight, weights.norm.eps
+
+
+def _per_layer_part_args(part: PackedPerLayerPart) -> tuple[_C.Weights, _C.Weights, Tensor, str]:
+    """Returns what applies per-layer embeddings in a layer; see `_C.Decoder`."""
+    return part.gate.native, part.projection.native, part.norm.weight, part.activation
 
 
 def _cache_args(cache: LayerCaches) -> _C.ModelCache:
