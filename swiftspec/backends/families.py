@@ -22,7 +22,7 @@ FAMILIES: dict[Family, tuple[str, ...]] = {
     # packed matrices and norms; with them, how a group sums the products
     "projections": (
         "pack", "pack_norm", "mask_outputs", "norm_linear", "norm_swiglu", "linear_residual", "mlp", "norm_head",
-        "per_layer_embeddings", "add_per_layer", "prefill_chunk", "fuse", "PEER_ALL_REDUCE", "DRAFT_HEAD",
+        "prefill_chunk", "fuse", "PEER_ALL_REDUCE", "DRAFT_HEAD",
     ),
     "attention": (  # the plan of a forward
         "rope_tables", "prepare", "tree_attention", "MAX_CAPTURED_SEQUENCES", "capture_bucket",
