@@ -177,6 +177,11 @@ class LayerSpec:
     output_scale: bool = False  # the checkpoint has a number with which the output of the layer is multiplied
 
     @property
+    def writes_cache(self) -> bool:
+        """Whether the layer has a state in a cache: all layers but shared KV layers."""
+        return not isinstance(self.mixer, AttentionSpec) or not self.mixer.shares_kv
+
+    @property
     def attention(self) -> AttentionSpec:
         """The mixer, which must be attention. Raises UserError if it is not."""
         if not isinstance(self.mixer, AttentionSpec):

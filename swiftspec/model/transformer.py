@@ -167,6 +167,8 @@ class Transformer:
             (cache_sizes[place], next(a.kv_heads for a in attention if a.cache == place), head_dim)
             for place, (_, head_dim) in enumerate(spec.cache_shapes)
         )
+        # the number of layers up to the last one that writes to a cache
+        self._writing_layers = max(number for number, layer in enumerate(spec.layers, 1) if layer.writes_cache)
         operators: Any = ops
         self._delta_ops: DeltaOps | None = None if self.delta_shape is None else operators
         self._per_layer_ops: PerLayerOps | None = None if self.stack.per_layer is None else operators
@@ -307,7 +309,8 @@ class Transformer:
 
     @torch.no_grad()
     def forward(self, batch: Batch, cache: LayerCaches, *, head: bool = True) -> ForwardOutput:
-        """Runs a forward, without the LM head if `head` is false, and writes the states of its rows to `cache`.
+        """Runs a forward, without the LM head if `head` is false, and writes the states of its rows to `cache`. If
+        nothing reads the output of the last layers, those after the last one that writes to a cache are skipped.
 
         In a group the logits [rows, head_rows] are those of this rank's part of the vocabulary; they are not gathered.
         """
@@ -315,7 +318,7 @@ class Transformer:
             return self.fused.forward(batch, cache, head)
         stack = self.stack
         with nullcontext() if batch.chain is None else self._prefill_chunk():
-            hidden, kept = self._run_layers(batch, cache)
+            hidden, kept = self._run_layers(batch, cache, head=head)
         logits = None
         if head:
             logits = self._ops.norm_head(hidden, stack.norm, stack.head, stack.logit_multiplier, stack.logit_softcap)
@@ -323,16 +326,20 @@ class Transformer:
 
     # inference mode saves 1 us per operator; the head is outside, so that outputs are ordinary tensors
     @torch.inference_mode()
-    def _run_layers(self, batch: Batch, cache: LayerCaches) -> tuple[Tensor, list[Tensor]]:
-        """Returns the hidden states [rows, hidden] after the last layer, and those after each of `hidden_layers`."""
-        hidden = self._ops.embed(batch.tokens, self.stack.embedding, self.stack.embedding_multiplier)
-        return self._run_layers_on(hidden, batch, cache)
+    def _run_layers(self, batch: Batch, cache: LayerCaches, *, head: bool = True) -> tuple[Tensor, list[Tensor]]:
+        """Returns the hidden states [rows, hidden] after the last layer, and those after each of `hidden_layers`.
+        `head`: whether the LM head reads the former; otherwise they may be those after an earlier layer."""
+        stack = self.stack
+        hidden = self._ops.embed(batch.tokens, stack.embedding, stack.embedding_multiplier)
+        count = len(stack.layers) if head or stack.hidden_layers else self._writing_layers
+        return self._run_layers_on(hidden, batch, cache, count=count)
 
     def _run_layers_on(
-        self, hidden: Tensor, batch: Batch, cache: LayerCaches, first_qkv: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
+        self, hidden: Tensor, batch: Batch, cache: LayerCaches, first_qkv: Tensor | None = None,
+        count: int | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """As `_run_layers`. `hidden` [rows, hidden]: input of the first layer. `first_qkv`: is added to the queries,
-        keys and values of the first layer."""
+        keys and values of the first layer. `count`: number of layers, the first ones; None: all."""
         ops, stack = self._ops, self.stack
         reduce = None if self.group is None else self.group.all_reduce
         plans = [self._prepare(kind, batch, cache) for kind in stack.attention]
@@ -343,7 +350,7 @@ class Transformer:
         if per_layer_ops is not None and stack.per_layer is not None:
             embeddings = per_layer_ops.per_layer_embeddings(batch.tokens, hidden, stack.per_layer)
         kept: list[Tensor] = []
-        for index, layer in enumerate(stack.layers):
+        for index, layer in enumerate(stack.layers[:count]):
             qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)
             if first_qkv is not None and index == 0:
                 qkv = qkv + first_qkv

@@ -32,10 +32,13 @@ Decoder::Decoder(const PackedModel& model, std::vector<PackedLayer> layers, std:
   for (const AttentionKind& kind : model_.kinds) {
     kv_layers_.resize(std::max(kv_layers_.size(), static_cast<size_t>(kind.cache) + 1));
   }
-  for (const PackedLayer& layer : layers_) {
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const PackedLayer& layer = layers_[i];
+    if (layer.shares_kv) continue;
+    writing_layers_ = i + 1;
     if (layer.delta.rates != nullptr) {
       ++delta_layers_;
-    } else if (!layer.shares_kv) {
+    } else {
       ++kv_layers_[static_cast<size_t>(model_.kinds[static_cast<size_t>(layer.kind)].cache)];
     }
   }
@@ -238,7 +241,8 @@ void Decoder::forward(const ForwardArgs& args) {
   gather(args);
   embed_per_layer(args);
   const std::vector<DeltaPlan> plans = plan_deltas(args);
-  for (size_t i = 0; i < layers_.size(); ++i) {
+  const size_t count = args.logits == nullptr && hidden_layers_.empty() ? writing_layers_ : layers_.size();
+  for (size_t i = 0; i < count; ++i) {
     const PackedLayer& layer = layers_[i];
     mix(args, layer, plans);
     add_linear(*layer.o, mixed_.data(), rows, layer.mixer_output_norm, layer.residual_multiplier);

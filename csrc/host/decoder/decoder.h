@@ -114,7 +114,8 @@ class Decoder {
   // `hidden_layers`: the layers whose hidden states each forward keeps.
   Decoder(const PackedModel& model, std::vector<PackedLayer> layers, std::vector<int64_t> hidden_layers = {});
 
-  // Writes the states of the rows to the caches, and `logits`. Throws the exceptions of ShmGroup::all_reduce, and
+  // Writes the states of the rows to the caches, and `logits`. Without logits and hidden states that are kept, the layers
+  // after the last one that writes to a cache are skipped. Throws the exceptions of ShmGroup::all_reduce, and
   // std::invalid_argument if a sequence has more slots in use than the delta cache.
   void forward(const ForwardArgs& args);
 
@@ -149,6 +150,7 @@ class Decoder {
   std::vector<PackedLayer> layers_;
   std::vector<int64_t> hidden_layers_;
   std::vector<int64_t> kv_layers_;
+  size_t writing_layers_ = 0;  // the number of layers up to the last one that writes to a cache
   int64_t delta_layers_ = 0, hidden_rows_ = 0;
   int64_t size_;                    // sizeof(T)
   std::vector<Buffer> cos_, sin_;   // by kind of attention layer

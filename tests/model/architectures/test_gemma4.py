@@ -27,7 +27,7 @@ from tests.model.architectures.test_families import (
     text_by_transformers,
 )
 from tests.support.thread_group import on_ranks
-from tests.support.tiny_checkpoints import make_checkpoint, make_model, make_pair
+from tests.support.tiny_checkpoints import chain, make_checkpoint, make_model, make_pair
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 E_MODEL: dict[str, Any] = {  # the last three layers, of both kinds, share keys and values
@@ -84,6 +84,33 @@ def test_unsupported_fields_are_refused(tmp_path: Path, fields: dict[str, Any], 
         file.write_text(file.read_text().replace(f'"{name}": {E_MODEL[name]}', f'"{name}": {value}'))
     with pytest.raises(UserError, match=message):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("ops", [reference, pytest.param(host, marks=needs_native)], ids=["reference", "native"])
+def test_a_prompt_without_logits_has_the_same_cache_and_hidden_states(tmp_path: Path, ops: Any) -> None:
+    make_checkpoint(tmp_path, **NATIVE)
+    model, keeps = (
+        load_model(tmp_path, dtype=torch.float32, ops=ops, max_positions=64, hidden_layers=kept) for kept in ((), (5,))
+    )
+    every, few = native.new_cache(model, ops), native.new_cache(model, ops)
+    model.forward(chain(TOKENS), every)
+    assert model.forward(chain(TOKENS), few, head=False).logits is None
+    caches: Any = zip(every.kinds, few.kinds, strict=True)
+    assert all(torch.equal(one.k, two.k) and torch.equal(one.v, two.v) for one, two in caches)
+    one, two = (keeps.forward(chain(TOKENS), few, head=head).hidden for head in (False, True))
+    assert one is not None and two is not None and torch.equal(one, two)
+
+
+def test_a_prompt_without_logits_skips_the_layers_that_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, **E_MODEL)
+    model, calls, mlp = load_model(tmp_path, ops=reference, max_positions=64), list[int](), reference.mlp
+    monkeypatch.setattr(reference, "mlp", lambda *args: calls.append(1) or mlp(*args))
+    for head, layers in ((False, 3), (True, 6)):
+        calls.clear()
+        model.forward(chain(TOKENS), native.new_cache(model, reference), head=head)
+        assert len(calls) == layers
 
 
 @pytest.mark.slow
