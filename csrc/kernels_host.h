@@ -88,6 +88,9 @@ void add(const void* x, int64_t count, void* into, bool is_f32);
 void norm_add(const void* x, int64_t rows, int64_t n, const float* norm, float eps, float scale, void* into,
               bool is_f32);
 
+// gates = activation(gates) * x for rows of n elements in T. `stride`: elements between two rows of x.
+void apply_gates(const void* x, int64_t stride, int64_t rows, int64_t n, Gate gate, void* gates, bool is_f32);
+
 // x[i] *= factor in T.
 void multiply(void* x, int64_t count, float factor, bool is_f32);
 
@@ -127,6 +130,8 @@ void mixture(const MixtureArgs& args, bool is_f32);
 
 // ---- attention
 
+constexpr int64_t kMaxHeadDim = 512;
+
 // Variations of attention. With the defaults a layer has none of them.
 struct AttentionOptions {
   int64_t window = 0;                  // visible slots of a row, the last ones; 0: all
@@ -158,11 +163,12 @@ struct AttentionArgs {
   void* values;          // the same
   void* out;             // [rows, heads * dim]
   int64_t rows, heads, kv_heads, capacity, length, width;
-  int64_t dim;     // head_dim, a multiple of 16, at most 256
+  int64_t dim;     // head_dim, a multiple of 16, at most kMaxHeadDim
   int64_t stride;  // elements of a row of qkv
   AttentionOptions options;
   HeadNorm norm;
   const float* sinks = nullptr;  // [heads], logits whose exponentials are added to the denominators; null: none
+  bool shares_kv = false;        // of qkv only heads * dim are read, and nothing is appended: an earlier layer did
 };
 void attention(const AttentionArgs& args, bool is_f32);
 

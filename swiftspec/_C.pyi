@@ -14,9 +14,8 @@ ROW_GROUP_WORDS: int
 MAX_MATCH_TOKENS: int
 
 class Cache:
-    """A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], and the delta cache of the same
-    model or None. Keeps them alive."""
-    def __init__(self, k: Array, v: Array, delta: DeltaCache | None) -> None: ...
+    """A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], which it keeps alive."""
+    def __init__(self, k: Array, v: Array) -> None: ...
     def move(self, sequence: int, source: Sequence[int], start: int) -> None:
         """Moves slots source[i] to start + i, in place and in every layer; see MoveArgs in common/arguments.h."""
 
@@ -27,7 +26,21 @@ class Decoder:
         embedding: Array,
         embedding_multiplier: float,
         kinds: Sequence[
-            tuple[Array, Array, int | None, float | None, float | None, Array | None, int, int, Array | None, bool]
+            tuple[
+                Array,
+                Array,
+                int | None,
+                float | None,
+                float | None,
+                Array | None,
+                int,
+                int,
+                Array | None,
+                bool,
+                int,
+                int,
+                int,
+            ]
         ],
         norm: Array,
         eps: float,
@@ -50,24 +63,26 @@ class Decoder:
                 Array | None,
                 int,
                 tuple[Weights, Array, Array, Array, Array] | None,
+                tuple[Weights, Weights, Array, str] | None,
             ]
         ],
-        heads: int,
-        kv_heads: int,
         group: ShmGroup | None,
         timeout_s: float,
         hidden_layers: Sequence[int],
         delta: tuple[int, int, int, int, int] | None,
+        per_layer: tuple[Array, float, Weights, Array, float] | None,
     ) -> None:
         """`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the
-        projections that a norm covers or zeros, key heads that count, whether the output has a gate. Each of `layers`:
-        input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP,
-        residual multiplier, scale of the output, attention sinks, layer of its cache, and of a delta layer its rates,
-        convolution, factor and bias of the decay, and norm, otherwise None. Each MLP: gate_up, down, gate, and of a
-        mixture of experts its router, number of experts per token and norm_topk_prob, otherwise None, 0, False; gate_up
-        and down of its shared expert, or None. `hidden_layers`: the layers whose hidden states each forward keeps.
-        `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the delta layers, or None. Keeps all arguments
-        alive."""
+        projections that a norm covers or zeros, key heads that count, whether the output has a gate, heads, KV heads,
+        index of the KV cache. Each of `layers`: input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads,
+        norms of the outputs of attention and MLP, residual multiplier, scale of the output, attention sinks, layer of
+        its cache, and of a delta layer its rates, convolution, factor and bias of the decay, and norm, otherwise None;
+        the gate, projection, norm and activation of per-layer embeddings, or None. Each MLP: gate_up, down, gate, and
+        of a mixture of experts its router, number of experts per token and norm_topk_prob, otherwise None, 0, False;
+        gate_up and down of its shared expert, or None. `hidden_layers`: the layers whose hidden states each forward
+        keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the delta layers, or None. `per_layer`: of per-
+        layer embeddings the table, its multiplier, the projection, its norm and the epsilon of that, or None. Keeps all
+        arguments alive."""
     def forward(
         self,
         tokens: Array,
@@ -76,7 +91,7 @@ class Decoder:
         sequence: Array,
         kv_len: Array,
         mask: Array,
-        cache: Cache,
+        cache: ModelCache,
         logits: Array | None,
     ) -> None:
         """Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head without `logits`."""
@@ -110,15 +125,20 @@ class Mailbox:
     def send(self, words: Sequence[int], timeout_s: float) -> None:
         """Sends a message. Waits up to `timeout_s` while the mailbox is full."""
 
+class ModelCache:
+    """The caches of a model: a KV cache for each shape of its attention layers, and its delta cache or None. Keeps them
+    alive."""
+    def __init__(self, kv: Sequence[Cache], delta: DeltaCache | None) -> None: ...
+
 class Population:
     """Rounds of particles, or of exact chains, as one call each. Works on both models and in place on the tensors; see
     host/decoder/population.h."""
     def __init__(
         self,
         draft: Decoder,
-        draft_cache: Cache,
+        draft_cache: ModelCache,
         target: Decoder,
-        target_cache: Cache,
+        target_cache: ModelCache,
         tensors: Sequence[Array],
         steps: int,
         verify_mode: str,
@@ -147,7 +167,7 @@ class Rounds:
     """Expansions and verifications as one call each, for one decoder and a cache of one sequence, or of two for
     verifications of guided requests; see host/decoder/rounds.h. The ranks of a group make the same calls and merge
     their best tokens. Raises OSError if a rank is lost."""
-    def __init__(self, decoder: Decoder, cache: Cache) -> None: ...
+    def __init__(self, decoder: Decoder, cache: ModelCache) -> None: ...
     def expand(
         self,
         tree: Tree,
@@ -264,6 +284,10 @@ class Weights:
         are quantised to int8. `minima`: added to the weights of a group. `order`: the input of x for each input of the
         matrix. `super_scales`, `super_minima`: float16 factors, per 256 inputs, of scales and minima of one byte."""
 
+def apply_gates(x: Array, gate: str, gates: Array) -> None:
+    """gates = activation(gates) * x [rows, n], where `gate` names the activation; only the rows of `x` must be
+    contiguous."""
+
 def attention(
     qkv: Array,
     cos: Array,
@@ -287,7 +311,7 @@ def attention(
     sinks: Array | None,
 ) -> None:
     """RoPE, KV append and masked attention of the rows of one sequence with `length` slots in use; see AttentionArgs in
-    kernels_host.h."""
+    kernels_host.h. With queries only, qkv [rows, heads * head_dim], nothing is appended."""
 
 def checksums(data: Array) -> bytes:
     """One 8-byte checksum per started MiB of `data` [n] uint8. Every bit of the data changes it."""

@@ -5,7 +5,7 @@ A family is represented by the default configuration of its model type in transf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +25,6 @@ from swiftspec.model.formats.mxfp4 import GROUP, GROUP_BYTES, Mxfp4Weight
 from swiftspec.model.spec import ModelSpec
 from swiftspec.model.weights import DenseWeight, Weight
 
-# fields that make the default configuration of a type one of its dense models
-CHANGES: Mapping[str, Mapping[str, Any]] = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
 OUTPUTS, INPUTS = 1024, 512  # of a format's matrix
 PAGE = """\
 <!-- Made by `python -m tools.docs`: do not edit. -->
@@ -64,7 +62,7 @@ FORMAT_HEAD = ("format", "native operators", "CUDA operators", "torch's own oper
 def family_spec(name: str) -> ModelSpec:
     """Returns the spec of the default configuration of a family in ARCHITECTURES."""
     kind = ARCHITECTURES[name].model_type
-    config = AutoConfig.for_model(kind, **CHANGES.get(kind, {})).to_dict()
+    config = AutoConfig.for_model(kind).to_dict()
     return parse_config({**config, "architectures": [name]}).spec
 
 

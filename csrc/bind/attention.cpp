@@ -18,19 +18,21 @@ void attention(const Array& qkv, const Array& cos, const Array& sin, const Array
                std::optional<float> softcap, const MaybeArray& query_scale, const MaybeArray& norm_sums,
                int64_t q_size, int64_t k_size, const MaybeArray& sinks) {
   const int64_t rows = qkv.size(0), dim = cache.head_dim, width = mask.size(1);
-  const int64_t heads = qkv.size(1) / dim - 2 * cache.kv_heads;
+  check_head_dim(dim);
+  const int64_t heads = out.size(1) / dim;
+  const bool shares_kv = qkv.size(1) == heads * dim;
+  const int64_t own_kv_heads = shares_kv ? 0 : cache.kv_heads, qkv_size = (heads + 2 * own_kv_heads) * dim;
   const bool is_f32 = qkv.type() == kFloat32;
   const Type type = model_type(is_f32);
-  check(dim % 16 == 0 && dim >= 16 && dim <= 256, "head_dim must be a multiple of 16 up to 256");
   check(heads >= cache.kv_heads && heads % cache.kv_heads == 0, "heads must be a multiple of kv_heads");
   check(length >= 1 && length <= cache.capacity && width <= length, "width <= length <= capacity must hold");
   check(cache.type == type, "the cache is not of the model's type");
-  host::HeadNorm norm = head_norm(qk_norm, eps, heads, cache.kv_heads, dim);
+  host::HeadNorm norm = head_norm(qk_norm, eps, heads, own_kv_heads, dim);
   norm.sums = at_or_null<float>(norm_sums, kCpu, "norm_sums", {rows, 2});
   check(norm.sums == nullptr || (q_size > 0 && k_size > 0 && !norm.values), "sums need the sizes of the projections");
   if (norm.sums != nullptr) norm.q_size = static_cast<float>(q_size), norm.k_size = static_cast<float>(k_size);
   const int64_t skipped = cache.offset(layer, sequence);
-  const host::AttentionArgs args{qkv.at(type, kCpu, "qkv", {kAny, (heads + 2 * cache.kv_heads) * dim}),
+  const host::AttentionArgs args{qkv.at(type, kCpu, "qkv", {kAny, qkv_size}),
                                  cos.at(type, kCpu, "cos", {rows, dim}),
                                  sin.at(type, kCpu, "sin", {rows, dim}),
                                  slots.at<int64_t>(kCpu, "slots", {rows}),
@@ -45,10 +47,11 @@ void attention(const Array& qkv, const Array& cos, const Array& sin, const Array
                                  length,
                                  width,
                                  dim,
-                                 (heads + 2 * cache.kv_heads) * dim,
+                                 qkv_size,
                                  attention_options(window, scale, softcap, query_scale, rows),
                                  norm,
-                                 at_or_null<float>(sinks, kCpu, "sinks", {heads})};
+                                 at_or_null<float>(sinks, kCpu, "sinks", {heads}),
+                                 shares_kv};
   check_range(args.slots, rows, length, "a slot is not in use");
   py::gil_scoped_release unlocked;
   host::attention(args, is_f32);
@@ -74,7 +77,7 @@ void bind_attention(py::module_& m) {
         py::arg("eps"), py::arg("window"), py::arg("scale"), py::arg("softcap"), py::arg("query_scale"),
         py::arg("norm_sums"), py::arg("q_size"), py::arg("k_size"), py::arg("sinks"),
         "RoPE, KV append and masked attention of the rows of one sequence with `length` slots in use; see "
-        "AttentionArgs in kernels_host.h.");
+        "AttentionArgs in kernels_host.h. With queries only, qkv [rows, heads * head_dim], nothing is appended.");
   m.def("projection_sums", &projection_sums, py::arg("qkv"), py::arg("heads"), py::arg("kv_heads"), py::arg("dim"),
         py::arg("counted"), py::arg("sums"),
         "Sums of squares of all query heads and of all key heads that are `counted`: `sums` [rows, 2].");

@@ -58,6 +58,10 @@ inline host::Mlp mlp_of(const MlpArgs& args, int64_t hidden, bool is_f32) {
   return mlp;
 }
 
+inline void check_head_dim(int64_t dim) {
+  check(dim % 16 == 0 && dim >= 16 && dim <= host::kMaxHeadDim, "head_dim must be a multiple of 16 up to 512");
+}
+
 // `query_scale`: [count] float32.
 inline host::AttentionOptions attention_options(std::optional<int64_t> window, std::optional<float> scale,
                                                 std::optional<float> softcap, const MaybeArray& query_scale,
@@ -69,10 +73,10 @@ inline host::AttentionOptions attention_options(std::optional<int64_t> window, s
           at_or_null<float>(query_scale, kCpu, "query_scale", {count})};
 }
 
-// `weight`: [heads + kv_heads, dim] float32, or [heads + 2 kv_heads, dim].
+// `weight`: [heads + kv_heads, dim] float32, or [heads + 2 kv_heads, dim]. `kv_heads`: 0 if keys are shared.
 inline host::HeadNorm head_norm(const MaybeArray& weight, float eps, int64_t heads, int64_t kv_heads, int64_t dim) {
   if (!weight) return {};
-  const bool values = weight->size(0) == heads + 2 * kv_heads;
+  const bool values = kv_heads > 0 && weight->size(0) == heads + 2 * kv_heads;
   host::HeadNorm norm;
   norm.weight = weight->at<float>(kCpu, "qk_norm", {heads + (values ? 2 : 1) * kv_heads, dim});
   norm.values = values, norm.eps = eps;

@@ -13,23 +13,26 @@ namespace swiftspec::binding {
 
 namespace {
 
-Cache make_cache(const Array& k, const Array& v, std::optional<const host::DeltaCache*> delta) {
-  Cache cache(kCpu, k, v);
-  cache.delta = delta.value_or(nullptr);
-  check(cache.delta == nullptr || cache.delta->sequences == cache.sequences, "the caches have other sequences");
-  return cache;
+Cache make_cache(const Array& k, const Array& v) { return {kCpu, k, v}; }
+
+ModelCache make_model_cache(const std::vector<const Cache*>& kv, std::optional<const host::DeltaCache*> delta) {
+  check(!kv.empty(), "a model needs a KV cache");
+  const Cache& first = *kv[0];
+  ModelCache caches{{{}, delta.value_or(nullptr)}, first.type};
+  for (const Cache* cache : kv) {
+    check(cache->type == first.type && cache->sequences == first.sequences && cache->capacity == first.capacity,
+          "the KV caches differ in type, sequences or capacity");
+    caches.kv.push_back(*cache);
+  }
+  check(caches.delta == nullptr || caches.delta->sequences == first.sequences, "the caches have other sequences");
+  return caches;
 }
 
 void move(const Cache& cache, int64_t sequence, const std::vector<int64_t>& source, int64_t start) {
-  const auto count = static_cast<int64_t>(source.size());
   check_moves(source, start, cache.capacity);
-  const int64_t skipped = cache.offset(0, sequence);
-  MoveArgs args{cache.keys + skipped, cache.layer_bytes(), cache.layers, cache.kv_heads, cache.capacity,
-                cache.slot_bytes(),   source.data(),       count,        start};
+  cache.offset(0, sequence);  // checks the sequence
   py::gil_scoped_release unlocked;
-  host::move_kv(args);
-  args.region = cache.values + skipped;
-  host::move_kv(args);
+  cache.move(sequence, source, start);
 }
 
 // `buffer`: [layers, sequences, slots, ...] of any type.
@@ -48,12 +51,16 @@ void move_slots(const Array& buffer, int64_t sequence, const std::vector<int64_t
 
 void bind_cache(py::module_& m) {
   py::class_<Cache>(m, "Cache",
-                    "A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], and the delta cache "
-                    "of the same model or None. Keeps them alive.")
-      .def(py::init(&make_cache), py::arg("k"), py::arg("v"), py::arg("delta"), py::keep_alive<1, 2>(),
-           py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
+                    "A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], which it keeps "
+                    "alive.")
+      .def(py::init(&make_cache), py::arg("k"), py::arg("v"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("move", &move, py::arg("sequence"), py::arg("source"), py::arg("start"),
            "Moves slots source[i] to start + i, in place and in every layer; see MoveArgs in common/arguments.h.");
+  py::class_<ModelCache>(m, "ModelCache",
+                         "The caches of a model: a KV cache for each shape of its attention layers, and its delta cache "
+                         "or None. Keeps them alive.")
+      .def(py::init(&make_model_cache), py::arg("kv"), py::arg("delta"), py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>());
   m.def("move_slots", &move_slots, py::arg("buffer"), py::arg("sequence"), py::arg("source"), py::arg("start"),
         "The same for one buffer [layers, sequences, slots, ...] of any type.");
 }

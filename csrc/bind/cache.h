@@ -1,39 +1,35 @@
-// The KV cache of a model, on the CPU or on a GPU.
+// The KV caches of a model, on the CPU or on a GPU.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "bind/arguments.h"
-#include "host/decoder/delta_cache.h"
+#include "host/decoder/model_cache.h"
 
 namespace swiftspec::binding {
 
-// Keys and values [layers, sequences, kv_heads, capacity, head_dim] of one type, and the states of delta layers.
-struct Cache {
-  uint8_t *keys, *values;
+// Keys and values of one type.
+struct Cache : host::KVCache {
   Type type;
-  int64_t layers, sequences, kv_heads, capacity, head_dim;
-  const host::DeltaCache* delta = nullptr;  // null: the model has no delta layers
 
   Cache(Device device, const Array& k, const Array& v)
-      : type(k.type()),
-        layers(k.size(0)),
-        sequences(k.size(1)),
-        kv_heads(k.size(2)),
-        capacity(k.size(3)),
-        head_dim(k.size(4)) {
+      : host::KVCache{nullptr,   nullptr,   k.size(0), k.size(1), k.size(2),
+                      k.size(3), k.size(4), k.type().bits / 8},
+        type(k.type()) {
     keys = static_cast<uint8_t*>(k.at(type, device, "k", {kAny, kAny, kAny, kAny, kAny}));
     values = static_cast<uint8_t*>(v.at(type, device, "v", {layers, sequences, kv_heads, capacity, head_dim}));
   }
 
-  int64_t slot_bytes() const { return head_dim * (type.bits / 8); }
-  int64_t region_bytes() const { return kv_heads * capacity * slot_bytes(); }  // of one sequence in one layer
-  int64_t layer_bytes() const { return sequences * region_bytes(); }
   int64_t offset(int64_t layer, int64_t sequence) const {
     check(layer >= 0 && layer < layers && sequence >= 0 && sequence < sequences, "a region that the cache lacks");
-    return layer * layer_bytes() + sequence * region_bytes();
+    return region(layer, sequence);
   }
+};
+
+// The caches of a model, whose KV caches are of one type.
+struct ModelCache : host::ModelCache {
+  Type type;
 };
 
 // Checks that slots source[i] can be moved to start + i in place; see MoveArgs.

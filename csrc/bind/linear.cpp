@@ -130,6 +130,18 @@ void norm_add(const Array& x, const MaybeArray& norm, float eps, float scale, co
   host::norm_add(from, rows, n, weight, eps, scale, to, is_f32);
 }
 
+void apply_gates(const Array& x, const std::string& gate, const Array& gates) {
+  const int64_t rows = gates.size(0), n = gates.size(1);
+  const bool is_f32 = gates.type() == kFloat32;
+  const Type type = model_type(is_f32);
+  void* to = gates.at(type, kCpu, "gates", {rows, n});
+  const void* from = x.rows_at(type, kCpu, "x", {rows, n});
+  const host::Gate kind = gate_of(gate);
+  check(kind != host::Gate::none, "a gate without activation");
+  py::gil_scoped_release unlocked;
+  host::apply_gates(from, x.stride(0), rows, n, kind, to, is_f32);
+}
+
 }  // namespace
 
 void bind_linear(py::module_& m) {
@@ -153,6 +165,9 @@ void bind_linear(py::module_& m) {
         "RMSNorm and mixture of experts; see MixtureArgs in kernels_host.h. `mlp`: as for `Decoder`.");
   m.def("norm_add", &norm_add, py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("scale"), py::arg("into"),
         "Adds `scale` times the RMSNorm of the rows of `x` to `into`; without `norm`, `scale` times the rows.");
+  m.def("apply_gates", &apply_gates, py::arg("x"), py::arg("gate"), py::arg("gates"),
+        "gates = activation(gates) * x [rows, n], where `gate` names the activation; only the rows of `x` must be "
+        "contiguous.");
 }
 
 }  // namespace swiftspec::binding

@@ -26,11 +26,11 @@ using TopArgs = std::optional<std::tuple<int64_t, float, float>>;
 // groups, temperature, bias, filters, penalties, min_tokens
 using SpanArgs = std::vector<std::tuple<int64_t, double, MaybeArray, TopArgs, Factors, int64_t>>;
 
-host::ModelWithCache side_of(host::Decoder& decoder, const Cache& cache) {
+host::ModelWithCache side_of(host::Decoder& decoder, const ModelCache& cache) {
   const host::PackedModel& model = decoder.model();
   check(model.group == nullptr, "a rank of a group has only a part of the logits");
   check_cache(decoder, cache);
-  return {decoder, cache.keys, cache.values, cache.capacity, cache.layer_bytes(), cache.region_bytes(), cache.delta};
+  return {decoder, cache};
 }
 
 // In the order of GroupRound.tensors (swiftspec/batching/round.py). Chains have no weights: 6 tensors fewer.
@@ -75,11 +75,11 @@ VerifyMode verify_mode_of(const std::string& name) {
   return name == "weigh" ? VerifyMode::weigh : name == "match" ? VerifyMode::match : VerifyMode::reject;
 }
 
-std::unique_ptr<Population> make_population(host::Decoder& draft, const Cache& draft_cache, host::Decoder& target,
-                                            const Cache& target_cache, const std::vector<Array>& tensors,
+std::unique_ptr<Population> make_population(host::Decoder& draft, const ModelCache& draft_cache, host::Decoder& target,
+                                            const ModelCache& target_cache, const std::vector<Array>& tensors,
                                             int64_t steps, const std::string& verify_mode, double power,
                                             double threshold, bool deferred_bonus) {
-  check(draft_cache.sequences == target_cache.sequences, "both caches must have the same number of sequences");
+  check(draft_cache.sequences() == target_cache.sequences(), "both caches must have the same number of sequences");
   Particles p = particles_of(tensors);
   p.steps = size_arg("steps", steps, 1);
   check(p.max_tokens > steps, "a path is too short for a round");
@@ -112,7 +112,7 @@ void check_group(const Population& population, int64_t group, int64_t sequences)
   }
   for (const bool target : {false, true}) {
     const host::ModelWithCache& side = population.side(target);
-    check(p.prefix[group] >= 0 && p.prefix[group] + p.width(group) <= side.capacity, "the rows do not fit the cache");
+    check(p.prefix[group] >= 0 && p.prefix[group] + p.width(group) <= side.cache.capacity(), "the rows do not fit the cache");
     check(furthest + p.steps < side.decoder.model().positions, "a position lies outside the context");
   }
 }
@@ -147,8 +147,7 @@ std::pair<double, double> round(Population& population, const SpanArgs& spans, c
     groups += alike.back().groups;
   }
   check(groups >= 1 && groups <= p.groups, "as many groups as there are, and at least one");
-  const int64_t sequences =
-      std::min(draft.layer_stride / draft.region_stride, target.layer_stride / target.region_stride);
+  const int64_t sequences = std::min(draft.cache.sequences(), target.cache.sequences());
   for (int64_t group = 0; group < groups; ++group) check_group(population, group, sequences);
   auto* out = head.at<int64_t>(kCpu, "head", {groups, kAny});
   const int64_t width = head.size(1) - 3 - p.max_tokens;

@@ -21,11 +21,10 @@ using host::Rounds;
 using host::Scoring;
 using host::Tree;
 
-std::unique_ptr<Rounds> make_rounds(host::Decoder& decoder, const Cache& cache) {
-  check(cache.sequences <= 2, "the cache must have one sequence, or two for guided requests");
+std::unique_ptr<Rounds> make_rounds(host::Decoder& decoder, const ModelCache& cache) {
+  check(cache.sequences() <= 2, "the cache must have one sequence, or two for guided requests");
   check_cache(decoder, cache);
-  return std::make_unique<Rounds>(decoder, host::Regions{cache.keys, cache.values, cache.capacity, cache.layer_bytes(),
-                                                         cache.sequences, cache.region_bytes(), cache.delta});
+  return std::make_unique<Rounds>(decoder, cache);
 }
 
 // `bias` [vocab]; the columns of this rank are read.
@@ -70,7 +69,7 @@ void copy_logits(const Rounds& rounds, const Nodes& nodes, const Array& out) {
 // Checks that `rows` slots after the prefix fit the region, and that `scoring` fits the decoder.
 void check_room(const Rounds& rounds, int64_t prefix, int64_t rows, const Scoring& scoring) {
   const host::PackedModel& model = rounds.decoder().model();
-  check(prefix >= 0 && prefix + rows <= rounds.regions().capacity, "the rows do not fit the cache");
+  check(prefix >= 0 && prefix + rows <= rounds.cache().capacity(), "the rows do not fit the cache");
   check(prefix + rows <= model.positions, "a position lies outside the context");
   check(scoring.columns().count <= model.head->n, "the scoring belongs to another decoder");
 }
@@ -143,7 +142,7 @@ std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens, con
   std::optional<host::Guidance> guided;
   if (guidance) {
     guided = std::make_from_tuple<host::Guidance>(*guidance);
-    check(rounds.regions().sequences == 2, "guidance needs a cache of two sequences");
+    check(rounds.cache().sequences() == 2, "guidance needs a cache of two sequences");
     check_room(rounds, guided->prefix, count, scoring);
     check_range(&guided->root, 1, rounds.decoder().model().vocab, "a token lies outside the vocabulary");
   }

@@ -50,7 +50,7 @@ MIN_CONTEXT = 2048  # tokens; a shorter context is not selected without being as
 
 def kv_bytes_per_token(spec: ModelSpec, cache_dtype: torch.dtype) -> int:
     """Returns the size of one token's keys and values in all attention layers, in bytes."""
-    return sum(2 * mixer.kv_size for mixer in spec.attention_mixers) * cache_dtype.itemsize
+    return sum(2 * mixer.kv_size for mixer in spec.attention_mixers if not mixer.shares_kv) * cache_dtype.itemsize
 
 
 def delta_sequence_bytes(mixers: Iterable[GatedDeltaSpec], slots: int, dtype: torch.dtype) -> int:
@@ -97,7 +97,7 @@ class MemoryEstimate:
         norms = (4 * len(spec.layers) + 1) * spec.hidden_size * FLOAT_BYTES  # at most four in a layer
         routers = sum(experts.router_rows for experts in self._mixtures) * spec.hidden_size * FLOAT_BYTES
         matrices = sum(self.matrix_bytes(*each) for each in self._matrices()) + self._state_projections
-        return matrices + self._embedding + head + norms + routers
+        return matrices + self._embedding + self._per_layer + head + norms + routers
 
     @property
     def _mixtures(self) -> list[ExpertsSpec]:
@@ -107,6 +107,14 @@ class MemoryEstimate:
     @property
     def _embedding(self) -> int:
         return self.config.spec.vocab_size * self.config.spec.hidden_size * self.dtype.itemsize
+
+    @property
+    def _per_layer(self) -> int:
+        """Bytes of the table and the projections of per-layer embeddings, whole on every rank; quantised ones are
+        counted as dense."""
+        spec = self.config.spec
+        columns = spec.per_layer_size * len(spec.layers)
+        return columns * (spec.vocab_size + 3 * spec.hidden_size) * self.dtype.itemsize
 
     @property
     def _state_projections(self) -> int:
@@ -174,7 +182,8 @@ class MemoryEstimate:
     @property
     def kv_token(self) -> int:
         """Bytes of one token's keys and values on a rank, padding heads included."""
-        heads = sum(2 * part.kv_heads * part.head_dim for part in self._attention)
+        layers = zip(self.config.spec.attention_mixers, self._attention, strict=True)
+        heads = sum(2 * part.kv_heads * part.head_dim for mixer, part in layers if not mixer.shares_kv)
         return heads * (self.cache_dtype or self.dtype).itemsize
 
     @property
@@ -206,7 +215,7 @@ class MemoryEstimate:
         shared = [len(part.shared_down) for part in parts if part.shared_down is not None]
         numbers = rows * 4 * (hidden + max(inner, *shared, 0))
         gathered = rows * hidden * (self.ranks * size + FLOAT_BYTES) if self.ranks > 1 else 0
-        tables = sum(2 * self.capacity * mixer.head_dim for mixer in {*spec.attention_mixers})
+        tables = sum(2 * self.capacity * mixer.head_dim for mixer in {mixer.kind for mixer in spec.attention_mixers})
         if self.ops is cuda:
             # weights in rows for a library product, and the packed rows of x (csrc/cuda/linear/large_m.h)
             return SCRATCH_BYTES + (numbers + MAX_KERNEL_ROWS * max(hidden, inner) + tables) * size + gathered + max(
@@ -232,7 +241,8 @@ class MemoryEstimate:
         """Returns the bytes of the attention masks of a chunk of `rows` rows with torch's operators, over the whole
         cache: a mask for each kind of layer, repeated for the query heads that share keys."""
         size, total = self.dtype.itemsize, 0
-        kinds = dict(zip(self.config.spec.attention_mixers, self._attention, strict=True))
+        mixers = [mixer.kind for mixer in self.config.spec.attention_mixers]
+        kinds = dict(zip(mixers, self._attention, strict=True))
         for mixer, part in kinds.items():
             temporary = 3 if mixer.window is None else 3 + 3 * 8  # bytes: Booleans, and three counts of visible slots
             total += rows * self.capacity * (temporary + size * (1 + part.num_heads // part.kv_heads))

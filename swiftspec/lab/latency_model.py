@@ -168,8 +168,11 @@ def forward(
     def time_of(layer: LayerSpec) -> float:
         mixer, hidden, width = layer.attention, spec.hidden_size, layer.attention.head_dim
         heads, kv_heads = math.ceil(mixer.num_heads / tp), math.ceil(mixer.num_kv_heads / tp)
-        seconds = product(hidden, (heads + 2 * kv_heads) * width) + product(heads * width, hidden)
+        own_kv_heads = 0 if mixer.shares_kv else kv_heads
+        seconds = product(hidden, (heads + 2 * own_kv_heads) * width) + product(heads * width, hidden)
         seconds += mlp_time(layer.mlp)
+        if spec.per_layer_size:  # the part of a layer in the projection of all, gate and projection
+            seconds += 2 * product(hidden, spec.per_layer_size) + product(spec.per_layer_size, hidden)
         seconds += lines.attention.at(2 * 2 * kv_heads * width * context * sequences)
         if tp > 1:
             # twice: half of an LL line is flags

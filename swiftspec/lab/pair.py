@@ -107,6 +107,7 @@ def parameters(config: ModelConfig) -> int:
         return rows
 
     layers = spec.hidden_size * sum(vectors(layer) for layer in spec.layers)
+    layers += spec.per_layer_size * len(spec.layers) * (spec.vocab_size + 3 * spec.hidden_size)
     return layers + (1 if spec.tie_word_embeddings else 2) * spec.vocab_size * spec.hidden_size
 
 
@@ -114,7 +115,7 @@ def _mixer_rows(mixer: AttentionSpec | GatedDeltaSpec) -> int:
     """Returns the number of vectors of the hidden size in the projections of a mixer."""
     if isinstance(mixer, GatedDeltaSpec):
         return mixer.conv_size + 2 * mixer.v_size + 2 * mixer.num_v_heads
-    return (3 if mixer.output_gate else 2) * mixer.q_size + 2 * mixer.kv_size
+    return (2 if mixer.output_gate else 1) * mixer.q_size + mixer.qkv_size
 
 
 class PairFinder:

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from swiftspec.model.spec import AttentionSpec, ExpertsSpec, GatedDeltaSpec, MlpSpec, ModelSpec
 from swiftspec.model.tensor_names import HF_NAMES, TensorNames
-from swiftspec.model.weights import DeltaWeights, DenseWeight, LayerWeights, ModelWeights, Weight, fuse_weights, select
+from swiftspec.model.weights import (
+    DeltaWeights,
+    DenseWeight,
+    LayerWeights,
+    ModelWeights,
+    PerLayerWeights,
+    Weight,
+    fuse_weights,
+    select,
+)
 
 SCALES = ("weight_scale", "weight_scale_inv")  # of a tensor "weight" with int8 or float8 codes
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -31,6 +40,10 @@ class Source(Protocol):
     def take(self, name: str, /, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
         """Returns the tensor `name`. Raises UserError if it is missing, its shape is not `shape`, or its dtype is not
         in `kinds`."""
+        ...
+
+    def skip(self, prefix: str, /) -> None:
+        """Marks the tensors whose names begin with `prefix` as taken."""
         ...
 
 
@@ -63,7 +76,19 @@ class Checkpoint:
         table = self.tensors.take(f"{names.embedding}.weight", vocab, hidden)
         own = partial(self.linear, names.head, vocab, hidden, bias=False)
         head = self._tied_head if spec.tie_word_embeddings else own
-        return ModelWeights(table, layers, self.norm(names.norm, hidden), head)
+        return ModelWeights(table, layers, self.norm(names.norm, hidden), head, self._per_layer())
+
+    def _per_layer(self) -> PerLayerWeights | None:
+        """Reads what computes per-layer embeddings, or returns None if the model has none."""
+        spec, names, size = self.spec, self.names, self.spec.per_layer_size
+        if size == 0:
+            return None
+        rows = len(spec.layers) * size
+        return PerLayerWeights(
+            table=self.tensors.take(f"{names.per_layer_table}.weight", spec.vocab_size, rows),
+            projection=self.linear(names.per_layer_model_projection, rows, spec.hidden_size, bias=False),
+            norm=self.norm(names.per_layer_model_norm, size),
+        )
 
     def _tied_head(self) -> Weight:
         """Returns the LM head of a model with tied embeddings: the embedding, unless the checkpoint has a different
@@ -87,12 +112,24 @@ class Checkpoint:
         return LayerWeights(
             **self._mixer(prefix, layer.mixer),
             **self._mlp(prefix, layer.mlp),
+            **self._per_layer_part(prefix),
             input_norm=norm(names.input_norm, before),
             mlp_norm=norm(names.mlp_norm, before),
             mixer_output_norm=norm(names.mixer_output_norm, after),
             mlp_output_norm=norm(names.mlp_output_norm, after),
             output_scale=self.tensors.take(f"{prefix}.{names.output_scale}", 1) if layer.output_scale else None,
         )
+
+    def _per_layer_part(self, prefix: str) -> dict[str, Any]:
+        """Reads the weights that apply per-layer embeddings in a layer, by their names in `LayerWeights`."""
+        names, size, hidden = self.names, self.spec.per_layer_size, self.spec.hidden_size
+        if size == 0:
+            return {}
+        return {
+            "per_layer_gate": self.linear(f"{prefix}.{names.per_layer_gate}", size, hidden, bias=False),
+            "per_layer_projection": self.linear(f"{prefix}.{names.per_layer_projection}", hidden, size, bias=False),
+            "per_layer_norm": self.norm(f"{prefix}.{names.per_layer_norm}", hidden),
+        }
 
     def _mixer(self, prefix: str, mixer: AttentionSpec | GatedDeltaSpec) -> dict[str, Any]:
         """Reads the weights of a mixer, by their names in `LayerWeights`."""
@@ -104,7 +141,7 @@ class Checkpoint:
             "o": self.linear(f"{prefix}.{self.names.o}", self.spec.hidden_size, mixer.q_size, mixer.o_bias),
             "q_norm": q_norm,
             "k_norm": k_norm,
-            "v_norm": torch.ones(1, mixer.head_dim) if mixer.v_norm else None,
+            "v_norm": torch.ones(1, mixer.head_dim) if mixer.v_norm and not mixer.shares_kv else None,
             "sinks": self.tensors.take(f"{prefix}.{self.names.sinks}", mixer.num_heads) if mixer.sinks else None,
         }
 
@@ -168,26 +205,33 @@ class Checkpoint:
         heads = [(names.q, mixer.q_size), (names.k, mixer.kv_size), (names.v, mixer.kv_size)]
         if names.qkv:
             heads = [(names.qkv, mixer.q_size + 2 * mixer.kv_size)]
+        elif mixer.shares_kv:
+            for name in (names.k, names.v, names.k_norm):  # which some checkpoints contain without a use
+                self.tensors.skip(f"{prefix}.{name}.")
+            heads = heads[:1]
         elif mixer.keys_as_values:
             heads = heads[:2]
         head = self.spec.draft_head
         inputs = 2 * hidden if head is not None and head.kind == "eagle3" else hidden
         parts = [self.linear(f"{prefix}.{name}", rows, inputs, mixer.qkv_bias) for name, rows in heads]
-        if mixer.keys_as_values:
+        if mixer.keys_as_values and not mixer.shares_kv:
             parts.append(parts[1])
         return _in_rope_order(fuse_weights(parts), mixer)
 
-    def _head_norms(self, prefix: str, mixer: AttentionSpec) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def _head_norms(self, prefix: str, mixer: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
         """Reads the weights of the norms of queries and keys, [heads, head_dim] or [1, head_dim] each."""
         if mixer.qk_norm == "none":
             return None, None
         whole, order = mixer.qk_norm == "projection", _rope_order(mixer)
         counts = (mixer.num_heads, mixer.num_kv_heads) if whole else (1, 1)
-        q_norm, k_norm = (
+        named = [*zip((self.names.q_norm, self.names.k_norm), counts, strict=True)]
+        norms = [
             self.norm(f"{prefix}.{name}", heads * mixer.head_dim).view(heads, mixer.head_dim)
-            for name, heads in zip((self.names.q_norm, self.names.k_norm), counts, strict=True)
-        )
-        return (q_norm, k_norm) if order is None else (q_norm[:, order], k_norm[:, order])
+            for name, heads in (named[:1] if mixer.shares_kv else named)
+        ]
+        if order is not None:
+            norms = [norm[:, order] for norm in norms]
+        return norms[0], None if mixer.shares_kv else norms[1]
 
     def _mlp(self, prefix: str, mlp: MlpSpec) -> dict[str, Any]:
         """Reads the weights of an MLP, by their names in `LayerWeights`."""
@@ -281,9 +325,9 @@ def _in_rope_order(qkv: Weight, mixer: AttentionSpec) -> Weight:
     order = _rope_order(mixer)
     if order is None:
         return qkv
-    rotated = mixer.num_heads + mixer.num_kv_heads
+    rotated = mixer.num_heads + (0 if mixer.shares_kv else mixer.num_kv_heads)
     first = torch.arange(rotated).unsqueeze(1) * mixer.head_dim
-    values = torch.arange(rotated * mixer.head_dim, mixer.q_size + 2 * mixer.kv_size)
+    values = torch.arange(rotated * mixer.head_dim, mixer.qkv_size)
     return _reordered(qkv, torch.cat(((first + order).flatten(), values)))
 
 

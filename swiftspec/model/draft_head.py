@@ -98,7 +98,7 @@ class DraftHead(Transformer):
         return ForwardOutput(logits, hidden)
 
     @torch.inference_mode()
-    def _run_layers(self, batch: Batch, cache: LayerCaches) -> tuple[Tensor, list[Tensor]]:
+    def _run_layers(self, batch: Batch, cache: LayerCaches, *, head: bool = True) -> tuple[Tensor, list[Tensor]]:
         hidden, stack = batch.hidden, self.stack
         assert hidden is not None, "a draft head requires hidden states"
         embedded = self._ops.embed(batch.tokens, stack.embedding, stack.embedding_multiplier)

@@ -129,6 +129,8 @@ def _scale_for_float8(path: str | Path, spec: ModelSpec, weights: ModelWeights, 
     if spec.delta_mixers:
         raise UserError(f"{path}: a float8 KV cache is not supported for models with gated delta layers")
     mixers = [layer.attention for layer in spec.layers]
+    if any(mixer.shares_kv for mixer in mixers):
+        raise UserError(f"{path}: a float8 KV cache is not supported for models with shared KV layers")
     if any(layer.norms == "after" for layer in spec.layers):
         raise UserError(f"{path}: a float8 KV cache needs a norm before attention, which this model does not have")
     counts = [(mixer.num_heads, mixer.num_kv_heads) for mixer in mixers]

@@ -51,6 +51,27 @@ class PackedDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedPerLayer:
+    """What computes the per-layer embeddings of a model, with packed weights; `ModelSpec.per_layer_size` defines
+    them."""
+
+    table: Tensor  # [vocab, layers * per_layer_size]
+    multiplier: float  # of the table, rounded to the dtype of the model
+    projection: Any
+    norm: Any  # [per_layer_size], whose epsilon includes the factor of the projection
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPerLayerPart:
+    """What applies the per-layer embeddings in a layer, with packed weights. It is whole on every rank."""
+
+    gate: Any
+    projection: Any
+    norm: Any
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
 class PackedLayer:
     """One layer with packed weights: norms, the projections of the mixer, the MLP. A norm is None if the layer does not
     have it."""
@@ -61,17 +82,20 @@ class PackedLayer:
     mlp_norm: Any  # before the MLP
     mlp: PackedMlp | PackedMixture
     # norm of the query and key heads, weight [num_heads + kv_heads, head_dim]; with a norm of the value heads, too,
-    # weight [num_heads + 2 * kv_heads, head_dim]
+    # weight [num_heads + 2 * kv_heads, head_dim]; of a shared KV layer [num_heads, head_dim]
     qk_norm: Any = None
     mixer_output_norm: Any = None
     mlp_output_norm: Any = None
     residual_multiplier: float = 1.0
     output_scale: Tensor | None = None  # [1], in the dtype of the model
     attention: int = 0  # index in `PackedModel.attention`
-    cache_layer: int = 0  # index of the layer in its KV cache, or in the delta cache
+    # index of the layer in its KV cache, or in the delta cache; of a shared KV layer that of the layer whose keys and
+    # values it shares
+    cache_layer: int = 0
     # the mixer is a delta layer, `qkv` its projection to queries, keys, values and gate, and `o` that of its output
     delta: PackedDelta | None = None
     sinks: Tensor | None = None  # [num_heads] float32, or float64 in a float64 model; None: no attention sinks
+    per_layer: PackedPerLayerPart | None = None  # None: the model has no per-layer embeddings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,6 +168,7 @@ class PackedModel:
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
     delta: DeltaShape | None = None  # None: no layer is a delta layer
+    per_layer: PackedPerLayer | None = None  # None: the model has no per-layer embeddings
 
 
 class KVTensors(Protocol):

@@ -153,9 +153,9 @@ def _attention_shard(mixer: AttentionSpec, rank: int, size: int) -> dict[str, An
     earlier = [head for before in range(rank) for head in cut.heads_of(before, heads, kv_heads)[1]]
     everything = [*earlier, *own_kv_heads]
     counted = [head >= 0 and head not in everything[: len(earlier) + i] for i, head in enumerate(own_kv_heads)]
-    parts = [q, _after(heads * width, kv), _after((heads + kv_heads) * width, kv)]
+    parts = [q] if mixer.shares_kv else [q, _after(heads * width, kv), _after((heads + kv_heads) * width, kv)]
     if mixer.output_gate:
-        parts.append(_after((heads + 2 * kv_heads) * width, q))
+        parts.append(_after(mixer.qkv_size, q))
     return {
         "num_heads": len(q_heads), "kv_heads": len(own_kv_heads), "head_dim": width, "qkv": torch.cat(parts), "o": q,
         "q_heads": torch.tensor(q_heads), "k_heads": torch.tensor(own_kv_heads), "counted": torch.tensor(counted),

@@ -8,7 +8,7 @@ A field with a default is optional. A code path refuses a model by the optional 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
 from swiftspec.errors import UserError
@@ -71,6 +71,9 @@ class AttentionSpec:
     output_gate: bool = False  # the output is multiplied by sigmoid(gate); the gate has the size of the queries
     # attention sinks: a learned logit of each query head, one more term in the denominator of the softmax
     sinks: bool = False
+    # a shared KV layer: it has queries only and attends to the keys and values of the last layer before it whose
+    # attention is the same apart from this field
+    shares_kv: bool = False
 
     @property
     def q_size(self) -> int:
@@ -81,6 +84,17 @@ class AttentionSpec:
     def kv_size(self) -> int:
         """Number of elements of a token's keys, and of its values."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Number of elements of a token's queries, keys and values, of which a layer that shares keys and values has
+        the queries only."""
+        return self.q_size if self.shares_kv else self.q_size + 2 * self.kv_size
+
+    @property
+    def kind(self) -> AttentionSpec:
+        """The attention of the layer that has the keys and values."""
+        return replace(self, shares_kv=False) if self.shares_kv else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +175,11 @@ class LayerSpec:
     norms: Literal["before", "after", "both"] = "before"
     residual_multiplier: float = 1.0  # of the outputs of mixer and MLP, before the residual is added
     output_scale: bool = False  # the checkpoint has a number with which the output of the layer is multiplied
+
+    @property
+    def writes_cache(self) -> bool:
+        """Whether the layer has a state in a cache: all layers but shared KV layers."""
+        return not isinstance(self.mixer, AttentionSpec) or not self.mixer.shares_kv
 
     @property
     def attention(self) -> AttentionSpec:
@@ -251,6 +270,10 @@ class ModelSpec:
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None  # c: a logit s becomes c tanh(s / c)
+    # Elements of the per-layer embeddings, 0: none. For each token and layer l a vector of this size is
+    # e_l = (RMSNorm((P x)_l / sqrt(hidden_size)) + sqrt(size) T_l) / sqrt(2), where x is the token's embedding, P a
+    # projection and T the token's row of a second table. After its MLP a layer adds RMSNorm(D(activation(G x) * e_l)).
+    per_layer_size: int = 0
     draft_head: DraftHeadSpec | None = None  # None: a model that runs alone
 
     @property
@@ -288,6 +311,7 @@ FEATURES = {  # optional fields and the mixers that not every backend has, for m
     "query_scale_beta": "scale of queries by position",
     "output_gate": "gate of the attention output",
     "sinks": "attention sinks",
+    "shares_kv": "shared KV layers",
     "activation": "activation other than SiLU",
     "experts": "mixture of experts",
     "shared_intermediate_size": "shared expert",
@@ -298,6 +322,7 @@ FEATURES = {  # optional fields and the mixers that not every backend has, for m
     "embedding_multiplier": "embedding multiplier",
     "logit_multiplier": "logit multiplier",
     "logit_softcap": "soft cap of logits",
+    "per_layer_size": "per-layer embeddings",
     "draft_head": "draft heads",
 }
 # Optional fields that the checkpoint reader alone implements; RopeSpec: see there

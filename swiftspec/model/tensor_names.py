@@ -16,6 +16,10 @@ class TensorNames:
     layers: str = "model.layers"
     norm: str = "model.norm"
     head: str = "lm_head"
+    # of per-layer embeddings, all layers together
+    per_layer_table: str = "model.embed_tokens_per_layer"
+    per_layer_model_projection: str = "model.per_layer_model_projection"
+    per_layer_model_norm: str = "model.per_layer_projection_norm"
     only_layer: str = ""  # the module of the only layer, instead of `layers` and a number
     input_norm: str = "input_layernorm"
     q: str = "self_attn.q_proj"
@@ -65,6 +69,9 @@ class TensorNames:
     shared_down_proj: str = "mlp.shared_expert.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
     output_scale: str = "layer_scalar"  # the name of the tensor
+    per_layer_gate: str = "per_layer_input_gate"
+    per_layer_projection: str = "per_layer_projection"
+    per_layer_norm: str = "post_per_layer_input_norm"
     # of a multimodal checkpoint: names in files with another layout, and prefixes of the text model's tensors, beyond
     # which tensors belong to other modalities
     alternative: TensorNames | None = None
@@ -90,6 +97,9 @@ class TensorNames:
                 layers=f"{root}.layers",
                 norm=f"{root}.norm",
                 head=head,
+                per_layer_table=f"{root}.embed_tokens_per_layer",
+                per_layer_model_projection=f"{root}.per_layer_model_projection",
+                per_layer_model_norm=f"{root}.per_layer_projection_norm",
                 text_prefixes=(f"{root}.", f"{head}."),
             )
             for root, head in (

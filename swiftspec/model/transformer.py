@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,11 +25,13 @@ from swiftspec.model.packed_model import (
     PackedMixture,
     PackedMlp,
     PackedModel,
+    PackedPerLayer,
+    PackedPerLayerPart,
     ProjectionNorm,
 )
 from swiftspec.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from swiftspec.model.tensor_parallel import TensorParallelGroup
-from swiftspec.model.weights import DeltaWeights, LayerWeights, ModelWeights, Weight
+from swiftspec.model.weights import DeltaWeights, LayerWeights, ModelWeights, PerLayerWeights, Weight
 
 
 class ModelOps(Protocol):
@@ -88,6 +91,14 @@ class GateOps(Protocol):
     def multiply_sigmoid(self, x: Tensor, gate: Tensor, /) -> Tensor: ...
 
 
+class PerLayerOps(Protocol):
+    """The operators of per-layer embeddings, which not every backend has; swiftspec.backends.reference documents
+    them."""
+
+    def per_layer_embeddings(self, tokens: Tensor, hidden: Tensor, weights: PackedPerLayer, /) -> Tensor: ...
+    def add_per_layer(self, hidden: Tensor, embedding: Tensor, weights: PackedPerLayerPart, /) -> Tensor: ...
+
+
 class HeadCounts(Protocol):
     """Heads of one rank's shard of a layer, including padding: query and KV heads of attention, value and key heads of
     a delta layer. `shard.LayerShard` implements it."""
@@ -130,35 +141,37 @@ class Transformer:
         self.group, self._ops, self.cache_dtype = group, ops, cache_dtype or dtype
         self.hidden_layers, self._shard = hidden_layers, shard
         self.delta_shape = self._delta_shape()  # None: no layer is a delta layer
-        kinds = list(dict.fromkeys(spec.attention_mixers))
+        kinds = list(dict.fromkeys(mixer.kind for mixer in spec.attention_mixers))
         attention = [self._attention(kind) for kind in kinds]
-        # by layer: index of its KV cache; of a delta layer -1
-        places = [
-            attention[kinds.index(layer.mixer)].cache if isinstance(layer.mixer, AttentionSpec) else -1
-            for layer in spec.layers
+        # by layer: index of its kind of attention; of a delta layer -1
+        kind_of = [
+            kinds.index(layer.mixer.kind) if isinstance(layer.mixer, AttentionSpec) else -1 for layer in spec.layers
         ]
+        cache_layers, cache_sizes = _cache_layers(spec, [-1 if i < 0 else attention[i].cache for i in kind_of])
         head = ops.pack(weights.head(), dtype, device)  # first, because packing needs the largest matrix twice
         embedding, layers = weights.embedding.to(device, dtype), list[PackedLayer]()
         for index, read in enumerate(weights.layers):
             layer = spec.layers[index]
-            kind = kinds.index(layer.mixer) if isinstance(layer.mixer, AttentionSpec) else 0
-            place = kind, places[:index].count(places[index])
-            layers.append(self._pack(read(), layer, attention[kind], place))
+            kind = max(kind_of[index], 0)
+            layers.append(self._pack(read(), layer, attention[kind], (kind, cache_layers[index])))
         self.stack = PackedModel(
             embedding, layers, self._pack_norm(weights.norm), head, attention, group, hidden_layers,
             float(torch.tensor(spec.embedding_multiplier, dtype=dtype)), spec.logit_multiplier, spec.logit_softcap,
-            self.delta_shape,
+            self.delta_shape, None if weights.per_layer is None else self._pack_per_layer(weights.per_layer),
         )  # fmt: skip
         # context of the layers of a prefill chunk
         self._prefill_chunk: Callable[[], AbstractContextManager[None]] = getattr(ops, "prefill_chunk", nullcontext)
         self.fused: Any = self._fuse()  # a `FusedModel` or None; native executors call further methods of it
         # by KV cache: number of layers, KV heads of this rank, head dimension
         self.cache_shapes = tuple(
-            (places.count(place), next(a.kv_heads for a in attention if a.cache == place), head_dim)
+            (cache_sizes[place], next(a.kv_heads for a in attention if a.cache == place), head_dim)
             for place, (_, head_dim) in enumerate(spec.cache_shapes)
         )
+        # the number of layers up to the last one that writes to a cache
+        self._writing_layers = max(number for number, layer in enumerate(spec.layers, 1) if layer.writes_cache)
         operators: Any = ops
         self._delta_ops: DeltaOps | None = None if self.delta_shape is None else operators
+        self._per_layer_ops: PerLayerOps | None = None if self.stack.per_layer is None else operators
 
     def _fuse(self) -> FusedModel | None:
         """Returns the model as one native call, if the operators have that."""
@@ -240,7 +253,26 @@ class Transformer:
             cache_layer=place[1],
             delta=None if layer.delta is None else self._pack_delta(layer.delta),
             sinks=None if layer.sinks is None else layer.sinks.to(self.device, wide, copy=True).contiguous(),
+            per_layer=self._pack_per_layer_part(layer, spec.mlp),
         )
+
+    def _pack_per_layer(self, weights: PerLayerWeights) -> PackedPerLayer:
+        size, hidden = self.spec.per_layer_size, self.spec.hidden_size
+        # the norm of x / sqrt(hidden) with epsilon e is that of x with epsilon e hidden
+        eps = self.spec.norm_eps * hidden
+        return PackedPerLayer(
+            table=weights.table.to(self.device, self.dtype),
+            multiplier=float(torch.tensor(size**0.5, dtype=self.dtype)),
+            projection=self._ops.pack(weights.projection, self.dtype, self.device),
+            norm=self._ops.pack_norm(weights.norm.to(self.dtype), eps, self.dtype, self.device),
+        )
+
+    def _pack_per_layer_part(self, layer: LayerWeights, mlp: MlpSpec) -> PackedPerLayerPart | None:
+        if layer.per_layer_gate is None or layer.per_layer_projection is None:
+            return None
+        matrices = layer.per_layer_gate, layer.per_layer_projection
+        gate, projection = (self._ops.pack(matrix, self.dtype, self.device) for matrix in matrices)
+        return PackedPerLayerPart(gate, projection, self._pack_norm(layer.per_layer_norm), mlp.activation)
 
     def _pack_delta(self, weights: DeltaWeights) -> PackedDelta:
         wide = torch.promote_types(self.dtype, torch.float32)
@@ -262,12 +294,11 @@ class Transformer:
         return PackedMlp(gate_up, down, spec.activation)
 
     def _pack_head_norms(self, layer: LayerWeights, attention: PackedAttention) -> Any:
-        if layer.q_norm is None or layer.k_norm is None:
+        if layer.q_norm is None:
             return None
-        norms = [(layer.q_norm, attention.num_heads), (layer.k_norm, attention.kv_heads)]
-        if layer.v_norm is not None:
-            norms.append((layer.v_norm, attention.kv_heads))
-        return self._pack_norm(torch.cat([norm.expand(heads, -1) for norm, heads in norms]))
+        kv_heads = attention.kv_heads
+        norms = (layer.q_norm, attention.num_heads), (layer.k_norm, kv_heads), (layer.v_norm, kv_heads)
+        return self._pack_norm(torch.cat([norm.expand(heads, -1) for norm, heads in norms if norm is not None]))
 
     def _pack_norm(self, weight: Tensor | None) -> Any:
         if weight is None:
@@ -278,7 +309,8 @@ class Transformer:
 
     @torch.no_grad()
     def forward(self, batch: Batch, cache: LayerCaches, *, head: bool = True) -> ForwardOutput:
-        """Runs a forward, without the LM head if `head` is false, and writes the states of its rows to `cache`.
+        """Runs a forward, without the LM head if `head` is false, and writes the states of its rows to `cache`. If
+        nothing reads the output of the last layers, those after the last one that writes to a cache are skipped.
 
         In a group the logits [rows, head_rows] are those of this rank's part of the vocabulary; they are not gathered.
         """
@@ -286,7 +318,7 @@ class Transformer:
             return self.fused.forward(batch, cache, head)
         stack = self.stack
         with nullcontext() if batch.chain is None else self._prefill_chunk():
-            hidden, kept = self._run_layers(batch, cache)
+            hidden, kept = self._run_layers(batch, cache, head=head)
         logits = None
         if head:
             logits = self._ops.norm_head(hidden, stack.norm, stack.head, stack.logit_multiplier, stack.logit_softcap)
@@ -294,24 +326,31 @@ class Transformer:
 
     # inference mode saves 1 us per operator; the head is outside, so that outputs are ordinary tensors
     @torch.inference_mode()
-    def _run_layers(self, batch: Batch, cache: LayerCaches) -> tuple[Tensor, list[Tensor]]:
-        """Returns the hidden states [rows, hidden] after the last layer, and those after each of `hidden_layers`."""
-        hidden = self._ops.embed(batch.tokens, self.stack.embedding, self.stack.embedding_multiplier)
-        return self._run_layers_on(hidden, batch, cache)
+    def _run_layers(self, batch: Batch, cache: LayerCaches, *, head: bool = True) -> tuple[Tensor, list[Tensor]]:
+        """Returns the hidden states [rows, hidden] after the last layer, and those after each of `hidden_layers`.
+        `head`: whether the LM head reads the former; otherwise they may be those after an earlier layer."""
+        stack = self.stack
+        hidden = self._ops.embed(batch.tokens, stack.embedding, stack.embedding_multiplier)
+        count = len(stack.layers) if head or stack.hidden_layers else self._writing_layers
+        return self._run_layers_on(hidden, batch, cache, count=count)
 
     def _run_layers_on(
-        self, hidden: Tensor, batch: Batch, cache: LayerCaches, first_qkv: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
+        self, hidden: Tensor, batch: Batch, cache: LayerCaches, first_qkv: Tensor | None = None,
+        count: int | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """As `_run_layers`. `hidden` [rows, hidden]: input of the first layer. `first_qkv`: is added to the queries,
-        keys and values of the first layer."""
+        keys and values of the first layer. `count`: number of layers, the first ones; None: all."""
         ops, stack = self._ops, self.stack
         reduce = None if self.group is None else self.group.all_reduce
         plans = [self._prepare(kind, batch, cache) for kind in stack.attention]
         delta_ops, delta_plan = self._delta_ops, None
         if delta_ops is not None:
             delta_plan = delta_ops.prepare_delta(batch, cache.delta)
+        per_layer_ops, embeddings = self._per_layer_ops, None
+        if per_layer_ops is not None and stack.per_layer is not None:
+            embeddings = per_layer_ops.per_layer_embeddings(batch.tokens, hidden, stack.per_layer)
         kept: list[Tensor] = []
-        for index, layer in enumerate(stack.layers):
+        for index, layer in enumerate(stack.layers[:count]):
             qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)
             if first_qkv is not None and index == 0:
                 qkv = qkv + first_qkv
@@ -323,6 +362,8 @@ class Transformer:
             times = layer.residual_multiplier
             hidden = ops.linear_residual(mixed, layer.o, hidden, reduce, layer.mixer_output_norm, times)
             hidden = ops.mlp(hidden, layer.mlp_norm, layer.mlp, hidden, reduce, layer.mlp_output_norm, times)
+            if per_layer_ops is not None and embeddings is not None and layer.per_layer is not None:
+                hidden = per_layer_ops.add_per_layer(hidden, embeddings[:, index], layer.per_layer)
             if layer.output_scale is not None:
                 hidden = hidden * layer.output_scale
             if index in stack.hidden_layers:
@@ -343,3 +384,19 @@ class Transformer:
         operators: Any = self._ops
         gate_ops: GateOps = operators  # `check_supported` of other backends refuses output gates
         return gate_ops.multiply_sigmoid(attended, gate)
+
+
+def _cache_layers(spec: ModelSpec, caches: Sequence[int]) -> tuple[list[int], Counter[int]]:
+    """Returns the index of each layer in its cache, and the number of layers of each cache. A shared KV layer has the
+    index of the layer whose keys and values it shares. `caches`: the index of each layer's cache."""
+    found, sizes, latest = list[int](), Counter[int](), dict[AttentionSpec, int]()
+    for layer, cache in zip(spec.layers, caches, strict=True):
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionSpec) and mixer.shares_kv:
+            found.append(latest[mixer.kind])
+            continue
+        if isinstance(mixer, AttentionSpec):
+            latest[mixer] = sizes[cache]
+        found.append(sizes[cache])
+        sizes[cache] += 1
+    return found, sizes

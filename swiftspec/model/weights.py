@@ -125,7 +125,7 @@ class LayerWeights:
 
     input_norm: Tensor | None  # [hidden]
     # [(num_heads + 2 * kv_heads) * head_dim, hidden], and num_heads * head_dim further rows with an output gate; of a
-    # delta layer [conv_size + v_size, hidden]
+    # shared KV layer [num_heads * head_dim, hidden]; of a delta layer [conv_size + v_size, hidden]
     qkv: Weight
     o: Weight  # [hidden, num_heads * head_dim], of a delta layer [hidden, v_size]
     mlp_norm: Tensor | None  # [hidden], before the MLP
@@ -144,6 +144,18 @@ class LayerWeights:
     shared_down: Weight | None = None  # [hidden, shared_intermediate_size]
     delta: DeltaWeights | None = None
     sinks: Tensor | None = None  # [num_heads]
+    per_layer_gate: Weight | None = None  # [per_layer_size, hidden]; None: the model has no per-layer embeddings
+    per_layer_projection: Weight | None = None  # [hidden, per_layer_size]
+    per_layer_norm: Tensor | None = None  # [hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerWeights:
+    """Weights from which a model computes its per-layer embeddings; `ModelSpec.per_layer_size` defines these."""
+
+    table: Tensor  # [vocab, layers * per_layer_size]
+    projection: Weight  # [layers * per_layer_size, hidden]
+    norm: Tensor  # [per_layer_size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +167,7 @@ class ModelWeights:
     layers: Sequence[Callable[[], LayerWeights]]
     norm: Tensor  # [hidden]
     head: Callable[[], Weight]  # [vocab, hidden]; in a shard, this rank's rows
+    per_layer: PerLayerWeights | None = None  # whole on every rank
 
     def with_vocab_rows(self, rows: int) -> ModelWeights:
         """Returns the weights of a whole model with `rows` rows in embedding and LM head: those of tokens that it does
@@ -163,4 +176,8 @@ class ModelWeights:
             return self
         index = torch.arange(rows)
         index[len(self.embedding) :] = -1
-        return replace(self, embedding=select(self.embedding, 0, index), head=lambda: self.head().outputs(index))
+        per_layer = self.per_layer
+        if per_layer is not None:
+            per_layer = replace(per_layer, table=select(per_layer.table, 0, index))
+        embedding, head = select(self.embedding, 0, index), lambda: self.head().outputs(index)
+        return replace(self, embedding=embedding, head=head, per_layer=per_layer)

@@ -17,6 +17,7 @@ import swiftspec
 from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
+from swiftspec.backends.reference import linear as reference_linear
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
@@ -30,6 +31,7 @@ from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.formats.int8 import Int8Weight
 from swiftspec.model.loader import load_model
 from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, PackedMlp
+from swiftspec.model.spec import Activation
 from swiftspec.model.weights import DenseWeight
 from swiftspec.params import SamplingParams
 from tests.support.cases import fast_first
@@ -44,7 +46,7 @@ DTYPES = [BF16, F32]
 SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 CONFIG = {**SHAPE, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": 8}
 DEMO = Path(swiftspec.__file__).parent / "demo"
-HEADS = [(4, 2, 64), (3, 3, 16), (5, 1, 32), (34, 2, 48), (4, 1, 128), (1, 1, 256)]
+HEADS = [(4, 2, 64), (3, 3, 16), (5, 1, 32), (34, 2, 48), (4, 1, 128), (1, 1, 256), (4, 2, 512)]
 
 
 def random(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
@@ -239,6 +241,33 @@ def test_attention_with_options(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_to_the_keys_of_an_earlier_layer(level: str, dtype: torch.dtype) -> None:
+    """With queries only, the rows attend to what the layer with keys and values has appended."""
+    slots, mask, heads = torch.arange(20, 25), torch.ones(5, 5, dtype=torch.bool).tril(), 4
+    batch = Batch(slots, slots, slots, mask, torch.zeros_like(slots), torch.tensor([25]))
+    qkv, (cos, sin) = random(5, 8 * 32, seed=4, dtype=dtype), tables(32, dtype)
+    weight = 1 + 0.3 * random(heads, 32, seed=5, dtype=torch.float32)
+    cache = Cache(1, 2, 128, 32, dtype)
+    whole = host.pack_norm(torch.cat((weight, torch.ones(2, 32))), 1e-5, dtype, "cpu")
+    plan = host.prepare(batch, cache, cos, sin, heads)
+    want, keys = host.tree_attention(qkv, plan, 1, whole), cache.k.clone()
+    queries = qkv[:, : heads * 32].contiguous()
+    got = host.tree_attention(queries, plan, 1, host.pack_norm(weight, 1e-5, dtype, "cpu"))
+    assert torch.equal(got, want) and torch.equal(cache.k, keys)
+    theirs = reference.prepare(batch, cache, cos, sin, heads)
+    close(got, reference.tree_attention(queries, theirs, 1, reference.pack_norm(weight, 1e-5, dtype, "cpu")))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gates_of_rows_that_are_not_adjacent(level: str, dtype: torch.dtype, activation: Activation) -> None:
+    gates, rows = random(5, 37, seed=1, dtype=dtype, scale=3.0), random(5, 3 * 37, seed=2, dtype=dtype)[:, 37:74]
+    want, got = reference_linear.activate(gates, activation) * rows, gates.clone()
+    _C.apply_gates(rows, activation, got)
+    close(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_over_two_sequences_with_slots_out_of_order(level: str, dtype: torch.dtype) -> None:
     sequence, slots = torch.tensor([1, 0, 1, 0, 1]), torch.tensor([6, 9, 4, 8, 5])
     mask = torch.ones(5, 8, dtype=torch.bool)
@@ -264,7 +293,7 @@ def test_a_row_of_attention_depends_only_on_its_own_keys(level: str, dtype: torc
     def pick(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (1,), generator=noise))
 
-    heads, kv_heads, dim, count = 6, 2, (32, 48, 64)[seed % 3], pick(1, 70)
+    heads, kv_heads, dim, count = 6, 2, (32, 48, 64, 512)[seed // 3], pick(1, 70)
     path_k, path_v = (random(kv_heads, count, dim, seed=seed + s, dtype=dtype) for s in (50, 60))
     qkv, (cos, sin) = random(12, (heads + 2 * kv_heads) * dim, seed=seed, dtype=dtype), tables(dim, dtype)
     options = AttentionOptions(window=pick(1, 80)) if seed % 2 else PLAIN_ATTENTION
@@ -305,8 +334,8 @@ def test_unsupported_models_are_refused_with_the_reason(monkeypatch: pytest.Monk
     for dtype in DTYPES:
         check(dtype)
         check(dtype, hidden_size=70, head_dim=16)
-        for head_dim in (8, 272):
-            with pytest.raises(UserError, match=f"a multiple of 16 and at most 256, not {head_dim}"):
+        for head_dim in (8, 528):
+            with pytest.raises(UserError, match=f"a multiple of 16 and at most 512, not {head_dim}"):
                 check(dtype, head_dim=head_dim)
         with pytest.raises(UserError, match="need a CPU, not meta"):
             check(dtype, "meta")
@@ -418,3 +447,16 @@ def test_masked_outputs_are_impossible_and_the_others_keep_their_bits(name: str,
         assert (masked[:, [3, 39]] == -torch.inf).all() and plain.isfinite().all()
         kept = [column for column in range(48) if column not in (3, 39)]
         assert torch.equal(masked[:, kept], plain[:, kept])
+
+
+def test_caches_of_one_model_that_do_not_fit_each_other_are_refused() -> None:
+    def cache(*shape: int, dtype: torch.dtype = BF16) -> _C.Cache:
+        return _C.Cache(*(torch.zeros(shape, dtype=dtype) for _ in range(2)))
+
+    first = cache(1, 2, 4, 8, 16)
+    _C.ModelCache([first, cache(3, 2, 1, 8, 32)], None)  # layers, heads and head dimension may differ
+    for other in (cache(1, 1, 4, 8, 16), cache(1, 2, 4, 9, 16), cache(1, 2, 4, 8, 16, dtype=torch.float32)):
+        with pytest.raises(ValueError, match="differ in type, sequences or capacity"):
+            _C.ModelCache([first, other], None)
+    with pytest.raises(ValueError, match="needs a KV cache"):
+        _C.ModelCache([], None)

@@ -33,6 +33,7 @@ from swiftspec.llm import LLM
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
+from tests.model.architectures.test_gemma4 import NATIVE
 from tests.support.gguf_files import SHAPE, write_gguf
 from tests.support.tiny_checkpoints import make_checkpoint, make_model
 
@@ -163,6 +164,19 @@ def test_norms_of_heads_are_cached(tmp_path: Path) -> None:
     assert missing == set() and len(packed) == 2
     for one, other in zip(packed, mapped.stack.layers):
         assert one.qk_norm.weight.shape == (6, 16) and torch.equal(one.qk_norm.weight, other.qk_norm.weight)
+
+
+def test_per_layer_embeddings_and_shared_kv_layers_are_cached(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", dtype=torch.bfloat16, **NATIVE)
+    packed = start(tmp_path / "packed", tmp_path / "model")[0].stack.layers
+    mapped, missing = start(tmp_path / "packed", tmp_path / "model")
+    assert missing == set() and len(packed) == 6
+    for one, other in zip(packed, mapped.stack.layers):
+        assert torch.equal(one.qk_norm.weight, other.qk_norm.weight)
+        assert one.per_layer is not None and other.per_layer is not None
+        assert torch.equal(one.per_layer.gate.data, other.per_layer.gate.data)
+        assert torch.equal(one.per_layer.projection.data, other.per_layer.projection.data)
+        assert torch.equal(one.per_layer.norm.weight, other.per_layer.norm.weight)
 
 
 def test_all_levels_read_the_same_entry(whole: tuple[Path, Transformer], level: str) -> None:

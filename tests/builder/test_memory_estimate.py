@@ -117,6 +117,21 @@ def test_weights_that_operators_keep_dense() -> None:
     assert whole - need(int4_head=True).weights == head * (2 - 4.25 / 8)
 
 
+def test_shared_kv_layers_and_per_layer_embeddings() -> None:
+    """Shared KV layers have no cache; table and projections of per-layer embeddings are whole on every rank."""
+    plain = LLAMA_8B | {"architectures": ["Gemma4ForCausalLM"], "sliding_window": 512, "head_dim": 128}
+    plain |= {"global_head_dim": 256, "hidden_size_per_layer_input": 0}
+    shared, embedded = plain | {"num_kv_shared_layers": 20}, plain | {"hidden_size_per_layer_input": 64}
+    embedded |= {"vocab_size_per_layer_input": 128256}
+    full = [index % 6 == 5 or index == 31 for index in range(32)]
+    token = [2 * 8 * (256 if each else 128) * 2 for each in full]  # bytes of keys and values in a layer
+    assert need(fields=plain).kv_token == sum(token) and need(fields=shared).kv_token == sum(token[:12])
+    assert memory_estimate.kv_bytes_per_token(parse_config(shared).spec, BF16) == sum(token[:12])
+    for ranks in (1, 2):
+        more = need(fields=embedded, ranks=ranks).weights - need(fields=plain, ranks=ranks).weights
+        assert more == 32 * 64 * (128256 + 3 * 4096) * 2
+
+
 def test_scratch_of_attention() -> None:
     """For each of 256 rows and 32 heads the CUDA operators keep as many partial results as clusters or blocks run
     concurrently for the 8 KV heads; torch's keep a mask for the 4 query heads that share keys."""

@@ -61,6 +61,9 @@ class Recorder:
         self.shapes[name] = shape
         return torch.zeros(shape)
 
+    def skip(self, prefix: str) -> None:
+        raise NotImplementedError("no layer shares keys and values")
+
 
 def read(spec: ModelSpec, names: TensorNames = HF_NAMES, missing: str = "") -> dict[str, tuple[int, ...]]:
     """The tensors that are read, and their shapes."""

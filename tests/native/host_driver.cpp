@@ -2,6 +2,7 @@
 // sanitizers (test_sanitized.py). Results must not depend on the number of threads. Exits with 0, or prints the
 // difference.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -200,36 +201,48 @@ struct Delta {
   }
 };
 
-// A model with random weights: two attention layers, of which the second one has a mixture of experts, and a delta
-// layer; and its caches.
+// A model with random weights: two attention layers of different shapes, of which the second one has a mixture of
+// experts, a delta layer, and a layer that shares the keys of the first one; per-layer embeddings; and its caches.
 struct Model {
   static constexpr DeltaShape kDelta{1, 2, 16, 16, 3};
-  static constexpr int64_t kHidden = 48, kHeads = 4, kKvHeads = 2, kDim = 16, kVocab = 50, kSlots = 120;
-  static constexpr int64_t kWidth = 48, kExperts = 3;
+  static constexpr int64_t kHidden = 48, kHeads = 4, kVocab = 50, kSlots = 120;
+  static constexpr int64_t kKvHeads[] = {2, 1}, kDims[] = {16, 48};  // of the attention layers
+  static constexpr int64_t kWidth = 48, kExperts = 3, kLayers = 4, kPerLayer = 24;
   static constexpr float kFactors[] = {-0.1f, -2.0f};
   bool is_f32;
-  std::vector<uint8_t> embedding, cos, sin, norm, head_norm, keys, values, conv;
-  std::vector<Linear> weights;  // qkv, o, gate_up, down of each layer, then rates, router and head
+  std::vector<uint8_t> embedding, table, cos, sin, norm, head_norm, conv;
+  std::array<std::vector<uint8_t>, 2> keys, values;  // of the attention layers
+  // qkv, o, gate_up, down of the first three layers; rates, router; queries of the last layer; of per-layer embeddings
+  // gate and projection in a layer, and the projection of all; head
+  std::vector<Linear> weights;
 
   explicit Model(bool is_f32_) : is_f32(is_f32_) {
+    table = numbers(kVocab * kLayers * kPerLayer, is_f32);
     embedding = numbers(kVocab * kHidden, is_f32), norm = numbers(kHidden, true);
-    head_norm = numbers((kHeads + kKvHeads) * kDim, true);
-    cos = numbers(kSlots * kDim, is_f32), sin = numbers(kSlots * kDim, is_f32);
-    keys = numbers(2 * kKvHeads * kSlots * kDim, is_f32), values = numbers(2 * kKvHeads * kSlots * kDim, is_f32);
+    head_norm = numbers((kHeads + kKvHeads[1]) * kDims[1], true);
+    cos = numbers(kSlots * kDims[1], is_f32), sin = numbers(kSlots * kDims[1], is_f32);
+    for (size_t i : {0, 1}) {
+      keys[i] = numbers(kKvHeads[i] * kSlots * kDims[i], is_f32);
+      values[i] = numbers(kKvHeads[i] * kSlots * kDims[i], is_f32);
+    }
     const Format format = is_f32 ? Format::f32 : Format::bf16;
     const auto add = [&](int64_t k, int64_t n) { weights.emplace_back(format, is_f32, false, 1, k, n, 0); };
-    for (const int64_t experts : {int64_t{1}, kExperts}) {
-      add(kHidden, (kHeads + 2 * kKvHeads) * kDim), add(kHeads * kDim, kHidden);
+    for (size_t i : {0, 1}) {
+      const int64_t experts = i == 0 ? 1 : kExperts;
+      add(kHidden, (kHeads + 2 * kKvHeads[i]) * kDims[i]), add(kHeads * kDims[i], kHidden);
       add(kHidden, experts * 2 * kWidth), add(kWidth, experts * kHidden);
     }
     add(kHidden, kDelta.conv_size() + kDelta.v_size()), add(kDelta.v_size(), kHidden);
     add(kHidden, 2 * kWidth), add(kWidth, kHidden);
-    add(kHidden, 2 * kDelta.v_heads), add(kHidden, kExperts), add(kHidden, kVocab);
+    add(kHidden, 2 * kDelta.v_heads), add(kHidden, kExperts);
+    add(kHidden, kHeads * kDims[0]), add(kHidden, kPerLayer), add(kPerLayer, kHidden);
+    add(kHidden, kLayers * kPerLayer), add(kHidden, kVocab);
     conv = numbers(kDelta.conv_width * kDelta.conv_size(), true);
   }
 
   Decoder decoder() const {
     std::vector<PackedLayer> layers;
+    const PerLayerPart per_layer{&weights[15].weights, &weights[16].weights, floats(norm), Gate::gelu_tanh};
     for (size_t i = 0; i < 8; i += 4) {
       // the first layer has no option, the second one has all
       const bool all = i > 0;
@@ -237,14 +250,20 @@ struct Model {
                         {&weights[i + 2].weights, &weights[i + 3].weights, all ? Gate::gelu_tanh : Gate::silu,
                          all ? &weights[13].weights : nullptr, all ? 2 : 0, all},
                         all, all ? HeadNorm{floats(head_norm), false, 1e-5f} : HeadNorm{}, all ? floats(norm) : nullptr,
-                        all ? floats(norm) : nullptr, all ? 0.7f : 1.0f, all ? 0.9f : 1.0f, nullptr, all, {}});
+                        all ? floats(norm) : nullptr, all ? 0.7f : 1.0f, all ? 0.9f : 1.0f, nullptr, 0, {}, per_layer});
     }
     layers.push_back({floats(norm), &weights[8].weights, &weights[9].weights, floats(norm),
                       {&weights[10].weights, &weights[11].weights, Gate::silu}, 0, {}, nullptr, nullptr, 1.0f, 1.0f, nullptr, 0,
-                      {&weights[12].weights, floats(conv), kFactors, kFactors, floats(norm)}});
-    const std::vector<AttentionKind> kinds = {{cos.data(), sin.data(), {}}, {sin.data(), cos.data(), {7, 0.3f, 20.0f}}};
-    return {{is_f32, 1e-5f, kHidden, kHeads, kKvHeads, kDim, kVocab, kSlots, embedding.data(), 1.5f, kinds,
-             floats(norm), &weights.back().weights, 0.8f, 30.0f, nullptr, 0.0, kDelta},
+                      {&weights[12].weights, floats(conv), kFactors, kFactors, floats(norm)}, per_layer});
+    layers.push_back({floats(norm), &weights[14].weights, &weights[1].weights, floats(norm),
+                      {&weights[2].weights, &weights[3].weights, Gate::silu}, 0, {}, nullptr, nullptr, 1.0f, 1.0f, nullptr,
+                      0, {}, per_layer, true});
+    const std::vector<AttentionKind> kinds = {
+        {kHeads, kKvHeads[0], kDims[0], 0, cos.data(), sin.data(), {}},
+        {kHeads, kKvHeads[1], kDims[1], 1, sin.data(), cos.data(), {7, 0.3f, 20.0f}}};
+    return {{is_f32, 1e-5f, kHidden, kVocab, kSlots, embedding.data(), 1.5f, kinds,
+             floats(norm), &weights.back().weights, 0.8f, 30.0f, nullptr, 0.0, kDelta,
+             {kPerLayer, table.data(), 2.0f, &weights[17].weights, floats(norm), 1e-4f}},
             layers,
             {1}};
   }
@@ -257,7 +276,7 @@ struct Model {
     std::vector<uint8_t> visible((kTree + 1) * kTree);
     Tree tree{token.data(), parent.data(), slot.data(), logprob.data(), visible.data(), sizes.data(), kNodes, kTree};
     Decoder own_decoder = decoder();
-    std::vector<uint8_t> k = keys, v = values;  // every run starts with the same cache
+    auto k = keys, v = values;  // every run starts with the same cache
     std::vector<float> state(kDelta.v_heads * kDelta.k_dim * kDelta.v_dim, 0.1f),
         k_slots(kSlots * kDelta.k_heads * kDelta.k_dim, 0.2f), updates(kSlots * kDelta.v_size(), 0.3f),
         decays(kSlots * kDelta.v_heads, -0.4f);
@@ -265,8 +284,11 @@ struct Model {
     const int64_t folded = 0;
     const DeltaCache delta{kDelta, state.data(), k_slots.data(), updates.data(), decays.data(), inputs.data(),
                            is_f32 ? 4 : 2, &folded, 1, 1, kSlots};
-    const int64_t region = kKvHeads * kSlots * kDim * (is_f32 ? 4 : 2);
-    Rounds rounds(own_decoder, {k.data(), v.data(), kSlots, region, 1, region, &delta});
+    ModelCache caches{{}, &delta};
+    for (size_t i : {0, 1}) {
+      caches.kv.push_back({k[i].data(), v[i].data(), 1, 1, kKvHeads[i], kSlots, kDims[i], is_f32 ? 4 : 2});
+    }
+    Rounds rounds(own_decoder, caches);
     Scoring scoring(rounds.columns(kVocab), 0.9f, nullptr, true, 7, 0);
     constexpr int64_t kBytes = (kVocab + 7) / 8;
     const std::vector<uint8_t> bits(6 * kBytes, 0xb5);  // token masks of every other round
@@ -346,13 +368,14 @@ void check_level() {
       check(float4, "experts in float4"), check(rounded_float4, "experts in float4, rows in int8");
       check(experts, "a mixture of experts"), check(rounded_experts, "a mixture of experts, rows in int8");
       Attention tree(is_f32, rows, 6, 2, 70 + rows, 64, 48), all_seen(is_f32, rows, 5, 1, 40 + rows, 0, 32);
-      Attention chunk(is_f32, rows, 8, 4, 200, std::max<int64_t>(rows, 3), 64);
+      Attention chunk(is_f32, rows, 8, 4, 200, std::max<int64_t>(rows, 3), 64), wide(is_f32, rows, 2, 1, 150, 0, 512);
       check(tree, "attention"), check(all_seen, "attention without a mask"),
-          check(chunk, "attention of a chunk");
+          check(chunk, "attention of a chunk"), check(wide, "attention with the largest heads");
       Delta delta_chunk(is_f32, rows, 64 + 50 + rows, true), delta_tree(is_f32, rows, 64 + 40 + rows, false);
       check(delta_chunk, "a delta layer of a chunk"), check(delta_tree, "a delta layer of a tree");
       check(tree.with_options(9), "attention with a short window"),
-          check(chunk.with_options(50), "attention of a chunk with a window");
+          check(chunk.with_options(50), "attention of a chunk with a window"),
+          check(wide.with_options(30), "attention with the largest heads and a window");
     }
   }
   for (const int64_t vocab : {1, 15, 16, 300}) check_scores(5, vocab);

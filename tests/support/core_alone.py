@@ -95,6 +95,9 @@ def make_runner(seed: int, noise: float) -> Any:
             made += noise * torch.randn(shape, generator=self.more, dtype=torch.float64)
             return made / shape[-1] ** 0.5 if len(shape) > 1 else made.abs() + 0.5
 
+        def skip(self, prefix: str) -> None:
+            raise NotImplementedError("no layer shares keys and values")
+
     mixer = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeSpec(10000.0))
     layers = (LayerSpec(mixer, MlpSpec(intermediate_size=32)),) * 2
     spec = ModelSpec(vocab_size=32, hidden_size=16, layers=layers, norm_eps=1e-6, tie_word_embeddings=False)

@@ -28,3 +28,6 @@ class MemoryTensors:
         found = self.tensors[name]
         assert found.shape == shape and found.dtype in kinds
         return found
+
+    def skip(self, prefix: str) -> None:
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if not name.startswith(prefix)}

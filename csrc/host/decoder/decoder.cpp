@@ -25,12 +25,24 @@ Decoder::Decoder(const PackedModel& model, std::vector<PackedLayer> layers, std:
     : model_(model),
       layers_(std::move(layers)),
       hidden_layers_(std::move(hidden_layers)),
-      attention_layers_(std::count_if(layers_.begin(), layers_.end(),
-                                      [](const PackedLayer& layer) { return layer.delta.rates == nullptr; })),
       size_(model.is_f32 ? 4 : 2),
       cos_(model.kinds.size()),
       sin_(model.kinds.size()),
-      query_scale_(model.kinds.size()) {}
+      query_scale_(model.kinds.size()) {
+  for (const AttentionKind& kind : model_.kinds) {
+    kv_layers_.resize(std::max(kv_layers_.size(), static_cast<size_t>(kind.cache) + 1));
+  }
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const PackedLayer& layer = layers_[i];
+    if (layer.shares_kv) continue;
+    writing_layers_ = i + 1;
+    if (layer.delta.rates != nullptr) {
+      ++delta_layers_;
+    } else {
+      ++kv_layers_[static_cast<size_t>(model_.kinds[static_cast<size_t>(layer.kind)].cache)];
+    }
+  }
+}
 
 // Returns the buffer, which grows to the largest forward.
 void* Decoder::reserve(Buffer& buffer, int64_t elements) const {
@@ -47,21 +59,38 @@ void Decoder::gather(const ForwardArgs& args) {
   }
   for (size_t i = 0; i < s.kinds.size(); ++i) {
     const AttentionKind& kind = s.kinds[i];
-    gather_rows(kind.cos, args.positions, args.rows, s.dim * size_, reserve(cos_[i], args.rows * s.dim));
-    gather_rows(kind.sin, args.positions, args.rows, s.dim * size_, reserve(sin_[i], args.rows * s.dim));
+    gather_rows(kind.cos, args.positions, args.rows, kind.dim * size_, reserve(cos_[i], args.rows * kind.dim));
+    gather_rows(kind.sin, args.positions, args.rows, kind.dim * size_, reserve(sin_[i], args.rows * kind.dim));
     if (kind.options.query_scale == nullptr) continue;
     query_scale_[i].resize(static_cast<size_t>(args.rows));
     gather_rows(kind.options.query_scale, args.positions, args.rows, 4, query_scale_[i].data());
   }
 }
 
+// Writes the per-layer embeddings of the tokens to `per_layer_` [rows, layers, size], after `gather`.
+void Decoder::embed_per_layer(const ForwardArgs& args) {
+  const PackedModel& s = model_;
+  const PerLayerEmbeddings& weights = s.per_layer;
+  if (weights.size == 0) return;
+  const int64_t width = layers() * weights.size, count = args.rows * width;
+  constexpr float kScale = 0.70710678f;  // 1 / sqrt(2)
+  gather_rows(weights.table, args.tokens, args.rows, width * size_, reserve(per_layer_, count));
+  if (weights.multiplier != 1.0f) multiply(per_layer_.data(), count, weights.multiplier, s.is_f32);
+  linear({.weights = weights.projection, .x = hidden_.data(), .out = reserve(projected_, count), .rows = args.rows},
+         s.is_f32);
+  norm_add(projected_.data(), args.rows * layers(), weights.size, weights.norm, weights.eps, 1.0f, per_layer_.data(),
+           s.is_f32);
+  multiply(per_layer_.data(), count, kScale, s.is_f32);
+}
+
 // The plan of each of the sequences; none without delta layers.
 std::vector<DeltaPlan> Decoder::plan_deltas(const ForwardArgs& args) const {
   std::vector<DeltaPlan> plans;
-  if (args.delta == nullptr) return plans;
+  const DeltaCache* delta = args.cache->delta;
+  if (delta == nullptr) return plans;
   for (const SequenceRows& seq : args.sequence_rows) {
-    const int64_t folded = args.delta->folded[seq.sequence];
-    if (seq.length - folded > args.delta->slots) throw std::invalid_argument("more slots than the delta cache has");
+    const int64_t folded = delta->folded[seq.sequence];
+    if (seq.length - folded > delta->slots) throw std::invalid_argument("more slots than the delta cache has");
     plans.push_back(plan_delta(args.slots + seq.first, seq.mask, seq.rows, seq.width, seq.length, folded));
   }
   return plans;
@@ -90,28 +119,30 @@ void Decoder::attend(const ForwardArgs& args, const PackedLayer& layer) {
   HeadNorm norm = layer.head_norm;
   if (traits.q_size > 0) {
     projection_sums_.resize(static_cast<size_t>(2 * args.rows));
-    projection_sums(projected_.data(), args.rows, s.heads, s.kv_heads, s.dim, traits.counted, projection_sums_.data(),
-                    s.is_f32);
+    projection_sums(projected_.data(), args.rows, traits.heads, traits.kv_heads, traits.dim, traits.counted,
+                    projection_sums_.data(), s.is_f32);
     if (s.group != nullptr) {
       s.group->all_reduce(projection_sums_.data(), 2 * args.rows, Element::kFloat32, s.timeout_s);
     }
     norm.q_size = static_cast<float>(traits.q_size), norm.k_size = static_cast<float>(traits.k_size);
   }
-  const int64_t stride = layer.qkv->n, size = s.heads * s.dim, rope_bytes = s.dim * size_;
+  const KVCache& cache = args.cache->kv[static_cast<size_t>(traits.cache)];
+  const int64_t stride = layer.qkv->n, size = traits.heads * traits.dim, rope_bytes = traits.dim * size_;
   for (const SequenceRows& seq : args.sequence_rows) {
-    const int64_t first = seq.first;
+    const int64_t first = seq.first, region = cache.region(layer.cache_layer, seq.sequence);
     AttentionOptions options = traits.options;
     if (traits.q_size > 0) norm.sums = projection_sums_.data() + 2 * first;
     if (options.query_scale != nullptr) options.query_scale = query_scale_[kind].data() + first;
     attention({at(projected_.data(), first * stride * size_), at(cos_[kind].data(), first * rope_bytes),
                at(sin_[kind].data(), first * rope_bytes), args.slots + first, seq.mask,
-               at(seq.keys, layer.cache_layer * args.layer_stride), at(seq.values, layer.cache_layer * args.layer_stride),
-               at(mixed_.data(), first * size * size_), seq.rows, s.heads, s.kv_heads, args.capacity, seq.length,
-               seq.width, s.dim, stride, options, norm, layer.sinks},
+               cache.keys + region, cache.values + region, at(mixed_.data(), first * size * size_), seq.rows,
+               traits.heads, traits.kv_heads, cache.capacity, seq.length, seq.width, traits.dim, stride, options, norm,
+               layer.sinks, layer.shares_kv},
               s.is_f32);
   }
   if (!traits.output_gate) return;
-  const void* gates = at(projected_.data(), (s.heads + 2 * s.kv_heads) * s.dim * size_);
+  const int64_t kv_heads = layer.shares_kv ? 0 : traits.kv_heads;
+  const void* gates = at(projected_.data(), (traits.heads + 2 * kv_heads) * traits.dim * size_);
   multiply_sigmoid(gates, stride, args.rows, size, mixed_.data(), s.is_f32);
 }
 
@@ -124,7 +155,7 @@ void Decoder::apply_delta(const ForwardArgs& args, const PackedLayer& layer, con
     gated_delta({.projected = at(projected_.data(), seq.first * layer.qkv->n * size_),
                  .rates = at(rates_.data(), seq.first * weights.rates->n * size_),
                  .shape = s.delta,
-                 .slots = args.delta->at(layer.cache_layer, seq.sequence),
+                 .slots = args.cache->delta->at(layer.cache_layer, seq.sequence),
                  .plan = &plans[i],
                  .conv = weights.conv,
                  .decay_factor = weights.decay_factor,
@@ -177,6 +208,20 @@ void Decoder::add_mlp(const PackedLayer& layer, int64_t rows) {
   add_linear(*mlp.down, projected_.data(), rows, layer.mlp_output_norm, layer.residual_multiplier);
 }
 
+// Adds the per-layer embeddings of a layer to hidden_. They are whole on every rank, so nothing is summed over a group.
+void Decoder::add_per_layer(int64_t layer, int64_t rows) {
+  const PackedModel& s = model_;
+  const PerLayerPart& part = layers_[static_cast<size_t>(layer)].per_layer;
+  if (part.gate == nullptr) return;
+  const int64_t size = s.per_layer.size;
+  void *gates = reserve(projected_, rows * size), *hidden = hidden_.data();
+  linear({.weights = part.gate, .x = hidden, .out = gates, .rows = rows}, s.is_f32);
+  apply_gates(at(per_layer_.data(), layer * size * size_), layers() * size, rows, size, part.activation, gates,
+              s.is_f32);
+  linear({.weights = part.projection, .x = gates, .out = reserve(product_, rows * s.hidden), .rows = rows}, s.is_f32);
+  norm_add(product_.data(), rows, s.hidden, part.norm, s.eps, 1.0f, hidden, s.is_f32);
+}
+
 // Copies hidden_ to `hidden_states_` if the hidden states of this layer are wanted.
 void Decoder::keep_hidden(int64_t layer, int64_t rows) {
   const auto found = std::find(hidden_layers_.begin(), hidden_layers_.end(), layer);
@@ -194,12 +239,15 @@ void Decoder::forward(const ForwardArgs& args) {
   const int64_t rows = args.rows;
   hidden_rows_ = 0;
   gather(args);
+  embed_per_layer(args);
   const std::vector<DeltaPlan> plans = plan_deltas(args);
-  for (size_t i = 0; i < layers_.size(); ++i) {
+  const size_t count = args.logits == nullptr && hidden_layers_.empty() ? writing_layers_ : layers_.size();
+  for (size_t i = 0; i < count; ++i) {
     const PackedLayer& layer = layers_[i];
     mix(args, layer, plans);
     add_linear(*layer.o, mixed_.data(), rows, layer.mixer_output_norm, layer.residual_multiplier);
     add_mlp(layer, rows);
+    add_per_layer(static_cast<int64_t>(i), rows);
     if (layer.output_scale != 1.0f) multiply(hidden_.data(), rows * s.hidden, layer.output_scale, s.is_f32);
     keep_hidden(static_cast<int64_t>(i), rows);
   }

@@ -88,14 +88,12 @@ uint8_t* Population::add_row(int64_t group, int64_t token, int64_t position, int
 }
 
 // Makes the group's rows since the last call one SequenceRows.
-void Population::end_group(int64_t group, bool target) {
-  const ModelWithCache& side = this->side(target);
+void Population::end_group(int64_t group) {
   const int64_t first = sequence_rows_.empty() ? 0 : sequence_rows_.back().first + sequence_rows_.back().rows;
   const auto rows = static_cast<int64_t>(tokens_.size()) - first;
-  const int64_t width = particles_.width(group), skipped = particles_.sequences[group] * side.region_stride;
+  const int64_t width = particles_.width(group);
   sequence_rows_.push_back({first, rows, mask_.data() + mask_.size() - rows * width, width,
-                            particles_.prefix[group] + width, side.keys + skipped, side.values + skipped,
-                            particles_.sequences[group]});
+                            particles_.prefix[group] + width, particles_.sequences[group]});
 }
 
 void Population::forward(bool target, int64_t logits_from, std::vector<float>& logits,
@@ -105,8 +103,8 @@ void Population::forward(bool target, int64_t logits_from, std::vector<float>& l
   logits.resize(static_cast<size_t>((rows - logits_from) * side.decoder.model().head->n));
   float* wanted = logits_from < rows ? logits.data() : nullptr;
   const auto began = std::chrono::steady_clock::now();
-  side.decoder.forward({tokens_.data(), positions_.data(), slots_.data(), rows, sequence_rows_, side.capacity,
-                        side.layer_stride, logits_from, wanted, side.delta});
+  side.decoder.forward({tokens_.data(), positions_.data(), slots_.data(), rows, sequence_rows_, &side.cache,
+                        logits_from, wanted});
   on_forward(target, rows, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
 }
 
@@ -172,7 +170,7 @@ void Population::add_pending_rows(int64_t groups) {
         sees[slot] = 0;
         sees[last] = 1;
       }
-      end_group(group, false);
+      end_group(group);
     }
   }
 }
@@ -196,7 +194,7 @@ void Population::draft(const std::vector<Span>& spans, int64_t groups, const For
         if (!reads) continue;
         add_row(group, drafts(group)[i * p.steps + step], p.row(group, i).tail_positions[1] + step + 1, slot, i);
       }
-      if (reads) end_group(group, false);
+      if (reads) end_group(group);
     }
   }
   std::vector<float> none;
@@ -254,7 +252,7 @@ void Population::score(int64_t groups, const ForwardCallback& on_forward) {
         for (int64_t later = step; later < p.steps; ++later) sees[p.slot(group, i, later)] = 0;
       }
     }
-    end_group(group, true);
+    end_group(group);
   }
   forward(true, 0, target_logits_, on_forward);
 }

@@ -17,9 +17,7 @@ namespace swiftspec::host {
 // One of the two models with its caches.
 struct ModelWithCache {
   Decoder& decoder;
-  uint8_t *keys, *values;                         // of the first layer and sequence
-  int64_t capacity, layer_stride, region_stride;  // slots of a region; bytes to the next layer and to the next sequence
-  const DeltaCache* delta;                        // null if the model has no delta layers
+  ModelCache cache;
 };
 
 // How draft tokens are verified (swiftspec/batching/chains.py and swiftspec/smc/verification.py). weigh: all are
@@ -64,7 +62,7 @@ class Population {
   uint8_t* view(int64_t group, int64_t row);
   void begin_batch(int64_t rows);
   uint8_t* add_row(int64_t group, int64_t token, int64_t position, int64_t slot, int64_t row);
-  void end_group(int64_t group, bool target);
+  void end_group(int64_t group);
   void forward(bool target, int64_t logits_from, std::vector<float>& logits, const ForwardCallback& on_forward);
   void add_pending_rows(int64_t groups);
   void draft(const std::vector<Span>& spans, int64_t groups, const ForwardCallback& on_forward);

@@ -52,7 +52,7 @@ uint32_t Scoring::key(int64_t position) const {
   return noise::row_key(seed_, stream_, static_cast<uint32_t>(position + 1));
 }
 
-Rounds::Rounds(Decoder& decoder, const Regions& regions) : decoder_(decoder), regions_(regions) {
+Rounds::Rounds(Decoder& decoder, ModelCache cache) : decoder_(decoder), cache_(std::move(cache)) {
   const PackedModel& model = decoder.model();
   if (model.group != nullptr) merger_.emplace(*model.group, model.timeout_s);
 }
@@ -69,9 +69,7 @@ VocabShard Rounds::columns(int64_t vocab) const {
 
 // The rows from `first` on, whose mask is `mask_` [rows, width].
 SequenceRows Rounds::rows_of(int64_t sequence, int64_t first, int64_t prefix, int64_t width) const {
-  const int64_t rows = static_cast<int64_t>(mask_.size()) / width, skipped = sequence * regions_.sequence_stride;
-  return {first, rows, mask_.data(), width, prefix + width, regions_.keys + skipped, regions_.values + skipped,
-          sequence};
+  return {first, static_cast<int64_t>(mask_.size()) / width, mask_.data(), width, prefix + width, sequence};
 }
 
 // Runs the rows in `tokens_`, `positions_` and `slots_`; logits of rows from `logits_from` on.
@@ -84,11 +82,9 @@ void Rounds::forward(std::vector<SequenceRows> sequence_rows, int64_t logits_fro
                     slots_.data(),
                     rows,
                     std::move(sequence_rows),
-                    regions_.capacity,
-                    regions_.layer_stride,
+                    &cache_,
                     logits_from,
-                    logits_.data(),
-                    regions_.delta});
+                    logits_.data()});
   seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
@@ -299,14 +295,7 @@ std::vector<float> Rounds::probabilities(const Nodes& tokens, const Nodes& paren
 void Rounds::commit(int64_t sequence, int64_t prefix, const Nodes& path) {
   slots_.clear();
   for (const int64_t node : path) slots_.push_back(prefix + node);
-  const PackedModel& model = decoder_.model();
-  const int64_t slot_bytes = model.dim * (model.is_f32 ? 4 : 2);
-  for (uint8_t* cache : {regions_.keys, regions_.values}) {
-    move_kv({cache + sequence * regions_.sequence_stride, regions_.layer_stride, decoder_.attention_layers(),
-             model.kv_heads,
-             regions_.capacity, slot_bytes, slots_.data(), static_cast<int64_t>(path.size()), prefix});
-  }
-  if (regions_.delta != nullptr) regions_.delta->move(sequence, slots_, prefix);
+  cache_.move(sequence, slots_, prefix);
 }
 
 }  // namespace swiftspec::host

@@ -57,14 +57,6 @@ struct TokenMask {
 // Computes the masks of these leaves; called before their forward.
 using TokenMaskFn = std::function<TokenMask(const Nodes& leaves)>;
 
-// The regions of the sequences of a model's caches.
-struct Regions {
-  uint8_t *keys, *values;  // first layer, first sequence
-  int64_t capacity, layer_stride;
-  int64_t sequences, sequence_stride;
-  const DeltaCache* delta;  // null if the model has no delta layers
-};
-
 // The unconditional sequence of a guided request, which is the second one of the KV cache.
 struct Guidance {
   int64_t root;    // its root token
@@ -77,7 +69,7 @@ struct Guidance {
 // calls, merge the best tokens of their logits and get the same result.
 class Rounds {
  public:
-  Rounds(Decoder& decoder, const Regions& regions);
+  Rounds(Decoder& decoder, ModelCache cache);
 
   VocabShard columns(int64_t vocab) const;  // this rank's; throws std::invalid_argument if the head is too small
 
@@ -105,7 +97,7 @@ class Rounds {
 
   double seconds() const { return seconds_; }  // of the last forward
   const Decoder& decoder() const { return decoder_; }
-  const Regions& regions() const { return regions_; }
+  const ModelCache& cache() const { return cache_; }
 
  private:
   SequenceRows rows_of(int64_t sequence, int64_t first, int64_t prefix, int64_t width) const;
@@ -119,7 +111,7 @@ class Rounds {
   void commit(int64_t sequence, int64_t prefix, const Nodes& path);
 
   Decoder& decoder_;
-  Regions regions_;
+  ModelCache cache_;
   std::optional<TopKMerger> merger_;  // set in a group
   Nodes tokens_, positions_, slots_, sampled_;
   std::vector<uint8_t> mask_;

@@ -97,6 +97,16 @@ void norm_add(const void* x, int64_t rows, int64_t n, const float* norm, float e
                                   static_cast<uint16_t*>(into));
 }
 
+void apply_gates(const void* x, int64_t stride, int64_t rows, int64_t n, Gate gate, void* gates, bool is_f32) {
+  const Kernels& k = kernels();
+  if (is_f32) {
+    return require_kernel(k.apply_gates_f32)(static_cast<const float*>(x), stride, rows, n, gate,
+                                             static_cast<float*>(gates));
+  }
+  require_kernel(k.apply_gates_bf16)(static_cast<const uint16_t*>(x), stride, rows, n, gate,
+                                     static_cast<uint16_t*>(gates));
+}
+
 void multiply(void* x, int64_t count, float factor, bool is_f32) {
   const Kernels& k = kernels();
   if (is_f32) return require_kernel(k.multiply_f32)(static_cast<float*>(x), count, factor);

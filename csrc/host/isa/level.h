@@ -37,6 +37,8 @@ struct Kernels {
   void (*norm_add_f32)(const float* x, int64_t rows, int64_t n, const float* norm, float eps, float scale, float* into);
   void (*norm_add_bf16)(const uint16_t* x, int64_t rows, int64_t n, const float* norm, float eps, float scale,
                         uint16_t* into);
+  void (*apply_gates_f32)(const float* x, int64_t stride, int64_t rows, int64_t n, Gate gate, float* gates);
+  void (*apply_gates_bf16)(const uint16_t* x, int64_t stride, int64_t rows, int64_t n, Gate gate, uint16_t* gates);
   void (*multiply_f32)(float* x, int64_t count, float factor);
   void (*multiply_bf16)(uint16_t* x, int64_t count, float factor);
   void (*attention_f32)(const AttentionArgs&);

@@ -37,6 +37,8 @@ Kernels avx2_kernels() {
           avx2::add_to<uint16_t>,
           avx2::norm_add<float>,
           avx2::norm_add<uint16_t>,
+          avx2::apply_gates<float>,
+          avx2::apply_gates<uint16_t>,
           avx2::multiply<float>,
           avx2::multiply<uint16_t>,
           avx2::attention<float>,

@@ -37,6 +37,8 @@ Kernels avx512_kernels() {
           avx512::add_to<uint16_t>,
           avx512::norm_add<float>,
           avx512::norm_add<uint16_t>,
+          avx512::apply_gates<float>,
+          avx512::apply_gates<uint16_t>,
           avx512::multiply<float>,
           avx512::multiply<uint16_t>,
           avx512::attention<float>,

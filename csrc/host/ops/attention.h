@@ -5,7 +5,6 @@
 // ascend with their positions, so the key at position p is summand p of every sum, independent of the tile boundaries
 // and of the slot that holds the key.
 
-constexpr int64_t kMaxDim = 256;   // largest head_dim
 constexpr int64_t kTileRows = 8;   // rows of a tile
 constexpr int64_t kKeyBlocks = 8;  // blocks of 16 keys transposed at a time
 
@@ -19,7 +18,7 @@ using Query = std::conditional_t<std::is_same_v<T, float>, float, Packed16>;  //
 // x cos + half_rotation(x) sin, rounded to T. `sin` contains the sign of the rotation.
 template <class T, class X>
 void rotate(const T* x, const T* cos, const T* sin, int64_t dim, X* out) {
-  T rotated[kMaxDim];
+  T rotated[kMaxHeadDim];
   const size_t half = static_cast<size_t>(dim / 2);
   std::memcpy(rotated, x + half, half * sizeof(T));
   std::memcpy(rotated + half, x, half * sizeof(T));
@@ -75,7 +74,7 @@ void append(const AttentionArgs& a) {
             *sin = static_cast<const T*>(a.sin) + row * a.dim;
     for (int64_t g = 0; g < a.kv_heads; ++g) {
       const int64_t at = (g * a.capacity + a.slots[row]) * a.dim;
-      T normed[kMaxDim];
+      T normed[kMaxHeadDim];
       rotate(norm_head(a, k + g * a.dim, row, a.heads + g, normed), cos, sin, a.dim, static_cast<T*>(a.keys) + at);
       const T* value = k + (a.kv_heads + g) * a.dim;
       if (a.norm.values) value = norm_head(a, value, row, a.heads + a.kv_heads + g, normed);
@@ -190,7 +189,7 @@ template <class T>
 void score(Multiplier& tiles, const Query<T>* x, int64_t queries, const T* keys, const int32_t* list, int64_t count,
            int64_t dim, float* scores, int64_t stride) {
   const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
-  thread_local std::vector<uint8_t> key_blocks(static_cast<size_t>(kKeyBlocks * kLanes * kMaxDim) * sizeof(T));
+  thread_local std::vector<uint8_t> key_blocks(static_cast<size_t>(kKeyBlocks * kLanes * kMaxHeadDim) * sizeof(T));
   for (int64_t start = 0; start < count; start += kKeyBlocks * kLanes) {
     const int64_t here = std::min(kKeyBlocks * kLanes, count - start), blocks = (here + kLanes - 1) / kLanes;
     transpose_keys(keys, list, start, here, count - 1, dim, key_blocks.data());
@@ -238,7 +237,8 @@ constexpr int64_t kColumnStep = 2 * kLanes;  // columns per iteration
 
 #ifdef SWIFTSPEC_TILES
 
-constexpr int64_t kValueKeys = 64;  // keys whose values are interleaved at a time
+// Keys whose values are interleaved at a time, at most; their number of elements, which bounds them for large heads.
+constexpr int64_t kValueKeys = 64, kValueElements = 1 << 14;
 
 // Writes values start .. start + count as a matrix of `count` inputs, a multiple of 32, in the layout of bfloat16 weights
 // (product.h). The columns of each 32 stay interleaved until `deinterleave`.
@@ -260,9 +260,10 @@ inline void interleave_values(const uint16_t* values, const int32_t* list, int64
 inline void accumulate_values(Multiplier& tiles, const Prob* probs, int64_t queries, int64_t stride,
                               const uint16_t* values, const int32_t* list, int64_t count, int64_t dim, float* out,
                               int64_t out_stride) {
-  alignas(64) uint16_t blocks[kValueKeys * kMaxDim];
-  for (int64_t start = 0; start < count; start += kValueKeys) {
-    const int64_t here = std::min(kValueKeys, (count - start + kProbStep - 1) / kProbStep * kProbStep);
+  alignas(64) uint16_t blocks[kValueElements];
+  const int64_t keys = std::min(kValueKeys, kValueElements / dim / kProbStep * kProbStep);
+  for (int64_t start = 0; start < count; start += keys) {
+    const int64_t here = std::min(keys, (count - start + kProbStep - 1) / kProbStep * kProbStep);
     interleave_values(values, list, start, here, count - 1, dim, blocks);
     const Operand operand{reinterpret_cast<const uint8_t*>(blocks), here * kLanes * 2, here};
     tiles.product<true>({probs + start, stride, kBf16TileInputs}, operand, queries, dim / kLanes, out, out_stride);
@@ -378,7 +379,7 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
   out.assign(static_cast<size_t>(queries * out_stride), 0.0f);
   for (int64_t q = 0; q < queries; ++q) {
     const int64_t r = row + q / group, head = g * group + q % group;
-    T normed[kMaxDim];
+    T normed[kMaxHeadDim];
     const T* query = norm_head(a, static_cast<const T*>(a.qkv) + r * a.stride + head * dim, r, head, normed);
     rotate(query, static_cast<const T*>(a.cos) + r * dim, static_cast<const T*>(a.sin) + r * dim, dim,
            x.data() + q * dim);
@@ -420,7 +421,7 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
 
 template <class T>
 void attention(const AttentionArgs& a) {
-  append<T>(a);
+  if (!a.shares_kv) append<T>(a);
   const auto body = [&](int64_t task) {
     thread_local VisibleSlots visible;
     const int64_t row = task / a.kv_heads * kTileRows, rows = std::min(kTileRows, a.rows - row);

@@ -336,6 +336,16 @@ void norm_add(const T* x, int64_t rows, int64_t n, const float* norm, float eps,
 }
 
 template <class T>
+void apply_gates(const T* x, int64_t stride, int64_t rows, int64_t n, Gate kind, T* gates) {
+  for (int64_t row = 0; row < rows; ++row, x += stride, gates += n) {
+    for (int64_t i = 0; i < n; i += kLanes) {
+      const F gate = load_partial(gates + i, n - i);
+      store_partial(gates + i, apply_gate<T>(kind, gate, load_partial(x + i, n - i)), n - i);
+    }
+  }
+}
+
+template <class T>
 void multiply(T* x, int64_t count, float factor) {
   for (int64_t i = 0; i < count; i += kLanes) {
     store_partial(x + i, mul(load_partial(x + i, count - i), broadcast(factor)), count - i);

@@ -31,6 +31,7 @@ from swiftspec.backends.reference import (
     embed,
     rope_tables,
 )
+from swiftspec.backends.reference.per_layer import EMBEDDING_SCALE
 from swiftspec.backends.reference.resampling import ResamplingState
 from swiftspec.errors import UserError
 from swiftspec.file_io import file_facts
@@ -42,6 +43,8 @@ from swiftspec.model.packed_model import (
     PackedDelta,
     PackedMixture,
     PackedMlp,
+    PackedPerLayer,
+    PackedPerLayerPart,
     ProjectionNorm,
 )
 from swiftspec.model.spec import Activation, ModelSpec, unknown_fields
@@ -56,6 +59,7 @@ __all__ = [
     "PEER_ALL_REDUCE",
     "PREFILL_CHUNK_ROWS",
     "Scores",
+    "add_per_layer",
     "capture_bucket",
     "check_supported",
     "children",
@@ -84,6 +88,7 @@ __all__ = [
     "pack_mixture",
     "pack_norm",
     "peak",
+    "per_layer_embeddings",
     "prepare",
     "prepare_delta",
     "resample",
@@ -94,13 +99,13 @@ __all__ = [
     "use_level",
 ]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 DELTA_HEAD_UNIT = 16  # elements
 # optional fields of a spec that these operators implement
 KNOWN_FIELDS = (
     "activation", "draft_head", "embedding_multiplier", "experts", "gated_delta", "logit_multiplier", "logit_softcap",
-    "norm_unit_offset", "norms", "output_gate", "output_scale", "qk_norm", "query_scale_beta", "residual_multiplier",
-    "scale", "shared_intermediate_size", "sinks", "softcap", "v_norm", "window",
+    "norm_unit_offset", "norms", "output_gate", "output_scale", "per_layer_size", "qk_norm", "query_scale_beta",
+    "residual_multiplier", "scale", "shared_intermediate_size", "shares_kv", "sinks", "softcap", "v_norm", "window",
 )  # fmt: skip
 
 level = _C.level  # returns the ISA level in use, such as "avx512_bf16"; "none" if the CPU lacks AVX2
@@ -147,8 +152,6 @@ def check_spec(spec: ModelSpec, dtype: torch.dtype) -> None:
     missing = unknown_fields(spec, KNOWN_FIELDS)
     if missing is not None:
         raise UserError(f"the CPU operators have no {missing}")
-    if len(spec.cache_shapes) > 1:
-        raise UserError("the CPU operators need the same KV heads and head dimension in all layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +288,7 @@ def prepare(
         scale = None if options.query_scale is None else options.query_scale.index_select(0, positions)
         tables = cos.index_select(0, positions), sin.index_select(0, positions)
         parts.append(CpuSequenceRows(rows, *tables, slots, mask, length, sequence, scale))
-    return CpuAttentionPlan(parts, _C.Cache(cache.k, cache.v, None), num_heads * cache.k.shape[4], options)
+    return CpuAttentionPlan(parts, _C.Cache(cache.k, cache.v), num_heads * cache.k.shape[4], options)
 
 
 def _sequence_rows(batch: Batch, sequences: int) -> Iterator[tuple[Tensor | None, Tensor, Tensor, int, int]]:
@@ -304,7 +307,8 @@ def tree_attention(
     qkv: Tensor, plan: CpuAttentionPlan, layer: int, qk_norm: CpuNorm | None = None, sinks: Tensor | None = None
 ) -> Tensor:
     """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
-    kv_heads) * head_dim] -> [rows, heads * head_dim].
+    kv_heads) * head_dim] -> [rows, heads * head_dim]. With queries only (a shared KV layer), qkv [rows, heads *
+    head_dim], the rows attend to the keys and values that an earlier layer has appended.
 
     `layer`: index of the layer in the cache. `qk_norm`: RMSNorm of each query and key head before RoPE, with weight
     [heads + kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim] also of each value head. `sinks`: [heads]
@@ -342,13 +346,30 @@ def _projection_sums(qkv: Tensor, plan: CpuAttentionPlan, whole: ProjectionNorm)
 def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
     """Returns `move(sequence, source, start)`, which moves slot source[i] of a sequence to slot start + i, in place and
     in all layers of the KV cache `k`, `v`. `source` must be ascending, with source[i] >= start + i."""
-    return _C.Cache(k, v, None).move
+    return _C.Cache(k, v).move
 
 
 def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     """Applies the output gate of attention, in place: x [rows, size] times sigmoid(gate [rows, size])."""
     _C.multiply_sigmoid(gate, x)
     return x
+
+
+def per_layer_embeddings(tokens: Tensor, hidden: Tensor, weights: PackedPerLayer) -> Tensor:
+    """Returns the per-layer embeddings of tokens [rows]: hidden [rows, hidden], their embeddings -> [rows, layers,
+    per_layer_size]."""
+    norm, rows = weights.norm, embed(tokens, weights.table, weights.multiplier)
+    out = rows.view(-1, len(norm.weight))
+    _C.norm_add(norm_linear(hidden, None, weights.projection).view_as(out), norm.weight, norm.eps, 1.0, out)
+    return out.mul_(EMBEDDING_SCALE).view(len(tokens), -1, len(norm.weight))
+
+
+def add_per_layer(hidden: Tensor, embedding: Tensor, weights: PackedPerLayerPart) -> Tensor:
+    """Adds RMSNorm(projection(activation(gate(hidden)) * embedding)): hidden [rows, hidden] and embedding [rows,
+    per_layer_size], the layer's per-layer embeddings -> [rows, hidden]. All ranks of a group compute the same."""
+    gates = norm_linear(hidden, None, weights.gate)
+    _C.apply_gates(embedding, weights.activation, gates)
+    return linear_residual(gates, weights.projection, hidden, None, weights.norm)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ from swiftspec.model.packed_model import (
     PackedMixture,
     PackedMlp,
     PackedModel,
+    PackedPerLayer,
+    PackedPerLayerPart,
 )
 
 if TYPE_CHECKING:
@@ -31,9 +33,7 @@ if TYPE_CHECKING:
 
 def fuse(stack: PackedModel) -> HostDecoder | None:
     """Returns a decoder that runs a forward in one native call, or None if the model is sharded over ranks without
-    shared memory, or has features that the native decoder lacks."""
-    if len({(kind.num_heads, kind.kv_heads, kind.cos.shape[1]) for kind in stack.attention}) > 1:
-        return None
+    shared memory."""
     return HostDecoder(stack) if stack.group is None or stack.group.memory is not None else None
 
 
@@ -51,16 +51,17 @@ class HostDecoder:
                 _weight(layer.mlp_output_norm), layer.residual_multiplier,
                 1.0 if layer.output_scale is None else float(layer.output_scale), layer.sinks, layer.cache_layer,
                 None if layer.delta is None else _delta_args(layer.delta),
+                None if layer.per_layer is None else _per_layer_part_args(layer.per_layer),
             )
             for layer in stack.layers
         ]  # fmt: skip
         kinds = [_kind_args(kind) for kind in stack.attention]
         self._native = _C.Decoder(
             stack.embedding, stack.embedding_multiplier, kinds, stack.norm.weight, stack.norm.eps, stack.head.native,
-            stack.logit_multiplier, stack.logit_softcap, layers, stack.attention[0].num_heads,
-            stack.attention[0].kv_heads, None if shared is None else shared.native,
+            stack.logit_multiplier, stack.logit_softcap, layers, None if shared is None else shared.native,
             0.0 if shared is None else shared.timeout_s, [*stack.hidden_layers],
             None if stack.delta is None else _delta_shape_args(stack.delta),
+            None if stack.per_layer is None else _per_layer_args(stack.per_layer),
         )  # fmt: skip
 
     def rounds(self, cache: LayerCaches) -> _C.Rounds:
@@ -121,13 +122,15 @@ class HostDecoder:
 
 def _kind_args(
     kind: PackedAttention,
-) -> tuple[Tensor, Tensor, int | None, float | None, float | None, Tensor | None, int, int, Tensor | None, bool]:
+) -> tuple[
+    Tensor, Tensor, int | None, float | None, float | None, Tensor | None, int, int, Tensor | None, bool, int, int, int
+]:  # fmt: skip
     """Returns the arguments of one kind of attention; see `_C.Decoder`."""
     options, whole = kind.options, kind.options.projection_norm
     q_size, k_size, counted = (0, 0, None) if whole is None else (whole.q_size, whole.k_size, whole.counted)
     return (
         kind.cos, kind.sin, options.window, options.scale, options.softcap, options.query_scale, q_size, k_size,
-        counted, kind.gate_size > 0,
+        counted, kind.gate_size > 0, kind.num_heads, kind.kv_heads, kind.cache,
     )  # fmt: skip
 
 
@@ -154,10 +157,20 @@ def _delta_shape_args(shape: DeltaShape) -> tuple[int, int, int, int, int]:
     return shape.k_heads, shape.v_heads, shape.k_head_dim, shape.v_head_dim, shape.conv_width
 
 
-def _cache_args(cache: LayerCaches) -> _C.Cache:
+def _per_layer_args(weights: PackedPerLayer) -> tuple[Tensor, float, _C.Weights, Tensor, float]:
+    """Returns what computes per-layer embeddings; see `_C.Decoder`."""
+    return weights.table, weights.multiplier, weights.projection.native, weights.norm.weight, weights.norm.eps
+
+
+def _per_layer_part_args(part: PackedPerLayerPart) -> tuple[_C.Weights, _C.Weights, Tensor, str]:
+    """Returns what applies per-layer embeddings in a layer; see `_C.Decoder`."""
+    return part.gate.native, part.projection.native, part.norm.weight, part.activation
+
+
+def _cache_args(cache: LayerCaches) -> _C.ModelCache:
     """Returns the native view of a model's caches."""
     delta = None if cache.delta is None else native_delta_cache(cache.delta)
-    return _C.Cache(cache.kv.k, cache.kv.v, delta)
+    return _C.ModelCache([_C.Cache(kind.k, kind.v) for kind in cache.kinds if kind is not cache.delta], delta)
 
 
 def native_delta_cache(cache: DeltaTensors) -> _C.DeltaCache:

@@ -36,6 +36,7 @@ MIN_FREE_BYTES = 1 << 30  # left free on the disk
 STALE_TEMP_FILE_S = 3600.0  # after this age an incomplete file counts as abandoned
 MATRICES = ("qkv", "o", "gate_up", "down")
 MIXTURE_MATRICES = ("router", "shared_gate_up", "shared_down")
+PER_LAYER = ("per_layer_gate", "per_layer_projection")
 NORMS = ("input_norm", "mlp_norm", "mixer_output_norm", "mlp_output_norm")
 OPTIONAL_WEIGHTS = ("q_norm", "k_norm", "v_norm", "output_scale")
 T = TypeVar("T")
@@ -177,8 +178,11 @@ def _name(index: int) -> str:
 
 
 def _layer_of(unit: PackedUnit) -> LayerWeights:
-    fields: dict[str, Any] = {name: unit.tensors.get(name) for name in (*NORMS, *OPTIONAL_WEIGHTS, "sinks")}
-    fields |= {name: _packed(unit, name) for name in (*MATRICES, *MIXTURE_MATRICES) if name in unit.metadata}
+    fields: dict[str, Any] = {
+        name: unit.tensors.get(name) for name in (*NORMS, *OPTIONAL_WEIGHTS, "sinks", "per_layer_norm")
+    }
+    matrices = (*MATRICES, *MIXTURE_MATRICES, *PER_LAYER)
+    fields |= {name: _packed(unit, name) for name in matrices if name in unit.metadata}
     return LayerWeights(**fields)
 
 
@@ -186,7 +190,8 @@ def _unit_of(layer: PackedLayer, attention: PackedAttention) -> PackedUnit:
     norms = {name: norm.weight for name in NORMS if (norm := getattr(layer, name)) is not None}
     if layer.qk_norm is not None:
         queries, rest = layer.qk_norm.weight[: attention.num_heads], layer.qk_norm.weight[attention.num_heads :]
-        norms |= dict(zip(OPTIONAL_WEIGHTS, (queries, *rest.split(attention.kv_heads)), strict=False))
+        others = rest.split(attention.kv_heads) if len(rest) > 0 else ()  # a shared KV layer has none
+        norms |= dict(zip(OPTIONAL_WEIGHTS, (queries, *others), strict=False))
     if layer.output_scale is not None:
         norms["output_scale"] = layer.output_scale
     if layer.sinks is not None:
@@ -196,6 +201,9 @@ def _unit_of(layer: PackedLayer, attention: PackedAttention) -> PackedUnit:
         shared = layer.mlp.shared
         matrices["router"] = layer.mlp.router
         matrices |= {} if shared is None else {"shared_gate_up": shared.gate_up, "shared_down": shared.down}
+    if layer.per_layer is not None:
+        norms["per_layer_norm"] = layer.per_layer.norm.weight
+        matrices |= dict(zip(PER_LAYER, (layer.per_layer.gate, layer.per_layer.projection), strict=True))
     unit = _unit(**matrices)
     return replace(unit, tensors={**unit.tensors, **norms})
 

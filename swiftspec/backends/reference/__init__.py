@@ -23,6 +23,7 @@ from swiftspec.backends.reference.linear import embed, linear_residual, norm_hea
 from swiftspec.backends.reference.mixture import mlp, pack_mixture
 from swiftspec.backends.reference.noise import gumbel_rows
 from swiftspec.backends.reference.packing import mask_outputs, pack, pack_norm
+from swiftspec.backends.reference.per_layer import add_per_layer, per_layer_embeddings
 from swiftspec.backends.reference.sampling import (
     DEFAULT_SCORES,
     Scores,
@@ -41,6 +42,7 @@ __all__ = [
     "PEER_ALL_REDUCE",
     "PREFILL_CHUNK_ROWS",
     "Scores",
+    "add_per_layer",
     "capture_bucket",
     "children",
     "device_tree",
@@ -65,6 +67,7 @@ __all__ = [
     "pack",
     "pack_mixture",
     "pack_norm",
+    "per_layer_embeddings",
     "prepare",
     "prepare_delta",
     "rope_tables",

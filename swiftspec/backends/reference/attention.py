@@ -182,7 +182,8 @@ def tree_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
-    kv_heads) * head_dim] -> [rows, heads * head_dim].
+    kv_heads) * head_dim] -> [rows, heads * head_dim]. With queries only (a shared KV layer), qkv [rows, heads *
+    head_dim], the rows attend to the keys and values that an earlier layer has appended.
 
     `layer`: index of the layer in the cache. `qk_norm`: RMSNorm of queries and keys before RoPE, with weight [heads +
     kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim] also of the values. `sinks`: [heads], a logit of
@@ -235,16 +236,14 @@ def _attend(
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Writes the keys and values of one sequence's rows to the cache and returns their attention outputs: q [rows,
-    heads, head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads * head_dim].
+    heads, head_dim], k and v [rows, kv_heads, head_dim], or without heads -> [rows, heads * head_dim].
 
     The query heads that share keys become rows of one head, so keys and values are not expanded.
     """
-    rows, kv_heads, head_dim = k.shape
-    for target, new in ((part.key_targets[layer], k), (part.value_targets[layer], v)):
-        if part.slots is None:
-            target.copy_(new)
-        else:
-            target.index_put_((part.slots,), new.to(target.dtype))
+    rows, _, head_dim = q.shape
+    kv_heads = part.keys[layer].shape[1]
+    if k.shape[1] > 0:
+        _append(k, v, part, layer)
     folded = q.reshape(rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)
     keys, values = (
         part.keys[layer].to(q.dtype),
@@ -263,6 +262,15 @@ def _attend(
             scores = torch.cat((scores, sinks.view(1, kv_heads, -1, 1).repeat_interleave(rows, 2)), 3)
         out = scores.softmax(-1)[..., : keys.shape[2]].to(q.dtype) @ values
     return out.view(kv_heads, -1, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)
+
+
+def _append(k: Tensor, v: Tensor, part: ReferenceSequenceRows, layer: int) -> None:
+    """Writes keys and values [rows, kv_heads, head_dim] of one sequence's rows to the cache."""
+    for target, new in ((part.key_targets[layer], k), (part.value_targets[layer], v)):
+        if part.slots is None:
+            target.copy_(new)
+        else:
+            target.index_put_((part.slots,), new.to(target.dtype))
 
 
 def _dot_product_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

@@ -58,7 +58,12 @@ def apply_gate(gate_up: Tensor, activation: Activation) -> Tensor:
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
         return (gate * SWIGLU_ALPHA).sigmoid_().mul_(gate).mul_(up.add_(1))
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+    return activate(gate, activation).mul_(up)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Returns activation(x), of SiLU or of GELU in its approximation by tanh."""
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
 
 
 def linear_residual(

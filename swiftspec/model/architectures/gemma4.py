@@ -1,5 +1,6 @@
 """Gemma 4, dense: like Gemma 3, with plain norm weights, a norm of values, another head dimension in the layers with
-full attention, whose values may be their keys, and a scale of each layer's output."""
+full attention, whose values may be their keys, and a scale of each layer's output. The E models also have per-layer
+embeddings, and last layers that share the keys and values of earlier ones."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from swiftspec.model.architectures.decoder import (
     windows_of,
 )
 from swiftspec.model.architectures.gemma3 import GELU, soft_cap_of
-from swiftspec.model.spec import AttentionSpec, ModelSpec, RopeSpec
+from swiftspec.model.spec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
 
 DEFAULTS = {
     "vocab_size": 262144,
@@ -35,6 +36,7 @@ DEFAULTS = {
     "sliding_window": 512,
     "tie_word_embeddings": True,
     "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
 }
 UNIFIED_DEFAULTS = DEFAULTS | {
     "max_position_embeddings": 262144,
@@ -46,8 +48,7 @@ SLIDING_ROPE = RopeSpec(1e4)
 
 
 def gemma4_spec(fields: Fields) -> ModelSpec:
-    """Returns the spec of a Gemma4ForCausalLM. Raises UserError for the models with experts, with embeddings per layer
-    or with keys and values that layers share (the E models)."""
+    """Returns the spec of a Gemma4ForCausalLM. Raises UserError for the models with experts."""
     _refuse_unsupported(fields)
     kinds = layer_kinds(fields, sliding_every(fields, 6))
     kinds[-1] = FULL
@@ -61,12 +62,37 @@ def gemma4_spec(fields: Fields) -> ModelSpec:
         for index, (layer, kind) in enumerate(zip(spec.layers, kinds, strict=True))
     }
     spec = replace_mixers(spec, mixers)
+    layers = [replace(layer, output_scale=True) for layer in spec.layers]
     return replace(
         spec,
-        layers=tuple(replace(layer, output_scale=True) for layer in spec.layers),
+        layers=tuple(_with_shared_kv(fields, layers)),
         embedding_multiplier=spec.hidden_size**0.5,
         logit_softcap=soft_cap_of(fields, "final_logit_softcapping"),
+        per_layer_size=_per_layer_size(fields),
     )
+
+
+def _with_shared_kv(fields: Fields, layers: list[LayerSpec]) -> list[LayerSpec]:
+    """Returns the layers with `shares_kv` in the last ones, whose MLP may be twice as wide."""
+    first = len(layers) - fields.integer("num_kv_shared_layers", 0, ge=0, le=len(layers))
+    own, wide = layers[:first], 2 if fields.boolean("use_double_wide_mlp") else 1
+    shared: list[LayerSpec] = []
+    for layer in layers[first:]:
+        if layer.mixer not in [each.mixer for each in own]:
+            raise UserError("num_kv_shared_layers leaves no layer whose keys and values a layer could share")
+        mlp = replace(layer.mlp, intermediate_size=wide * layer.mlp.intermediate_size)
+        shared.append(replace(layer, mixer=replace(layer.attention, shares_kv=True), mlp=mlp))
+    return own + shared
+
+
+def _per_layer_size(fields: Fields) -> int:
+    """Returns the size of the per-layer embeddings, 0 without them. Raises UserError if their vocabulary is another."""
+    size = fields.integer("hidden_size_per_layer_input", 0, ge=0, le=2**18)
+    vocab = fields.integer("vocab_size", ge=1, le=2**26)
+    own = fields.integer("vocab_size_per_layer_input", vocab, ge=1, le=2**26)
+    if size and own != vocab:
+        raise UserError(f"vocab_size_per_layer_input {own} other than vocab_size {vocab} is not supported")
+    return size
 
 
 def _mixer(fields: Fields, mixer: AttentionSpec, kind: str, index: int) -> AttentionSpec:
@@ -109,9 +135,3 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise UserError("bidirectional attention (use_bidirectional_attention) is not supported")
     if fields.boolean("enable_moe_block"):
         raise UserError("Gemma 4 with experts (enable_moe_block) is not supported; the dense models are")
-    if fields.integer("hidden_size_per_layer_input", 0, ge=0, le=2**18):
-        raise UserError(
-            "Gemma 4 with embeddings per layer (hidden_size_per_layer_input) is not supported; the dense models are"
-        )
-    if fields.integer("num_kv_shared_layers", 0, ge=0, le=2**14):
-        raise UserError("Gemma 4 with shared KV layers (num_kv_shared_layers) is not supported; the dense models are")

@@ -15,6 +15,7 @@ from swiftspec import _C
 from swiftspec.config import DEFAULT_DRAFT_STEPS, EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.runtime.lookahead_drafter import EXPANSION_YIELD
+from tests.model.architectures.test_gemma4 import NATIVE as GEMMA4_E
 from tests.model.test_loader import quantise
 from tests.support import slow_reference
 from tests.support.rank_jobs import sampling_from
@@ -166,6 +167,17 @@ def test_native_operators_in_bfloat16(pool: Pool, tmp_path: Path, x: int, y: int
         answers = decode(pool, pair, plan, dtype="bfloat16")
         assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in wanted]
         assert answers[0]["rounds"] < wanted[0]["rounds"]
+
+
+@pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
+@pytest.mark.slow
+def test_native_ranks_with_shared_kv_layers_and_per_layer_embeddings(pool: Pool, tmp_path: Path) -> None:
+    """The matrices of per-layer embeddings are whole on every rank: their products must not be summed."""
+    pair = make_pair(tmp_path, tie=False, **GEMMA4_E)
+    wanted = plain(pair[0])
+    for mode in ("ar", "serial"):
+        answers = decode(pool, pair, {"mode": mode, "target_tp": 2}, dtype="float32")
+        assert [answer["tokens"] for answer in answers] == wanted
 
 
 @pytest.mark.parametrize(

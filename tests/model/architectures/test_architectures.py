@@ -91,9 +91,7 @@ def test_which_layers_have_a_sliding_window() -> None:
         ("Olmo3ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "bidirectional attention"),
         ("Gemma3ForCausalLM", {"hidden_activation": "silu"}, "hidden_act 'silu'"),
-        ("Gemma4ForCausalLM", {}, "embeddings per layer"),
         ("Gemma4ForCausalLM", {"enable_moe_block": True}, "with experts"),
-        ("Gemma4ForCausalLM", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 1}, "shared KV layers"),
         (
             "Gemma4UnifiedForCausalLM",
             {"per_layer_config": {"full_attention": {"num_attention_heads": 2}}},
