@@ -5,7 +5,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,15 +35,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """The longest files run first."""
     if config.pluginmanager.hasplugin("xdist"):  # not on a bare machine with a GPU
         items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With two workers (`make test`, `make test-slow`), all tests of a file run in one worker and share its fixtures.
-    Groups of pytest-xdist 3.8 do not do that under pytest 9.2, whose tests ignore the names that it gives them."""
-    from xdist.scheduler import LoadFileScheduling
-
-    return LoadFileScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.fixture(autouse=True)

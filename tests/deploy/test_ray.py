@@ -21,7 +21,7 @@ from swiftspec.serve.built_in_models import DEMO_MODELS
 from swiftspec.serve.text.codec import TextCodec
 from tests.support.clients import openai
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.slow
 
 ARGS = {"model": "demo", "device": "cpu", "threads": 1, "temperature": 0.0}
 PROMPT = "def fib(n):"
@@ -33,7 +33,7 @@ TIMEOUT_S = 90.0
 def url() -> Iterator[str]:
     """Starts a cluster, and returns the address of its HTTP proxy."""
     port = 18231
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
