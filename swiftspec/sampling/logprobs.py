@@ -11,6 +11,8 @@ from swiftspec.messages import Logprob
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.sampling.vocab import count_above
 
+BLOCK_ROWS = 16  # rows of logits that stay in a CPU's caches between the passes over them
+
 
 def token_logprobs(
     sampler: Sampler, logits: Tensor, tokens: Sequence[int], k: int, others: Sequence[int] = ()
@@ -22,6 +24,10 @@ def token_logprobs(
     columns, and every rank must call the function; all get the same result.
     """
     vocab, shard = sampler.vocab, sampler.shard
+    if shard is None and logits.device.type == "cpu" and len(tokens) > BLOCK_ROWS:
+        starts = range(0, len(tokens), BLOCK_ROWS)
+        blocks = [(logits[at : at + BLOCK_ROWS], tokens[at : at + BLOCK_ROWS]) for at in starts]
+        return tuple(one for block in blocks for one in token_logprobs(sampler, *block, k, others))
     logits = logits[:, : vocab if shard is None else len(shard.tokens)]
     # All values are a logit minus the same logsumexp: clients compare them for equality to see whether a token was the
     # most likely one.
@@ -42,7 +48,7 @@ def token_logprobs(
 def _most_likely(sampler: Sampler, logits: Tensor, count: int) -> Tensor:
     """Returns the `count` most likely tokens of each row, as [n, count]; of all ranks if the logits are sharded."""
     if sampler.shard is None:
-        return logits.topk(count).indices
+        return logits.argmax(-1, keepdim=True) if count == 1 else logits.topk(count).indices
     return sampler.shard.log_top_k(logits, count)[0]
 
 
