@@ -1,7 +1,7 @@
 """Compares OpenAI-compatible servers on the same prompts, one request at a time: SwiftSpec, vLLM, SGLang, TensorRT-LLM,
 llama-server and others.
 
-    python -m bench.serving --url NAME=http://host:port [--url ...] [--prompts FILE | --family FAMILY] [--repeats 3]
+    python -m bench.serving --url NAME=http://host:port [--url ...] [--prompts FILE | --family FAMILY]
 
 Every server answers every prompt as a stream before the next prompt begins, and each prompt begins with another server.
 The records of --prompts are in the formats of bench/data/tasks.py, Spec-Bench and SPEED-Bench included. The turns of a
@@ -15,8 +15,12 @@ or from the increase of vLLM's counters in /metrics; other clients must not use 
 over the repeats, with the smallest and the largest one.
 
 Output tokens are those in the `usage` of the responses; without it, chunks with text are counted, and a line states
-that. Servers with a prefix cache find the prompts of earlier repeats in it, which shortens their TTFT: to measure the
-prefill, disable that cache or use --repeats 1.
+that.
+
+A repeat sends the same prompts again. Servers with a prefix cache find them in it, which shortens their TTFT. A server
+whose drafter remembers earlier answers (suffix lookup, n-gram caches) drafts the same answer again, so that its rates
+mean nothing; a line states where tokens per round rose. Measure it with --repeats 1, several times, and restart it
+before each run.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +44,7 @@ from swiftspec.errors import UserError
 
 Message = dict[str, str]
 Found = Mapping[str, Sequence["Measurement"]]
+REMEMBERS = 1.1  # ratio of the tokens per round of later repeats to those of the first, above which a line warns
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +165,21 @@ def report(found: Found) -> str:
             groups = {kind: [each for each in some if each.category == kind] for kind in categories} | {"all": some}
             lines = [[kind, *Figures.of(group).cells()] for kind, group in groups.items()]
             parts.append(f"{name}:\n\n" + _table(["category", *COLUMNS], lines))
-    parts += [
-        f"{name} sends no usage: its tokens are chunks with text, of which each may hold several tokens."
-        for name, each in figures.items()
-        if not each.counted
-    ]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *(note for name, some in found.items() for note in _notes(name, some))])
+
+
+def _notes(name: str, measurements: Sequence[Measurement]) -> Iterator[str]:
+    """Yields what limits the figures of a server."""
+    if not Figures.of(measurements).counted:
+        yield f"{name} sends no usage: its tokens are chunks with text, of which each may hold several tokens."
+    parts = [[each for each in measurements if (each.repeat == 0) == first] for first in (True, False)]
+    reports = [Figures.of(part).speculation or Speculation() for part in parts if part]
+    ratios = [report.tokens_per_round for report in reports if report.tokens_per_round is not None]
+    if len(ratios) == 2 and ratios[1] > REMEMBERS * ratios[0]:
+        yield (
+            f"{name} has {ratios[0]:.2f} tokens per round in the first repeat and {ratios[1]:.2f} in later ones: its "
+            "drafter remembers answers. Use --repeats 1 and restart it before each run."
+        )
 
 
 def document(found: Found, clients: Sequence[CompletionClient], args: argparse.Namespace) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,20 @@ def test_tables_of_servers_and_categories() -> None:
     ] * 2  # fmt: skip
     assert lines[-1].startswith("fast sends no usage")
     assert report({"one": slow[:1]}).count("\n") == 2, "one category needs no second table"
+
+
+def test_a_server_that_remembers_answers_gets_a_warning() -> None:
+    def repeats(*rounds: int) -> list[Measurement]:
+        return [
+            measurement(replace(answer(9, 2.0, 1.0, 2.0), speculation=Speculation(each, 9, 8)), repeat=number)
+            for number, each in enumerate(rounds)
+        ]
+
+    text = report({"same": repeats(8, 8, 8), "remembers": repeats(8, 4, 4), "once": repeats(8)})
+    assert [line for line in text.splitlines() if "tokens per round in the first" in line] == [
+        "remembers has 2.00 tokens per round in the first repeat and 3.00 in later ones: its drafter remembers "
+        "answers. Use --repeats 1 and restart it before each run."
+    ]
 
 
 @pytest.fixture
