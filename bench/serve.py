@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench import serving
+from bench.common import server_options
 from bench.data.heldout import ROOT
 
 SCHEMA = {
@@ -136,7 +136,7 @@ def over_http(url: str, prompt: list[int], tokens: int, more: dict[str, Any] | N
 
 def measure(steps: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """Measures one row of the table. `steps`: one of --steps. `tokens`: tokens per answer."""
-    flags = serving.flags(steps)
+    flags = server_options.flags(steps)
     schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": SCHEMA}}}
     found: dict[str, list[Answer]] = {"session": [], "http": [], "schema": []}
     with session(flags) as child, server(flags) as url:
@@ -161,8 +161,8 @@ def measure(steps: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]
 
 def main() -> None:
     """Measures and prints the rows."""
-    args = serving.options(__doc__).parse_args()
-    prompts = serving.prompts(args.requests)
+    args = server_options.options(__doc__).parse_args()
+    prompts = server_options.prompts(args.requests)
     rows = []
     print("steps   session tok/s   http tok/s   share   first byte   schema tok/s   slower   round slower")
     for steps in args.steps:
@@ -175,7 +175,7 @@ def main() -> None:
             f" {row['schema_round_slower']:>15.1%}",
             flush=True,
         )
-    serving.write(args.json, rows)
+    server_options.write(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench import serving
+from bench.common import server_options
 from bench.serve import Answer, over_http, server
 
 SETTLE = 0.2  # seconds until rank 0 knows that a subscriber has connected or disconnected
@@ -42,7 +42,7 @@ def listener(url: str, file: Path) -> Iterator[None]:
 
 def measure(steps: str, ranks: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """Measures one row of the table. `steps`, `ranks`: one of --steps and of --ranks. `tokens`: tokens per answer."""
-    flags = serving.flags(steps)
+    flags = server_options.flags(steps)
     if ranks > 1:
         flags += ["--mode", "async", "--draft-steps", "4"]
     found: dict[bool, list[Answer]] = {False: [], True: []}
@@ -68,10 +68,10 @@ def measure(steps: str, ranks: int, prompts: list[list[int]], tokens: int) -> di
 
 def main() -> None:
     """Measures and prints the rows."""
-    parser = serving.options(__doc__)
+    parser = server_options.options(__doc__)
     parser.add_argument("--ranks", default="1,2")
     args = parser.parse_args()
-    prompts = serving.prompts(args.requests)
+    prompts = server_options.prompts(args.requests)
     rows = []
     print("steps  ranks   alone tok/s   watched tok/s     cost   rounds heard   bytes/round")
     for steps in args.steps:
@@ -84,7 +84,7 @@ def main() -> None:
                 f" {row['bytes'] / max(row['rounds'], 1):>10.0f}",
                 flush=True,
             )
-    serving.write(args.json, rows)
+    server_options.write(args.json, rows)
 
 
 if __name__ == "__main__":

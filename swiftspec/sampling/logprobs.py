@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swiftspec.backends.reference import log_top_k
 from swiftspec.messages import Logprob
 from swiftspec.sampling.sampler import Sampler
+from swiftspec.sampling.vocab import count_above
+
+BLOCK_ROWS = 16  # rows of logits that stay in a CPU's caches between the passes over them
 
 
 def token_logprobs(
@@ -22,22 +24,32 @@ def token_logprobs(
     columns, and every rank must call the function; all get the same result.
     """
     vocab, shard = sampler.vocab, sampler.shard
+    if shard is None and logits.device.type == "cpu" and len(tokens) > BLOCK_ROWS:
+        starts = range(0, len(tokens), BLOCK_ROWS)
+        blocks = [(logits[at : at + BLOCK_ROWS], tokens[at : at + BLOCK_ROWS]) for at in starts]
+        return tuple(one for block in blocks for one in token_logprobs(sampler, *block, k, others))
     logits = logits[:, : vocab if shard is None else len(shard.tokens)]
+    # All values are a logit minus the same logsumexp: clients compare them for equality to see whether a token was the
+    # most likely one.
     wanted = torch.tensor([(token, *others) for token in tokens], dtype=torch.int64, device=logits.device)
+    if not others:
+        wanted = torch.cat((wanted, _most_likely(sampler, logits, vocab if k < 0 else min(k, vocab))), -1)
     if shard is None:
         found, total = logits.gather(-1, wanted), logits.logsumexp(-1, keepdim=True)
-        above = (logits > found[:, :1]).sum(-1)
+        above = count_above(logits, found[:, :1])
     else:
         found, total = shard.values(logits, wanted)
         above = shard.count_above(logits, found[:, :1])
     logprobs = (found - total).clamp_max(0)
-    if others:
-        ids, values = wanted[:, 1:], logprobs[:, 1:]
-    else:
-        count = vocab if k < 0 else min(k, vocab)
-        ids, values = log_top_k(logits, count) if shard is None else shard.log_top_k(logits, count)
-    tops = [tuple(zip(*row)) for row in zip(ids.tolist(), values.tolist())]
+    tops = [tuple(zip(*row)) for row in zip(wanted[:, 1:].tolist(), logprobs[:, 1:].tolist())]
     return tuple(map(Logprob, logprobs[:, 0].tolist(), tops, (above + 1).tolist()))
+
+
+def _most_likely(sampler: Sampler, logits: Tensor, count: int) -> Tensor:
+    """Returns the `count` most likely tokens of each row, as [n, count]; of all ranks if the logits are sharded."""
+    if sampler.shard is None:
+        return logits.argmax(-1, keepdim=True) if count == 1 else logits.topk(count).indices
+    return sampler.shard.log_top_k(logits, count)[0]
 
 
 class PromptLogprobs:

@@ -151,6 +151,17 @@ def test_only_verifications_need_another_executor(pair: tuple[Path, Path]) -> No
     assert verifier.required_features(replace(params, logprobs=None, prompt_logprobs=1)) == {"greedy"}
 
 
+def test_a_token_has_the_same_log_probability_as_in_the_list() -> None:
+    """Clients compare the two for equality to see whether a token was the most likely one."""
+    logits = 30 * torch.randn(64, 500, generator=torch.Generator().manual_seed(1))
+    sampler, best = Sampler(SamplingParams(), (), 500, "cpu"), logits.argmax(-1).tolist()
+    for token, one in zip(best, token_logprobs(sampler, logits, best, 3), strict=True):
+        assert one.top[0] == (token, one.logprob) and one.rank == 1
+    worst = logits.argmin(-1).tolist()
+    for token, one in zip(worst, token_logprobs(sampler, logits, worst, -1), strict=True):
+        assert one.top[-1] == (token, one.logprob) and one.rank == 500
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("k", [0, 4, 20, -1])
 def test_a_sharded_vocabulary_gives_the_log_probabilities_of_one_rank(size: int, k: int) -> None:

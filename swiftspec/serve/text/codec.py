@@ -173,13 +173,16 @@ class TextCodec:
         return Vocabulary.of(str(self.path), kind, self.vocab, self.tokenizer.added_tokens_decoder)
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """Returns the contents of tokenizer_config.json, with the class of the tokenizer and its chat template. Raises
-        UserError if the file cannot be read."""
+        """Returns the contents of tokenizer_config.json, with the class of the tokenizer, its chat template and the
+        texts of its special tokens, such as `bos_token`. Raises UserError if the file cannot be read."""
         file = self.path / "tokenizer_config.json"
         config = file_io.read_object(file) if file_io.is_file(file) else {}
         shown = {name: value for name, value in config.items() if name not in PATH_FIELDS}
+        special = {name: text for name, text in self.tokenizer.special_tokens_map.items() if isinstance(text, str)}
         tokenizer_class = type(self.tokenizer).__name__
-        return {**shown, "tokenizer_class": tokenizer_class, "chat_template": self.tokenizer.chat_template}
+        return {
+            **shown, **special, "tokenizer_class": tokenizer_class, "chat_template": self.tokenizer.chat_template,
+        }  # fmt: skip
 
     def close(self) -> None:
         """Ends the process that renders the chat template, if one runs."""

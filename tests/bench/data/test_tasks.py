@@ -37,7 +37,38 @@ def test_every_family_as_published(record: dict[str, Any], prompt: str, tmp_path
     assert tasks.load(tmp_path / "t.gz") == [prompt]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "nonsense", "{}", '{"turns": []}', "[3]"])
+@pytest.mark.parametrize(
+    ("record", "conversation"),
+    [
+        (
+            {"question_id": 81, "category": "mt_bench", "turns": ["First?", "Second?"]},
+            tasks.Conversation(["First?", "Second?"], "mt_bench"),
+        ),
+        (
+            {
+                "question_id": "a1", "category": "rag", "messages": [
+                    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "First?"},
+                    {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Second?"},
+                ],
+            },
+            tasks.Conversation(["First?", "Second?"], "rag", "Be brief."),
+        ),
+        ({"question": "How many?", "answer": "#### 3"}, tasks.Conversation(["How many?"])),
+    ],
+    ids=["Spec-Bench", "SPEED-Bench", "GSM8K"],
+)  # fmt: skip
+def test_conversations_as_published(record: dict[str, Any], conversation: tasks.Conversation, tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(json.dumps(record))
+    assert tasks.load_conversations(tmp_path / "t.jsonl") == [conversation]
+
+
+INVALID = [
+    "", "[]", "nonsense", "{}", '{"turns": []}', "[3]", '{"messages": ["a"]}',
+    json.dumps({"turns": [f"{tasks.PLACEHOLDER} USING A TOOL"]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", INVALID)
 def test_an_invalid_task_file(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(text)
     with pytest.raises(UserError) as caught:

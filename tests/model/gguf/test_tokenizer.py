@@ -191,7 +191,9 @@ def test_special_tokens_and_templates(tmp_path: Path) -> None:
     path = write(tmp_path / "b.gguf", byte_level("gpt-2"), "gpt-2", add_chat_template=several)
     codec = TextCodec(path)
     assert codec.template_source() == "a" and codec.template_source([{}]) == "b"
-    assert codec.tokenizer_info()["tokenizer_class"] and has_tokenizer(path)
+    info = codec.tokenizer_info()
+    assert info["tokenizer_class"] and has_tokenizer(path)
+    assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
 
 
 def test_what_is_not_supported_gets_one_line(tmp_path: Path) -> None:
