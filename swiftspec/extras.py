@@ -8,7 +8,7 @@ from typing import Literal
 
 from swiftspec.errors import UserError
 
-ExtraName = Literal["network", "otel", "report"]
+ExtraName = Literal["network", "otel", "ray", "report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Extra:
 EXTRAS: dict[ExtraName, Extra] = {
     "network": Extra("gRPC", ("grpc", "grpc_health.v1", "grpc_reflection.v1alpha", "google.protobuf")),
     "otel": Extra("OpenTelemetry", ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")),
+    "ray": Extra("Ray Serve", ("ray",)),
     "report": Extra("matplotlib", ("matplotlib",)),
 }
 

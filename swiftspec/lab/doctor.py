@@ -190,7 +190,10 @@ def _gpu_findings() -> Iterator[Finding]:
 
 
 def _extra_findings() -> Iterator[Finding]:
-    uses = {"network": "workers", "otel": "spans of requests", "report": "HTML reports of profiles"}
+    uses = {
+        "network": "workers", "otel": "spans of requests", "ray": "replicas in Ray Serve",
+        "report": "HTML reports of profiles",
+    }  # fmt: skip
     for name, extra in EXTRAS.items():
         if not has_extra(name):
             yield Finding(uses[name], f"{extra.library} is not installed", f"pip install 'swiftspec[{name}]'")

@@ -18,6 +18,7 @@ PICKLING = {  # in addition to the modules that ruff bans (pyproject.toml)
 GRAPHS = {"CUDAGraph", "make_graphed_callables", "graph_pool_handle", "torch.cuda.graph", "torch.cuda.graphs"}
 WAITS = {"torch.cuda.synchronize", "torch.cuda.empty_cache", "torch.cuda.ipc_collect"}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
+ENVIRONMENT_USERS = {"distributed/launch/launcher.py", "distributed/launch/network_interface.py"}
 OUTPUT = {"sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__"}
 MUTABLE = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
 MUTATORS = {
@@ -59,10 +60,10 @@ def no_device_synchronisation(path: str, source: str) -> list[str]:
 
 
 def no_environment_and_no_output(path: str, source: str) -> list[str]:
-    """Below the user interface only distributed/launch/launcher.py reads the environment, and nothing writes to the
-    standard streams, except the program of the GPU trial. Ruff bans `print` there."""
+    """Below the user interface only the launcher's variables and Gloo's are used, in ENVIRONMENT_USERS, and nothing
+    writes to the standard streams, except the program of the GPU trial. Ruff bans `print` there."""
     banned = set() if is_user_interface(path) or path == GPU_TRIAL else ENVIRONMENT | OUTPUT
-    if path == "distributed/launch/launcher.py":
+    if path in ENVIRONMENT_USERS:
         banned -= ENVIRONMENT
     return [f"{path} uses {name}" for name in uses(path, source, banned)]
 
