@@ -21,8 +21,6 @@ from swiftspec.serve.built_in_models import DEMO_MODELS
 from swiftspec.serve.text.codec import TextCodec
 from tests.support.clients import openai
 
-pytestmark = pytest.mark.slow
-
 ARGS = {"model": "demo", "device": "cpu", "threads": 1, "temperature": 0.0}
 PROMPT = "def fib(n):"
 SLOW = "target=20ms,draft=1ms"  # so that requests run long enough to be interrupted
@@ -96,6 +94,7 @@ def running_replicas() -> int:
     return states.get("RUNNING", 0)
 
 
+@pytest.mark.slow
 def test_replicas_behind_one_address(url: str) -> None:
     """Streams of two replicas have the text of one engine alone; a conversation stays where its prefix is."""
     deploy(changes={"num_replicas": 2})
@@ -114,6 +113,7 @@ def test_replicas_behind_one_address(url: str) -> None:
         client(url).completions.create(model="swiftspec-demo", prompt=PROMPT, max_tokens=-1)
 
 
+@pytest.mark.long
 def test_a_replica_of_two_ranks(url: str) -> None:
     """The ranks end with their replica."""
     deploy(ranks=2, mode="async")
@@ -127,6 +127,7 @@ def test_a_replica_of_two_ranks(url: str) -> None:
     wait_until(lambda: not ranks & {pid for pid, _, _ in processes()})
 
 
+@pytest.mark.slow
 def test_a_client_that_disconnects_frees_the_replica(url: str) -> None:
     deploy(emulate=SLOW)
     with httpx.stream(
@@ -136,6 +137,7 @@ def test_a_client_that_disconnects_frees_the_replica(url: str) -> None:
     wait_until(lambda: httpx.get(f"{url}/load", timeout=TIMEOUT_S).json()["server_load"] == 0)
 
 
+@pytest.mark.slow
 def test_a_killed_replica_is_replaced(url: str) -> None:
     """Its requests fail with an error, and those of the other replica go on."""
     deploy(changes={"num_replicas": 2}, emulate=SLOW)
@@ -159,6 +161,7 @@ def test_a_killed_replica_is_replaced(url: str) -> None:
     assert stream(url) == expected(48)
 
 
+@pytest.mark.long
 def test_replicas_follow_the_load(url: str) -> None:
     """Under load a second replica starts, and it goes when the load does, without an error of a request."""
     scaling = {

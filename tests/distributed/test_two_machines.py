@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 ADDRESSES = "10.213.7.1", "10.213.7.2"
 PORT = 29621
 PROMPT = ["--model", "demo", "--temperature", "0", "--raw", "--prompt", "def fib(n):", "--threads", "1", "--ignore-eos"]
@@ -69,6 +67,7 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait(TIMEOUT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [["--mode", "async", "--draft-tp", "1"], ["--mode", "ar", "--target-tp", "2"]], ids=["async", "tp2"]
 )
@@ -86,6 +85,7 @@ def test_the_text_is_that_of_one_machine(nodes: list[str], tmp_path: Path, flags
     assert (tmp_path / "out0").read_bytes() == alone.stdout
 
 
+@pytest.mark.long
 def test_an_answer_survives_the_loss_of_the_drafts_machine(nodes: list[str], tmp_path: Path) -> None:
     processes = start(
         nodes,
