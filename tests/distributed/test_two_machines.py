@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -85,7 +85,7 @@ def test_the_text_is_that_of_one_machine(nodes: list[str], tmp_path: Path, flags
     assert (tmp_path / "out0").read_bytes() == alone.stdout
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_answer_survives_the_loss_of_the_drafts_machine(nodes: list[str], tmp_path: Path) -> None:
     processes = start(
         nodes,
@@ -100,12 +100,18 @@ def test_an_answer_survives_the_loss_of_the_drafts_machine(nodes: list[str], tmp
         "target=20ms,draft=4ms",
     )
     try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not (tmp_path / "out0").read_bytes():
-            assert time.monotonic() < deadline and processes[0].poll() is None, (tmp_path / "err0").read_text()
-            time.sleep(0.1)
+        wait_until(lambda: (tmp_path / "out0").read_bytes() != b"", processes[0], tmp_path)
         ip("-n", nodes[0], "link", "set", f"a{os.getpid()}", "down")
-        assert processes[0].wait(TIMEOUT_S) == 0, (tmp_path / "err0").read_text()
+        # torchrun itself then waits for the other node for five minutes
+        wait_until(lambda: "600 tok" in (tmp_path / "err0").read_text(), processes[0], tmp_path)
     finally:
         end(processes)
-    assert "600 tok" in (tmp_path / "err0").read_text()
+    assert "decoding continued without it" in (tmp_path / "err0").read_text()
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Waits for a condition. Fails if it does not hold in time, or the process has ended without it."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline and process.poll() is None, (folder / "err0").read_text()
+        time.sleep(0.1)
