@@ -61,6 +61,10 @@ def main() -> None:
         name, models = parse_pair(args.pair)
         files = dict(map(parse_task, args.tasks))
         seconds(args.budget)
+        for model in models:
+            read_config(model)
+        for family in args.families:  # an invalid flag is reported before ranks start
+            read_tasks(family, files)
         ranks = CPU_RANKS if args.emulate or args.device == "cpu" else torch.cuda.device_count()
         if "RANK" not in os.environ and ranks > 1:
             sys.exit(run_on_ranks(ranks, sys.argv[1:]))
@@ -117,6 +121,11 @@ def parse_task(text: str) -> tuple[str, Path]:
     return family, Path(file)
 
 
+def read_tasks(family: str, files: Mapping[str, Path]) -> list[str]:
+    """Returns the prompts of a family. Raises UserError if there is no such family or its file is invalid."""
+    return tasks.load(files[family]) if family in files else tasks.own(family)
+
+
 def evaluate(
     name: str, models: Models, args: argparse.Namespace, files: Mapping[str, Path], world: World | None
 ) -> None:
@@ -153,8 +162,9 @@ def build_request(
     shards = on_gpu and not args.emulate and all(shard_error(config, ranks) is None for config in configs)
     prompts: dict[str, list[list[int]]] = {}
     for family in args.families:
-        texts = tasks.load(files[family]) if family in files else tasks.own(family)
-        encoded = encode_prompts(target, texts[: args.limit], chat=target != DEMO_MODELS.target)  # that completes code
+        encoded = encode_prompts(
+            target, read_tasks(family, files)[: args.limit], chat=target != DEMO_MODELS.target
+        )  # that completes code
         prompts[family] = [tokens[-room:] for tokens in encoded]
     base_ops = "auto" if args.emulate else "unfused" if on_gpu else "reference"  # emulated times include the operators
     defaults = generation_defaults(target if target.is_dir() else target.parent) or COMMON_SAMPLING

@@ -20,6 +20,7 @@ from ray.serve.request_router import PendingRequest, RunningReplica
 from starlette.types import ASGIApp
 
 from swiftspec.deploy.replica import EngineReplica, replica_settings
+from swiftspec.settings_schema import require
 
 MAX_ONGOING_REQUESTS = 4  # of a replica, one of which it decodes; further ones wait in Ray's proxies
 HEALTH_CHECK_PERIOD_S = 5.0
@@ -86,11 +87,12 @@ def ray_application(args: dict[str, Any]) -> Application:
     `draft_model`, and `ranks`, the number of ranks of a replica (default 1).
 
     With `device: cuda` a replica takes as many GPUs of one node as it has ranks. The config can override the options of
-    the deployment `Engine`, such as `num_replicas`, `autoscaling_config` and `ray_actor_options`. Raises UsageError if
-    the settings are invalid.
+    the deployment `Engine`, such as `num_replicas`, `autoscaling_config` and `ray_actor_options`. Raises UserError if the
+    settings are invalid.
     """
     values = dict(args)
-    ranks = int(values.pop("ranks", 1))
+    ranks = values.pop("ranks", 1)
+    require(isinstance(ranks, int) and ranks >= 1, f"ranks must be an integer of at least 1, not {ranks!r}")
     settings = replica_settings(values)
     resources = {"num_gpus": ranks} if settings.device == "cuda" else {"num_cpus": ranks * (settings.threads or 1)}
     return EngineDeployment.options(ray_actor_options=resources).bind(values, ranks)

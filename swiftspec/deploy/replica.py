@@ -21,7 +21,7 @@ from swiftspec.serve.http.app import create_app
 from swiftspec.serve.http.engine_link.frontend_process import default_served_name, sampling_defaults
 from swiftspec.serve.session import open_session, run_follower_rank
 from swiftspec.serve.settings.config_sources import load_settings
-from swiftspec.serve.settings.settings import Settings
+from swiftspec.serve.settings.settings import Settings, UsageError
 from swiftspec.serve.terminal import StartupProgress
 
 LOCALHOST = "127.0.0.1"
@@ -84,8 +84,14 @@ class EngineReplica:
 
 
 def replica_settings(values: Mapping[str, Any]) -> Settings:
-    """Returns the settings of a replica. Raises UsageError if they are invalid."""
-    return load_settings({**values, "port": values.get("port", UNUSED_PORT)})
+    """Returns the settings of a replica. Raises UsageError if they are invalid, or if they have an API key, which a
+    replica would not check."""
+    settings = load_settings({**values, "port": values.get("port", UNUSED_PORT)})
+    if settings.api_key:
+        raise UsageError(
+            "a replica checks no API key: remove api_key, and authenticate in front of the scheduler's proxy"
+        )
+    return settings
 
 
 def start_replica_rank(values: Mapping[str, Any], rank: int, size: int, address: str) -> subprocess.Popen[bytes]:

@@ -60,4 +60,6 @@ def test_invalid_settings(tmp_path: Path, values: dict[str, Any]) -> None:
         replica_settings({"wide": 3})
     with pytest.raises(UserError, match="missing"):
         EngineReplica({**values, "model": str(tmp_path / "missing")})
+    with pytest.raises(UsageError, match="checks no API key"):
+        replica_settings({"api_key": ["secret"]})
     assert replica_settings({"mode": "async"}).mode == "async"

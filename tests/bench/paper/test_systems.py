@@ -12,6 +12,7 @@ from bench.paper.systems import (
     SPLIT,
     SYSTEMS,
     Shape,
+    System,
     engine_config,
     paper_step_times,
     saved_per_layer_us,
@@ -44,9 +45,9 @@ def test_splits_have_the_step_times_of_table_1() -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
-def test_configurations(system: object) -> None:
-    config = engine_config(system, Shape(16, 4, 2), 2, 1)  # type: ignore[arg-type]
-    assert (config.mode, config.target_tp) == (system.mode, 2)  # type: ignore[attr-defined]
+def test_configurations(system: System) -> None:
+    config = engine_config(system, Shape(16, 4, 2), 2, 1)
+    assert (config.mode, config.target_tp) == (system.mode, 2)
     if system is not PLAIN:
         assert (config.verify_batch, config.leaves_per_expansion, config.draft_steps) == (16, 4, 2)
     assert config.num_ranks == (3 if config.mode == "async" else 2)
