@@ -87,8 +87,8 @@ def ray_application(args: dict[str, Any]) -> Application:
     `draft_model`, and `ranks`, the number of ranks of a replica (default 1).
 
     With `device: cuda` a replica takes as many GPUs of one node as it has ranks. The config can override the options of
-    the deployment `Engine`, such as `num_replicas`, `autoscaling_config` and `ray_actor_options`. Raises UserError if the
-    settings are invalid.
+    the deployment `Engine`, such as `num_replicas`, `autoscaling_config` and `ray_actor_options`. Raises UserError if
+    the settings are invalid.
     """
     values = dict(args)
     ranks = values.pop("ranks", 1)
