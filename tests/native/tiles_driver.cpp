@@ -206,7 +206,7 @@ int main() {
     for (const Zeros zeros : {Zeros::per_group, Zeros::default_value, Zeros::minima}) {
       if (format != Format::int4 && zeros != Zeros::per_group) continue;
       for (const int64_t group : {16, 32, 48, 64, 80, 128, 256}) {
-        for (const int64_t rows : {5, 6, 12, 16, 17, 32, 33, 70, 131}) {
+        for (const int64_t rows : {5, 6, 12, 16, 17, 32, 33, 131, 270}) {
           compare<uint16_t>(format, zeros, rows, 3 * group, 56, group, Gate::none);
         }
         compare<float>(format, zeros, 13, 2 * group, 144, group, Gate::none);
@@ -223,6 +223,7 @@ int main() {
       compare_attention(1, prefix, 4, 2, 64, window);
       compare_attention(7, prefix, 4, 2, 32, window);
       compare_attention(21, prefix, 18, 1, 128, window);
+      compare_attention(70, prefix, 4, 2, 32, window);  // as a prompt
     }
   }
   return 0;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "common/noise.h"
+#include "host/isa/aligned_vector.h"
 #include "host/isa/level.h"
 #include "host/ops/threads.h"
 #include "kernels_host.h"

@@ -5,8 +5,12 @@
 // ascend with their positions, so the key at position p is summand p of every sum, independent of the tile boundaries
 // and of the slot that holds the key.
 
-constexpr int64_t kTileRows = 8;   // rows of a tile
-constexpr int64_t kKeyBlocks = 8;  // blocks of 16 keys transposed at a time
+constexpr int64_t kMaxAttentionRows = 32;  // of a tile
+constexpr int64_t kKeyBlocks = 8;          // blocks of 16 keys transposed at a time
+
+// Rows of a tile. Every tile transposes the keys that it sees, so large tiles suit prompts. The few rows of a tree are
+// divided into small ones, for more tasks that run in parallel.
+inline int64_t attention_rows(int64_t rows) { return rows >= 2 * kMaxAttentionRows ? kMaxAttentionRows : 8; }
 
 template <class T>
 #ifdef SWIFTSPEC_TILES
@@ -91,8 +95,8 @@ struct VisibleSlots {
   int64_t begin = 0;  // a multiple of kBeginStep: a key is in the same lane of every sum, whatever the tile
   int64_t base = 0;
   std::vector<int32_t> slots;    // of all rows, one after the other
-  int64_t first[kTileRows + 1];  // index of each row's first entry in `slots`
-  int64_t before[kTileRows];     // positions from `begin` on that lie before each row's window
+  int64_t first[kMaxAttentionRows + 1];  // index of each row's first entry in `slots`
+  int64_t before[kMaxAttentionRows];     // positions from `begin` on that lie before each row's window
   int64_t shared() const { return base - begin; }
   const int32_t* slots_of(int64_t row) const { return slots.data() + first[row]; }
   int64_t count(int64_t row) const { return first[row + 1] - first[row]; }
@@ -101,7 +105,7 @@ struct VisibleSlots {
 // Moves `begin` to the first position in the sliding window of any row. Returns the number of entries that the list of
 // each row loses.
 inline int64_t limit_to_window(const AttentionArgs& a, const uint8_t* mask, int64_t rows, VisibleSlots& visible) {
-  int64_t starts[kTileRows], least = std::numeric_limits<int64_t>::max();
+  int64_t starts[kMaxAttentionRows], least = std::numeric_limits<int64_t>::max();
   for (int64_t r = 0; r < rows; ++r) {
     int64_t count = a.length - a.width;
     for (int64_t i = 0; i < a.width; ++i) count += mask[r * a.width + i] != 0;
@@ -124,7 +128,7 @@ inline void find_visible(const AttentionArgs& a, int64_t row, int64_t rows, Visi
   }
   const int64_t base = (window + run) / kProbStep * kProbStep;
   visible.base = base, visible.begin = 0;
-  std::fill(visible.before, visible.before + kTileRows, 0);
+  std::fill(visible.before, visible.before + kMaxAttentionRows, 0);
   const int64_t skipped = a.options.window > 0 ? limit_to_window(a, mask, rows, visible) : 0;
   visible.base += skipped;
   visible.slots.clear();
@@ -189,7 +193,7 @@ template <class T>
 void score(Multiplier& tiles, const Query<T>* x, int64_t queries, const T* keys, const int32_t* list, int64_t count,
            int64_t dim, float* scores, int64_t stride) {
   const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
-  thread_local std::vector<uint8_t> key_blocks(static_cast<size_t>(kKeyBlocks * kLanes * kMaxHeadDim) * sizeof(T));
+  thread_local AlignedVector<uint8_t> key_blocks(static_cast<size_t>(kKeyBlocks * kLanes * kMaxHeadDim) * sizeof(T));
   for (int64_t start = 0; start < count; start += kKeyBlocks * kLanes) {
     const int64_t here = std::min(kKeyBlocks * kLanes, count - start), blocks = (here + kLanes - 1) / kLanes;
     transpose_keys(keys, list, start, here, count - 1, dim, key_blocks.data());
@@ -369,9 +373,10 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
   const int64_t group = a.heads / a.kv_heads, queries = rows * group, dim = a.dim;
   const int64_t stride = (a.length + 2 * kBeginStep) / kBeginStep * kBeginStep,
                 out_stride = (dim + kColumnStep - 1) / kColumnStep * kColumnStep;
-  thread_local std::vector<X> x;  // thread-local buffers grow to the largest tile once
-  thread_local std::vector<Prob> probs;
-  thread_local std::vector<float> scores, totals, out;
+  thread_local AlignedVector<X> x;  // thread-local buffers grow to the largest tile once
+  thread_local AlignedVector<Prob> probs;
+  thread_local AlignedVector<float> scores, out;
+  thread_local std::vector<float> totals;
   x.resize(static_cast<size_t>(queries * dim));
   scores.resize(static_cast<size_t>(queries * stride));
   probs.resize(scores.size());
@@ -422,13 +427,14 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
 template <class T>
 void attention(const AttentionArgs& a) {
   if (!a.shares_kv) append<T>(a);
+  const int64_t tile_rows = attention_rows(a.rows);
   const auto body = [&](int64_t task) {
     thread_local VisibleSlots visible;
-    const int64_t row = task / a.kv_heads * kTileRows, rows = std::min(kTileRows, a.rows - row);
+    const int64_t row = task / a.kv_heads * tile_rows, rows = std::min(tile_rows, a.rows - row);
     find_visible(a, row, rows, visible);
     attend<T>(a, row, rows, task % a.kv_heads, visible);
   };
-  const int64_t tasks = (a.rows + kTileRows - 1) / kTileRows * a.kv_heads;
+  const int64_t tasks = (a.rows + tile_rows - 1) / tile_rows * a.kv_heads;
   if (a.rows * a.length * a.heads * a.dim >= kMinParallelWork) return parallel_for(tasks, body);
   for (int64_t task = 0; task < tasks; ++task) body(task);
 }

@@ -49,15 +49,15 @@ void reorder_row(const int32_t* order, int64_t k, X* row) {
 // Returns the input rows as values of type X: normalised if there is a norm, in the order of the matrix, and padded
 // with zeros to a multiple of 8 inputs. Returns `a.x` itself if it has this form already.
 template <class T, class X>
-const X* prepare_rows(const LinearArgs& a, std::vector<X>& scratch) {
+const X* prepare_rows(const LinearArgs& a, AlignedVector<X>& scratch) {
   const Weights& w = *a.weights;
   const int64_t padded = (w.k + 7) / 8 * 8;
   const T* rows = static_cast<const T*>(a.x);
   const X* x = reinterpret_cast<const X*>(rows);
   if (!std::is_same_v<T, X> || a.norm != nullptr || w.order != nullptr || padded != w.k) {
     scratch.resize(static_cast<size_t>(a.rows * padded));
-    for (int64_t r = 0; r < a.rows; ++r) {
-      X* out = scratch.data() + r * padded;
+    run_tasks(a.rows, a.rows * w.k, [&, to = scratch.data()](int64_t r) {
+      X* out = to + r * padded;
       if (a.norm != nullptr) {
         rms_norm(rows + r * w.k, a.norm, a.eps, w.k, out);
       } else {
@@ -66,7 +66,7 @@ const X* prepare_rows(const LinearArgs& a, std::vector<X>& scratch) {
       }
       if (w.order != nullptr) reorder_row(w.order, w.k, out);
       std::fill(out + w.k, out + padded, X{});
-    }
+    });
     x = scratch.data();
   }
   return x;
@@ -95,7 +95,7 @@ void quantize_rows(const LinearArgs& a, const X* x, const Place& place) {
 
 // Buffers of quantised rows; thread-local ones grow to the largest input once.
 struct QuantizedBuffers {
-  std::vector<uint32_t> words;
+  AlignedVector<uint32_t> words;
   std::vector<float> scales, sums;
 
   void resize(int64_t rows, int64_t row_words, int64_t groups, int64_t extra_words) {
@@ -136,15 +136,15 @@ TileRows rows_for_tiles(const LinearArgs& a, const X* x, QuantizedBuffers& to) {
 
 // Returns the input rows in the order of tiles.
 template <class X>
-Bf16TileRows bf16_rows_for_tiles(const LinearArgs& a, const X* x, std::vector<uint16_t>& to) {
+Bf16TileRows bf16_rows_for_tiles(const LinearArgs& a, const X* x, AlignedVector<uint16_t>& to) {
   const int64_t k = a.weights->k;
   to.resize(static_cast<size_t>(a.rows * k + (kMaxTileRows - 1) * kBf16TileInputs));
-  for (int64_t row = 0; row < a.rows; ++row) {
+  run_tasks(a.rows, a.rows * k, [&, out = to.data()](int64_t row) {
     for (int64_t i = 0; i < k; i += kLanes) {
       const int64_t tile = i / kBf16TileInputs * kBf16TileInputs;
-      store_as(to.data() + tile * a.rows + row * kBf16TileInputs + i - tile, load_as(x + row * k + i));
+      store_as(out + tile * a.rows + row * kBf16TileInputs + i - tile, load_as(x + row * k + i));
     }
-  }
+  });
   return {to.data(), kBf16TileInputs, a.rows * kBf16TileInputs};
 }
 
@@ -229,7 +229,8 @@ void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
   const Weights& w = *a.weights;
   const Operand whole = operand_of(w);
   constexpr int64_t kStride = (kStripBlocks + 1) * kLanes;
-  float sums[In::kMaxRows * kStride], ups[In::kMaxRows * kStride];
+  alignas(64) float sums[In::kMaxRows * kStride];
+  alignas(64) float ups[In::kMaxRows * kStride];
   const bool gated = a.gate != Gate::none;
   const int64_t half = w.n / 2, outputs = gated ? half : w.n,
                 width = (gated ? kStripBlocks / 2 : kStripBlocks) * kLanes;
@@ -293,11 +294,11 @@ class PreparedRows {
  private:
   using X = std::conditional_t<std::is_same_v<T, float>, float, Packed16>;
 
-  std::vector<X> scratch_;
+  AlignedVector<X> scratch_;
   std::vector<float> sums_;
   QuantizedBuffers quantized_;
 #ifdef SWIFTSPEC_TILES
-  std::vector<uint16_t> tiles_;
+  AlignedVector<uint16_t> tiles_;
   std::variant<Inputs<X>, QuantizedRows, TileRows, Bf16TileRows> in_;
 #else
   std::variant<Inputs<X>, QuantizedRows> in_;

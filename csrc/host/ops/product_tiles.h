@@ -16,7 +16,7 @@ inline bool suits_tiles(int64_t rows, int64_t group) {
 
 // Rows quantised to int8, in the order in which tiles load them.
 struct TileRows {
-  static constexpr int64_t kMaxRows = 128;  // of a product
+  static constexpr int64_t kMaxRows = 256;  // of a product
 
   const int8_t* bytes;  // [K / tile_inputs][rows][tile_inputs], and kMaxTileRows - 1 further rows that may be read
   const float* scales;  // [K / group][rows]
@@ -33,13 +33,15 @@ template <int B>
 struct TileBuffers {
   // of two groups: [group / Inputs][B][Inputs / 4][16 outputs][4 inputs]
   alignas(64) int8_t codes[2][B * kMaxTileGroup * kLanes];
-  // of two pairs of tiles: [2 tile_rows][B][16 outputs]
-  alignas(64) int32_t sums[2][2 * kMaxTileRows * B * kLanes];
+  // of two tiles of rows: [tile_rows][B][16 outputs]
+  alignas(64) int32_t sums[2][kMaxTileRows * B * kLanes];
 };
 
-// A product of rows with B blocks; a tile has `Inputs` inputs. A step of the loop expands one tile of codes of the next
-// group, less the zero points, and multiplies one of this group. The sums of the previous pair of tiles are scaled in
-// between. The three are independent and use different execution units.
+// A product of rows with B blocks; a tile has `Inputs` inputs. For each tile of rows the loop multiplies the codes of a
+// group and scales the sums of the previous tile of rows; with the first one it expands the codes of the next group, less
+// the zero points. The three are independent and use different execution units. The loop uses few tile registers: while
+// another thread runs on the same core, the CPU renames a register only if few are in use, and otherwise a load waits
+// for the register's last reader.
 template <Format W, int Inputs, int B>
 struct TileProduct {
   const TileRows& in;
@@ -51,10 +53,9 @@ struct TileProduct {
 
   const int64_t groups = w.k / w.group, steps = w.group / Inputs, distance = prefetch_distance(w, B);
 
-  // A pair of tiles of rows, or a single tile; without rows: none.
-  struct Pair {
-    int64_t group = 0, row = 0, count = 0;
-    int parity = 0;
+  // A tile of rows of which the sums are stored.
+  struct Unscaled {
+    int64_t group = 0, row = 0, count = 0;  // count 0: none
   };
 
   int8_t* codes_at(int64_t g, int64_t step, int64_t block) {
@@ -78,62 +79,62 @@ struct TileProduct {
     }
   }
 
-  // Multiplies one tile of codes with one or two tiles of rows, the first one at `row`.
-  template <int Block>
-  void multiply(int64_t g, int64_t step, int64_t row, bool two) {
-    const int8_t* left = in.bytes + (g * w.group + step * Inputs) * in.rows + row * Inputs;
-    load_tile<6 + Block>(codes_at(g, step, Block), 64);
-    if (Block == 0) load_tile<4>(left, Inputs);
-    if (Block == 0 && two) load_tile<5>(left + tile_rows * Inputs, Inputs);
-    multiply_tiles<Block, 4, 6 + Block>();
-    if (two) multiply_tiles<2 + Block, 5, 6 + Block>();
+  void expand_group(int64_t g) {
+    for (int64_t step = 0; step < steps; ++step) {
+      for (int64_t block = 0; block < B; ++block) expand(g, step, block);
+    }
   }
 
-  void zero_sums(bool two) {
+  void multiply(int64_t g, int64_t row, bool expands) {
+    const int8_t* left = in.bytes + g * w.group * in.rows + row * Inputs;
+    const int8_t* codes = codes_at(g, 0, 0);
     zero_tile<0>();
     if (B == 2) zero_tile<1>();
-    if (two) zero_tile<2>();
-    if (B == 2 && two) zero_tile<3>();
+    for (int64_t step = 0; step < steps; ++step, left += in.rows * Inputs, codes += B * Inputs * kLanes) {
+      if (expands) expand(g + 1, step, 0);
+      load_tile<4>(left, Inputs);
+      load_tile<6>(codes, 64);
+      multiply_tiles<0, 4, 6>();
+      if constexpr (B == 2) {
+        if (expands) expand(g + 1, step, 1);
+        load_tile<6>(codes + Inputs * kLanes, 64);
+        multiply_tiles<1, 4, 6>();
+      }
+    }
   }
 
-  void store_sums(int parity, bool two) {
+  void store_sums(int parity) {
     constexpr int64_t kStride = B * kLanes * sizeof(int32_t);
-    int32_t *first = buffers.sums[parity], *second = first + tile_rows * B * kLanes;
-    store_tile<0>(first, kStride);
-    if (B == 2) store_tile<1>(first + kLanes, kStride);
-    if (two) store_tile<2>(second, kStride);
-    if (B == 2 && two) store_tile<3>(second + kLanes, kStride);
+    store_tile<0>(buffers.sums[parity], kStride);
+    if (B == 2) store_tile<1>(buffers.sums[parity] + kLanes, kStride);
   }
 
-  // Adds the scaled sums of a pair to the outputs.
+  // Adds the scaled sums of a tile of rows to the outputs.
   template <bool HasMinima>
-  void scale(const Pair& pair) {
-    const int64_t at = pair.group * in.rows + pair.row;
-    const int32_t* sums = buffers.sums[pair.parity];
-    float* to = out + pair.row * stride;
+  void scale(const Unscaled& tile, int parity) {
+    const int64_t at = tile.group * in.rows + tile.row;
+    const float* row_scales = in.scales + at, *row_sums = in.sums + at;
+    const int32_t* sums = buffers.sums[parity];
+    float* to = out + tile.row * stride;
     F scale[B], minimum[B];
     for (int b = 0; b < B; ++b) {
-      scale[b] = load_scales(w, b * groups + pair.group);
-      if (HasMinima) minimum[b] = load_minima(w, b * groups + pair.group);
+      scale[b] = load_scales(w, b * groups + tile.group);
+      if (HasMinima) minimum[b] = load_minima(w, b * groups + tile.group);
     }
-    for (int64_t m = 0; m < pair.count; ++m, to += stride, sums += B * kLanes) {
-      const F row_scale = broadcast(in.scales[at + m]);
+    for (int64_t m = 0; m < tile.count; ++m, to += stride, sums += B * kLanes) {
+      const F row_scale = broadcast(row_scales[m]);
 #pragma GCC unroll 2
       for (int b = 0; b < B; ++b) {
         const F exact = to_float(load_int(sums + b * kLanes));
         F result = add(load(to + b * kLanes), mul(exact, mul(scale[b], row_scale)));
-        if (HasMinima) result = add(result, mul(broadcast(in.sums[at + m]), mul(minimum[b], row_scale)));
+        if (HasMinima) result = add(result, mul(broadcast(row_sums[m]), mul(minimum[b], row_scale)));
         store(to + b * kLanes, result);
       }
     }
   }
 
-  void add_scaled(const Pair& pair) { w.minima == nullptr ? scale<false>(pair) : scale<true>(pair); }
-
-  void expand_group(int64_t g) {
-    for (int64_t step = 0; step < steps; ++step) {
-      for (int64_t block = 0; block < B; ++block) expand(g, step, block);
-    }
+  void add_scaled(const Unscaled& tile, int parity) {
+    w.minima == nullptr ? scale<false>(tile, parity) : scale<true>(tile, parity);
   }
 
   void run() {
@@ -141,25 +142,17 @@ struct TileProduct {
       for (int b = 0; b < B; ++b) store(out + r * stride + b * kLanes, zeros());
     }
     expand_group(0);
-    Pair last;
+    Unscaled last;
+    int parity = 0;
     for (int64_t g = 0; g < groups; ++g) {
-      for (int64_t row = 0; row < rows; row += 2 * tile_rows) {
-        const bool two = row + tile_rows < rows, expands = row == 0 && g + 1 < groups;
-        zero_sums(two);
-        for (int64_t step = 0; step < steps; ++step) {
-          if (expands) expand(g + 1, step, 0);
-          multiply<0>(g, step, row, two);
-          if constexpr (B == 2) {
-            if (expands) expand(g + 1, step, 1);
-            multiply<1>(g, step, row, two);
-          }
-        }
-        add_scaled(last);
-        last = {g, row, std::min(2 * tile_rows, rows - row), 1 - last.parity};
-        store_sums(last.parity, two);
+      for (int64_t row = 0; row < rows; row += tile_rows, parity = 1 - parity) {
+        multiply(g, row, row == 0 && g + 1 < groups);
+        add_scaled(last, 1 - parity);
+        last = {g, row, std::min(tile_rows, rows - row)};
+        store_sums(parity);
       }
     }
-    add_scaled(last);
+    add_scaled(last, 1 - parity);
   }
 };
 
@@ -236,16 +229,14 @@ void product_bf16_tiles(const Bf16TileRows& in, const Operand& w, int64_t tile_r
       if (B == 2) prefetch(right + w.block_bytes + distance + 64 * i);
     }
     load_tile<4>(left, row_bytes);
+    if (two) load_tile<5>(left + tile_rows * in.row_stride, row_bytes);
     load_tile<6>(right, 64);
     multiply_bf16_tiles<0, 4, 6>();
-    if (B == 2) {
-      load_tile<7>(right + w.block_bytes, 64);
-      multiply_bf16_tiles<1, 4, 7>();
-    }
-    if (!two) continue;
-    load_tile<5>(left + tile_rows * in.row_stride, row_bytes);
-    multiply_bf16_tiles<2, 5, 6>();
-    if (B == 2) multiply_bf16_tiles<3, 5, 7>();
+    if (two) multiply_bf16_tiles<2, 5, 6>();
+    if (B == 1) continue;
+    load_tile<6>(right + w.block_bytes, 64);
+    multiply_bf16_tiles<1, 4, 6>();
+    if (two) multiply_bf16_tiles<3, 5, 6>();
   }
   store_tile<0>(out, out_bytes);
   if (B == 2) store_tile<1>(out + kLanes, out_bytes);
