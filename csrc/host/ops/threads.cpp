@@ -12,6 +12,7 @@
 #include <pthread.h>
 #endif
 
+#include "host/pause.h"
 #include "kernels_host.h"
 
 namespace swiftspec::host {
@@ -20,14 +21,6 @@ namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(100);  // then a worker sleeps
 constexpr int kSpinsBeforeYield = 2000;                 // then the caller yields its core
-
-void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::this_thread::yield();
-#endif
-}
 
 // The caller opens the gate of a job, all threads take tasks, the caller closes the gate and waits for the workers that
 // are still inside. A worker that wakes up late finds the gate closed, so the caller never waits for a sleeping one.

@@ -6,8 +6,10 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#endif
 
 #include <algorithm>
 #include <cerrno>
@@ -16,6 +18,7 @@
 #include <system_error>
 #include <thread>
 
+#include "host/pause.h"
 #include "host/shm/atomic.h"
 
 namespace swiftspec::host {
@@ -36,14 +39,6 @@ double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-void pause() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 [[noreturn]] void fail(const std::string& what) { throw std::system_error(errno, std::generic_category(), what); }
 
 struct File {  // closes the descriptor at the end of the scope
@@ -54,12 +49,22 @@ struct File {  // closes the descriptor at the end of the scope
 };
 
 // A pidfd, which polls as readable once the process has ended, reaped or not; -1 if unavailable.
-int open_pidfd(int32_t pid) {
+int open_pidfd([[maybe_unused]] int32_t pid) {
 #ifdef SYS_pidfd_open
   return static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
 #else
   errno = ENOSYS;
   return -1;
+#endif
+}
+
+// Sets the size of new shared memory, on Linux with its pages: a full /dev/shm is an error here, and would be SIGBUS at
+// the first store. Returns 0 or the error number.
+int allocate(int fd, size_t bytes) {
+#ifdef __linux__
+  return posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+#else
+  return ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
 #endif
 }
 
@@ -131,8 +136,7 @@ void Segment::release() {
 }
 
 void Segment::map(int fd, bool create, double deadline_s) {
-  // Allocated now: a full /dev/shm is an error here, and would be SIGBUS at the first store.
-  if (create && (errno = posix_fallocate(fd, 0, static_cast<off_t>(bytes_))) != 0) fail("shared memory " + name_);
+  if (create && (errno = allocate(fd, bytes_)) != 0) fail("shared memory " + name_);
   struct stat info {};
   while (fstat(fd, &info) == 0 && info.st_size == 0 && now_s() < deadline_s) std::this_thread::sleep_for(kLongSleep);
   if (info.st_size == 0) throw TimedOut("rank 0 has not sized shared memory " + name_ + " in time");
