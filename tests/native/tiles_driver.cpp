@@ -17,6 +17,7 @@ namespace emulated {
 namespace {
 // clang-format off: each header needs those before it
 #include "host/isa/vector256.h"
+#include "host/isa/vector_x86.h"
 #include "host/isa/vector.h"
 #include "emulated_tiles.h"
 #include "host/ops/product.h"

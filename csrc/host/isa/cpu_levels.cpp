@@ -5,8 +5,11 @@
 #include <cpuid.h>
 #endif
 #ifdef __linux__
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace swiftspec::host {
@@ -57,6 +60,22 @@ const Level kLevels[] = {{"amx", has_amx, amx_kernels},
                          {"avx512", has_avx512, avx512_kernels},
                          {"avx_vnni", has_avx_vnni, avx_vnni_kernels},
                          {"avx2", has_avx2, avx2_kernels},
+#elif defined(SWIFTSPEC_NEON)
+
+bool has_dotprod() {
+#if defined(__linux__)
+  return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#elif defined(__APPLE__)
+  int found = 0;
+  size_t size = sizeof found;
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &found, &size, nullptr, 0) == 0 && found != 0;
+#else
+  return false;
+#endif
+}
+
+const Level kLevels[] = {{"neon_dotprod", has_dotprod, neon_dotprod_kernels},
+                         {"neon", [] { return true; }, neon_kernels},
 #else
 const Level kLevels[] = {
 #endif

@@ -1,7 +1,13 @@
 // Headers that the kernels of an ISA level include before the target region begins.
 #pragma once
 
+#include "host/isa/level.h"
+
+#if defined(SWIFTSPEC_X86)
 #include <immintrin.h>
+#elif defined(SWIFTSPEC_NEON)
+#include <arm_neon.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
@@ -17,6 +23,5 @@
 
 #include "common/noise.h"
 #include "host/isa/aligned_vector.h"
-#include "host/isa/level.h"
 #include "host/ops/threads.h"
 #include "kernels_host.h"

@@ -39,7 +39,7 @@ const Kernels& kernels() { return selected().load(std::memory_order_acquire)->ke
 
 template <class F>
 F require_kernel(F kernel) {
-  if (kernel == nullptr) throw std::runtime_error("the native kernels need AVX2, which this CPU lacks");
+  if (kernel == nullptr) throw std::runtime_error("the native kernels need x86-64 with AVX2, or aarch64");
   return kernel;
 }
 

@@ -9,6 +9,9 @@
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define SWIFTSPEC_X86 1
 #endif
+#if defined(__AARCH64EL__) && (defined(__GNUC__) || defined(__clang__))
+#define SWIFTSPEC_NEON 1
+#endif
 
 // Functions between these two macros may use the instructions of an ISA level. Library headers are included before, so
 // that inline functions shared with other files are not compiled for the level.
@@ -79,6 +82,8 @@ Kernels avx512_kernels();
 Kernels avx512_vnni_kernels();
 Kernels avx512_bf16_kernels();
 Kernels amx_kernels();
+Kernels neon_kernels();
+Kernels neon_dotprod_kernels();
 
 // Bits of one weight.
 constexpr int64_t bits_of(Format format) {

@@ -16,6 +16,7 @@ namespace amx {
 namespace {
 // clang-format off: each header needs those before it
 #include "host/isa/vector512.h"
+#include "host/isa/vector_x86.h"
 #include "host/isa/vector.h"
 #include "host/isa/tile_registers.h"
 #include "host/ops/product.h"

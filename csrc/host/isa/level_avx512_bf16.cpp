@@ -15,6 +15,7 @@ namespace avx512_bf16 {
 namespace {
 // clang-format off: each header needs those before it
 #include "host/isa/vector512.h"
+#include "host/isa/vector_x86.h"
 #include "host/isa/vector.h"
 #include "host/ops/product.h"
 #include "host/ops/product_int8.h"

@@ -13,6 +13,7 @@ namespace avx_vnni {
 namespace {
 // clang-format off: each header needs those before it
 #include "host/isa/vector256.h"
+#include "host/isa/vector_x86.h"
 #include "host/isa/vector.h"
 #include "host/ops/product.h"
 #include "host/ops/product_int8.h"

@@ -1,5 +1,5 @@
-// Vector functions composed of the operations of vector256.h or vector512.h. Their results are bitwise identical at
-// every ISA level.
+// Vector functions composed of the operations of vector256.h, vector512.h or vector_neon.h. Their results are bitwise
+// identical at every ISA level.
 
 inline constexpr int64_t kLanes = 16;
 inline constexpr int64_t kMinParallelWork = 1 << 17;  // multiply-adds; a smaller job ends before a worker has started
@@ -61,21 +61,6 @@ inline F rounded(F x) {
   if constexpr (sizeof(T) == sizeof(uint16_t)) return as_float(bit_and(to_bf16(x), broadcast_int(0xffff0000)));
 #endif
   return x;
-}
-
-// The sum of the lanes, in a fixed order.
-inline float reduce_add(F x) {
-  const __m256 eight = _mm256_add_ps(lower(x), upper(x));
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-
-inline float reduce_max(F x) {
-  const __m256 eight = _mm256_max_ps(lower(x), upper(x));
-  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
 // e^x with x clamped to [-87.3, 88]: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (Cephes), relative error below

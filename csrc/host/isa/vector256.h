@@ -152,9 +152,9 @@ inline F float4(I codes) {  // twice the e2m1 number of code N
   return as_float(bit_or(as_int(magnitude), bit_and(shift_left<28 - 4 * N>(codes), broadcast_int(0x80000000))));
 }
 
-// Returns entry `index` of a table for each byte, below 16.
-inline I lookup_bytes(__m128i table, I index) {
-  const __m256i both = _mm256_broadcastsi128_si256(table);
+// Returns entry `index` of an aligned table for each byte, below 16.
+inline I lookup_bytes(const uint8_t (&table)[16], I index) {
+  const __m256i both = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
   return {_mm256_shuffle_epi8(both, index.a), _mm256_shuffle_epi8(both, index.b)};
 }
 

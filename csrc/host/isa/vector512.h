@@ -101,8 +101,11 @@ inline F float4(I codes) {  // twice the e2m1 number of code N
   return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * N), table);
 }
 
-// Returns entry `index` of a table for each byte, below 16.
-inline I lookup_bytes(__m128i table, I index) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), index); }
+// Returns entry `index` of an aligned table for each byte, below 16.
+inline I lookup_bytes(const uint8_t (&table)[16], I index) {
+  const __m128i one = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(one), index);
+}
 
 // Transposes sixteen rows of sixteen 32-bit words, or of eight if fewer than 64 `bytes` of a row are left.
 inline void transpose_block(const uint8_t* const (&rows)[16], int64_t offset, int64_t bytes, uint8_t* out) {

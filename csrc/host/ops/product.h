@@ -190,7 +190,7 @@ inline int64_t prefetch_distance(const Operand& w, int blocks) {
   return w.block_bytes <= 8192 ? blocks * w.block_bytes : 2048;
 }
 
-inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch(const uint8_t* p) { __builtin_prefetch(p); }  // for a load, into all cache levels
 
 template <int M, int B, class X>
 void product_bf16(const Inputs<X>& in, const Operand& w, float* out, int64_t stride) {

@@ -32,7 +32,6 @@ struct RowPlace {
 // an infinity gets the scale NaN.
 template <class X>
 void quantize_row(const X* x, int64_t k, int64_t group, RowPlace to) {
-  const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
   int64_t place = 0;
   for (int64_t g = 0; g * group < k; ++g, x += group) {
     F abs_max = zeros(), nan_probe = zeros(), total = zeros();
@@ -47,13 +46,12 @@ void quantize_row(const X* x, int64_t k, int64_t group, RowPlace to) {
     for (int64_t i = 0; i < group; i += kLanes) {
       const F value = round_even(mul(load_as(x + i), inverse));
       total = add(total, value);
-      const __m128i bytes = _mm_shuffle_epi8(narrow_bytes(to_int(value)), order);
       uint32_t* words = to.words + place * to.stride;
       if (to.stride == 1) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(words), bytes);
+        store_row_bytes(words, to_int(value));
       } else {
         uint32_t four[4];
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(four), bytes);
+        store_row_bytes(four, to_int(value));
         for (int j = 0; j < 4; ++j) words[j * to.stride] = four[j];
       }
       place += 4;
@@ -64,15 +62,10 @@ void quantize_row(const X* x, int64_t k, int64_t group, RowPlace to) {
   }
 }
 
-#ifdef SWIFTSPEC_DOT_INT8
+#if defined(SWIFTSPEC_DOT_INT8) && !defined(SWIFTSPEC_NEON)  // multiplies unsigned codes
 
 constexpr float kInt8ZeroPoint = 128.0f;
 
-// sum += the products of eight inputs, whose codes are two vectors of bytes.
-template <Format W>
-inline I add_eight(I sum, I first, I second, I row_first, I row_second) {
-  return dot_bytes(dot_bytes(sum, first, row_first), second, row_second);
-}
 template <Format W>
 inline I prepare_codes(I codes) {
   return codes;
@@ -81,6 +74,31 @@ inline I prepare_codes(I codes) {
 #else
 
 constexpr float kInt8ZeroPoint = 0.0f;  // `prepare_codes` has subtracted it
+
+template <Format W>
+inline I prepare_codes(I codes) {
+  return W == Format::int4 ? codes : bit_xor(codes, broadcast_int(0x80808080));
+}
+
+#endif
+
+// sum += the products of eight inputs, whose codes are two vectors of bytes.
+#if defined(SWIFTSPEC_NEON)
+
+template <Format W>
+inline I add_eight(I sum, I first, I second, I row_first, I row_second) {
+  if constexpr (W == Format::int4) return dot_nibbles(sum, first, second, row_first, row_second);
+  return dot_signed(dot_signed(sum, first, row_first), second, row_second);
+}
+
+#elif defined(SWIFTSPEC_DOT_INT8)
+
+template <Format W>
+inline I add_eight(I sum, I first, I second, I row_first, I row_second) {
+  return dot_bytes(dot_bytes(sum, first, row_first), second, row_second);
+}
+
+#else
 
 // Two products must fit 16 bits. For 4-bit codes several fit; for int8 codes only products of magnitudes do.
 template <Format W>
@@ -91,10 +109,6 @@ inline I add_eight(I sum, I first, I second, I row_first, I row_second) {
     sum = add(sum, sum_halves(pairs(absolute_bytes(first), signed_as(row_first, first))));
     return add(sum, sum_halves(pairs(absolute_bytes(second), signed_as(row_second, second))));
   }
-}
-template <Format W>
-inline I prepare_codes(I codes) {
-  return W == Format::int4 ? codes : bit_xor(codes, broadcast_int(0x80808080));
 }
 
 #endif
@@ -109,9 +123,10 @@ inline void load_bytes(const uint8_t* p, I& first, I& second) {
     first = bit_and(codes, low), second = bit_and(shift_right<4>(codes), low);
   }
   if constexpr (W == Format::float4) {
-    const __m128i less = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
-    const __m128i table = _mm_xor_si128(less, _mm_set1_epi8(-128));
-    first = lookup_bytes(table, first), second = lookup_bytes(table, second);
+    // twice the e2m1 numbers, plus 128
+    alignas(16) static constexpr uint8_t kTable[16] = {128, 129, 130, 131, 132, 134, 136, 140,
+                                                       128, 127, 126, 125, 124, 122, 120, 116};
+    first = lookup_bytes(kTable, first), second = lookup_bytes(kTable, second);
   }
 }
 
