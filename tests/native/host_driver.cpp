@@ -1,6 +1,6 @@
 // Runs every native CPU operator at the given ISA levels on buffers of exactly the documented sizes, for a build with
-// sanitizers (test_sanitized.py). Results must not depend on the number of threads. Exits with 0, or prints the
-// difference.
+// sanitizers (test_sanitized.py). Results must not depend on the number of threads. Prints a hash of each result. Exits
+// with 0, or prints the difference.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -23,6 +23,7 @@ using swiftspec::ScoreArgs;
 namespace {
 
 std::mt19937 dice(7);
+int repetitions = 3;  // of each operator, with several threads
 
 void require(bool ok, const char* what) {
   if (ok) return;
@@ -327,12 +328,22 @@ struct Model {
   }
 };
 
+// Prints a hash of results (FNV-1a), which other CPUs must reproduce (test_aarch64.py).
+template <class T>
+void print_hash(const char* what, const std::vector<T>& results) {
+  uint64_t hash = 0xcbf29ce484222325;
+  const auto* bytes = reinterpret_cast<const uint8_t*>(results.data());
+  for (size_t i = 0; i < results.size() * sizeof(T); ++i) hash = (hash ^ bytes[i]) * 0x100000001b3;
+  std::printf("%s %016llx\n", what, static_cast<unsigned long long>(hash));
+}
+
 template <class Case>
 void check(Case& one, const char* what) {
   set_threads(1);
   const auto alone = one.run();
+  print_hash(what, alone);
   set_threads(3);
-  for (int i = 0; i < 3; ++i) require(one.run() == alone, what);
+  for (int i = 0; i < repetitions; ++i) require(one.run() == alone, what);
 }
 
 void check_scores(int64_t rows, int64_t vocab) {
@@ -347,6 +358,7 @@ void check_scores(int64_t rows, int64_t vocab) {
   draw(args, drawn.data(), nullptr);
   children(args, 1, tokens.data(), values.data(), nullptr);
   require(drawn == tokens, "the token drawn is not the likeliest child");
+  print_hash("noise", noise), print_hash("log-probabilities", values);
   std::vector<uint32_t> bits(static_cast<size_t>(vocab), 0xffffffffu);
   std::vector<float> out(bits.size());
   gumbel(bits.data(), vocab, out.data());
@@ -392,7 +404,7 @@ void check_callers() {
     std::mt19937 mine(static_cast<unsigned>(seed));
     static Linear shared(Format::bf16, false, false, 40, 128, 128, 0);
     static const auto expected = shared.run();
-    for (int i = 0; i < 200; ++i) {
+    for (int i = 0; i < 70 * repetitions; ++i) {
       require(shared.run() == expected, "a job of two callers");
       if (mine() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(mine() % 400));
     }
@@ -404,9 +416,12 @@ void check_callers() {
 
 }  // namespace
 
-// Arguments: names of ISA levels.
+// Arguments: names of ISA levels, or "once" for a single repetition of what follows. Prints the level that is selected
+// without a name first.
 int main(int count, char** names) {
+  std::printf("%s\n", level());
   for (int i = 1; i < count; ++i) {
+    if (std::string(names[i]) == "once") repetitions = 1;
     if (use_level(names[i])) check_level();
   }
   if (std::string(level()) != "none") check_callers();
