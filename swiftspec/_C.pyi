@@ -395,10 +395,10 @@ def gumbel_rows(seed: int, stream: int, positions: Array, first: int, out: Array
     """Fills `out` [rows, count] float32 with the Gumbel noise of positions [rows] int32, for tokens from `first` on."""
 
 def level() -> str:
-    """The ISA level in use: amx, avx512_bf16, avx512_vnni, avx512, avx_vnni, avx2 or none."""
+    """The ISA level in use: amx, avx512_bf16, avx512_vnni, avx512, avx_vnni or avx2; neon_dotprod or neon; or none."""
 
 def levels() -> list[str]:
-    """The ISA levels that this CPU supports, the preferred one first; empty if the CPU lacks AVX2."""
+    """The ISA levels that this CPU supports, the preferred one first; empty if there is none."""
 
 def linear(
     weights: Weights,

@@ -56,7 +56,9 @@ def pool() -> Iterator[Pool]:
     ranks.close()
 
 
-@pytest.fixture(params=["amx", "avx512_bf16", "avx512", "avx2"])
+@pytest.fixture(
+    params=["neon_dotprod", "neon"] if _C.level().startswith("neon") else ["amx", "avx512_bf16", "avx512", "avx2"]
+)
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test at every ISA level that this CPU supports."""
     best = _C.level()

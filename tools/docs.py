@@ -47,7 +47,8 @@ for the capture; on a GPU, one H100 has run them.
 
 The columns:
 
-- *CPU, native operators*: x86-64 with AVX2 or more, models in bfloat16 or float32, int4 too; one rank or several.
+- *CPU, native operators*: x86-64 with AVX2 or more, or aarch64, models in bfloat16 or float32, int4 too; one rank or
+  several.
 - *CUDA operators*: NVIDIA GPUs since Ampere, bfloat16 models, int4 too, with heads of 64 or 128. *Several*: ranks
   of one machine with peer access to each other's memory.
 - *`--ops unfused`*: torch's own operators on a GPU, also for models that the CUDA operators do not support. *Several*:

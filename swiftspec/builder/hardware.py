@@ -21,13 +21,17 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 
 def cpu_name() -> str:
-    """Returns the model name of the CPU."""
+    """Returns the model name of the CPU; on aarch64, where Linux has none, the numbers of its implementer and part."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    entries = (line.partition(":") for line in reversed(lines))  # those of the first CPU last
+    fields = {name.strip(): value.strip() for name, _, value in entries}
+    if "model name" in fields:
+        return fields["model name"]
+    numbers = [f"{name} {fields[name]}" for name in ("CPU implementer", "CPU part") if name in fields]
+    return ", ".join([platform.processor() or platform.machine(), *numbers])
 
 
 def resolve_device(device: torch.device | str) -> torch.device:

@@ -26,7 +26,7 @@ LOW_MEMORY_BYTES = 2e9  # available memory below which hardly any model but the 
 LOW_SHM_BYTES = 32 << 20  # of /dev/shm, in which ranks exchange messages and sums
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # exists where an NVIDIA driver is loaded
 SHM = Path("/dev/shm")
-FASTEST_LEVELS = ("amx", "avx512_bf16")  # levels beyond which nothing is gained
+FASTEST_LEVELS = ("amx", "avx512_bf16", "neon_dotprod")  # levels beyond which nothing is gained
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +115,13 @@ def _cpu_findings() -> Iterator[Finding]:
     usable, cores, _ = machine.describe_cores()
     if level == "none":
         yield Finding(
-            "models on the CPU", "the native operators need AVX2, so plain torch runs", "use a CPU with AVX2, or a GPU"
-        )
+            "models on the CPU", "the native operators need x86-64 with AVX2, or aarch64, so plain torch runs",
+            "use such a CPU, or a GPU",
+        )  # fmt: skip
     elif level not in FASTEST_LEVELS:
+        lacks = "without dot products of bytes" if level == "neon" else "below AVX-512 BF16"
         yield Finding(
-            "products on the CPU", f"its operators run at the level {level}, below AVX-512 BF16",
+            "products on the CPU", f"its operators run at the level {level}, {lacks}",
             "use 4-bit weights (`swiftspec quantize`), which read fewer bytes",
         )  # fmt: skip
     if matrix_tiles_refused():

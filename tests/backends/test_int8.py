@@ -27,9 +27,7 @@ from tests.backends.test_cpu import BF16, F32, dense, int4, random
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 
 DEMO = Path(swiftspec.__file__).parent / "demo"
-NAMES = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2")
-LEVELS = [name for name in NAMES if _C.use_level(name)]
-_C.use_level(LEVELS[0])
+LEVELS = _C.levels()
 SCALES = [torch.float16, BF16, F32]
 
 

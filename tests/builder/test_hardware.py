@@ -113,6 +113,25 @@ def test_dtypes_are_resolved_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.resolve_dtype("auto", "float16", "reference", CPU) == torch.float16
 
 
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ("processor\t: 0\nmodel name\t: AMD EPYC 7313\n\nmodel name\t: other\n", "AMD EPYC 7313"),
+        (
+            "BogoMIPS\t: 243.75\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n\nCPU part\t: 0xd40\n",
+            "aarch64, CPU implementer 0x41, CPU part 0xd0c",
+        ),
+        ("", "aarch64"),
+    ],
+    ids=["x86", "aarch64", "unknown"],
+)
+def test_the_name_of_the_cpu(lines: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: lines)
+    monkeypatch.setattr("platform.processor", lambda: "")
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert hardware.cpu_name() == name
+
+
 def test_mode_auto_is_resolved_once() -> None:
     auto = EngineConfig(draft_steps=4)
     assert auto.for_models(None) == EngineConfig("ar", draft_steps=4)

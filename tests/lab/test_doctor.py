@@ -61,8 +61,10 @@ def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **values: Any) -> l
     ("values", "words"),
     [
         ({}, None),
-        ({"level": "none"}, "plain torch runs; use a CPU with AVX2"),
+        ({"level": "neon_dotprod"}, None),
+        ({"level": "none"}, "x86-64 with AVX2, or aarch64, so plain torch runs; use such a CPU, or a GPU"),
         ({"level": "avx2"}, "level avx2, below AVX-512 BF16; use 4-bit weights"),
+        ({"level": "neon"}, "level neon, without dot products of bytes; use 4-bit weights"),
         ({"tiles_refused": True}, "refuses this CPU's matrix tiles (AMX); allow arch_prctl"),
         ({"quota": 2.5}, "may use 2.5 CPUs, but 8 cores are visible; pass --threads 2"),
         ({"load": 6.0}, "the load average of the last minute is 6.0 with 8 CPUs"),

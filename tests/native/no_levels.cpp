@@ -9,5 +9,7 @@ namespace swiftspec::host {
 [[gnu::weak]] Kernels avx512_vnni_kernels() { return {}; }
 [[gnu::weak]] Kernels avx512_bf16_kernels() { return {}; }
 [[gnu::weak]] Kernels amx_kernels() { return {}; }
+[[gnu::weak]] Kernels neon_kernels() { return {}; }
+[[gnu::weak]] Kernels neon_dotprod_kernels() { return {}; }
 
 }  // namespace swiftspec::host

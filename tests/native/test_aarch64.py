@@ -1,4 +1,4 @@
-"""The NEON levels of the native CPU operators: cross-compiled and run on emulated CPUs, where all results are bitwise those
+"""The NEON levels of the native CPU operators, cross-compiled and run on emulated CPUs: all results are bitwise those
 of level avx2 on this CPU."""
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def test_cuda_code_has_the_results_of_this_cpu(tmp_path: Path) -> None:
     sources = ["tests/native/sampling_driver.cpp", "csrc/host/ops/move_kv.cpp"]
     driver = build_cross(tmp_path / "sampling", sources, *OPTIONS)
     emulate(driver)
-    bits = np.concatenate([np.arange(3000), 2**32 - 1 - np.arange(3000), np.arange(0, 2**32, 999_983)]).astype(np.uint32)
+    parts = [np.arange(3000), 2**32 - 1 - np.arange(3000), np.arange(0, 2**32, 999_983)]
+    bits = np.concatenate(parts).astype(np.uint32)
     noise = subprocess.run([str(QEMU), driver, "noise"], input=bits.tobytes(), capture_output=True, check=True).stdout
     host = np.empty(len(bits), dtype=np.float32)
     _C.gumbel_of(bits, host)

@@ -46,8 +46,9 @@ def build(folder: Path, sanitizer: str, levels: Sequence[str]) -> Path:
 # A level refers to those below it. AddressSanitizer does not see what tile instructions read and write; test_tiles.py
 # runs the same kernels on emulated ones, and the other operators of level amx are those of avx512_bf16.
 AVX512 = ("avx512_bf16", "avx512", "avx512_vnni", "avx2")
-LEVELS = {"amx": ("amx", *AVX512), "avx512_bf16": AVX512}.get(_C.level(), ("avx2",))
-RUN_LEVELS = ("amx", "avx512_bf16", "avx512", "avx2")
+NEON = ("neon_dotprod", "neon")
+LEVELS = {"amx": ("amx", *AVX512), "avx512_bf16": AVX512, **dict.fromkeys(NEON, NEON)}.get(_C.level(), ("avx2",))
+RUN_LEVELS = ("amx", "avx512_bf16", "avx512", "avx2", *NEON)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -57,7 +58,7 @@ RUN_LEVELS = ("amx", "avx512_bf16", "avx512", "avx2")
     [
         pytest.param("address,undefined", LEVELS[LEVELS[0] == "amx" :], marks=pytest.mark.slow),
         # the thread pool is the same code at every level
-        pytest.param("thread", ("avx2",), marks=pytest.mark.slow),
+        pytest.param("thread", LEVELS[-1:], marks=pytest.mark.slow),
         pytest.param("address,undefined", LEVELS, marks=pytest.mark.long),
         pytest.param("thread", LEVELS, marks=pytest.mark.long),
     ],

@@ -201,7 +201,6 @@ void compare_attention(int64_t rows, int64_t prefix, int64_t heads, int64_t kv_h
 }  // namespace
 
 int main() {
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return 77;
   set_threads(2);
   for (const Format format : {Format::int4, Format::int8, Format::float4}) {
     for (const Zeros zeros : {Zeros::per_group, Zeros::default_value, Zeros::minima}) {

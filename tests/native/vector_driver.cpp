@@ -1,6 +1,6 @@
 // Applies each vector function of an ISA level (host/isa/vector*.h) to numbers that include NaN, infinities, zeros,
-// subnormal numbers and halves between integers, and prints the results, one function per line. test_aarch64.py compares
-// the output of CPUs.
+// subnormal numbers and halves between integers, and prints the results, one function per line. test_aarch64.py
+// compares the output of CPUs.
 #include <cstdio>
 
 #include "host/isa/headers.h"

@@ -1,4 +1,4 @@
-"""CPU backend: fused operators for x86-64 CPUs with AVX2 or more, in the native extension.
+"""CPU backend: fused operators for x86-64 CPUs with AVX2 or more and for aarch64, in the native extension.
 
 It implements the functions of reference/ for bfloat16 and float32 models (`check_supported`) with bfloat16, float32,
 int4 or int8 weights. Products are accumulated in float32. A row's result does not depend (bitwise) on the other rows of
@@ -108,7 +108,7 @@ KNOWN_FIELDS = (
     "residual_multiplier", "scale", "shared_intermediate_size", "shares_kv", "sinks", "softcap", "v_norm", "window",
 )  # fmt: skip
 
-level = _C.level  # returns the ISA level in use, such as "avx512_bf16"; "none" if the CPU lacks AVX2
+level = _C.level  # returns the ISA level in use, such as "avx512_bf16"; "none" if the CPU supports none
 
 set_threads = _C.set_threads  # number of threads that share large products and prompt chunks; 1 by default
 threads = _C.threads
@@ -129,7 +129,7 @@ def check_supported(spec: ModelSpec, dtype: torch.dtype, device: torch.device | 
     if torch.device(device).type != "cpu":
         raise UserError(f"the CPU operators need a CPU, not {device}")
     if level() == "none":
-        raise UserError("the CPU operators need a CPU with AVX2")
+        raise UserError("the CPU operators need x86-64 with AVX2, or aarch64")
     check_spec(spec, dtype)
 
 

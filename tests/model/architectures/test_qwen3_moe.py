@@ -173,7 +173,7 @@ def test_which_operators_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     lines: list[str] = []
     monkeypatch.setattr(cpu, "level", lambda: "none")
     ModelPair.create(tmp_path, None, EngineConfig("ar"), None, {"note": lines.append})
-    assert lines == ["the target runs on torch's own operators: the CPU operators need a CPU with AVX2"]
+    assert lines == ["the target runs on torch's own operators: the CPU operators need x86-64 with AVX2, or aarch64"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
