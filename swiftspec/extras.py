@@ -8,7 +8,7 @@ from typing import Literal
 
 from swiftspec.errors import UserError
 
-ExtraName = Literal["network", "otel", "ray", "report"]
+ExtraName = Literal["kv-events", "network", "otel", "ray", "report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class Extra:
 
 
 EXTRAS: dict[ExtraName, Extra] = {
+    "kv-events": Extra("ZeroMQ", ("zmq",)),
     "network": Extra("gRPC", ("grpc", "grpc_health.v1", "grpc_reflection.v1alpha", "google.protobuf")),
     "otel": Extra("OpenTelemetry", ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")),
     "ray": Extra("Ray Serve", ("ray",)),

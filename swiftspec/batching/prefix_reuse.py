@@ -62,6 +62,12 @@ class SequencePrefixes:
             tokens[sequence] = np.array(text if self._enabled and index < count else (), np.int64)
         self._touch(sequence)
 
+    def reusable_texts(self) -> list[Tokens]:
+        """Returns for each sequence the tokens that a prompt of another request can reuse. They are not changed
+        later."""
+        texts = [self._cached(sequence, 0) for sequence in self._lru]
+        return [text[: self._shared_len(each, text, len(self._caches))] for each, text in zip(self._lru, texts)]
+
     def _shared_len(self, sequence: int, wanted: Tokens, count: int) -> int:
         """Returns the length of the longest prefix of `wanted` that a sequence holds in the first `count` caches and
         that can be the prefix of another text."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from swiftspec.batching.decoding import BatchDecoding
 from swiftspec.batching.limits import check_batch_sampling
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder.model_pair import ModelPair
+from swiftspec.cache.prefix_cache import Tokens
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
 from swiftspec.control.policy import initial_stats
@@ -35,6 +36,8 @@ from swiftspec.runtime.grafted_drafter import GraftedDrafter
 from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import ThreadedVerifier, warm_up
+from swiftspec.runtime.prefix_caching import PrefixCachingRunner
+from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.suffix_drafter import SuffixDrafter
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import Verifier
@@ -92,10 +95,12 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class TreeRoles:
-    """Drafter and verifier of a draft tree. The drafter is not wrapped yet, by a controller or for failover."""
+    """Drafter and verifier of a draft tree. The drafter is not wrapped yet, by a controller or for failover. `target`:
+    the runner of the target, if that runs in this process."""
 
     drafter: SteppedDrafter
     verifier: Verifier
+    target: Runner | None = None
 
 
 # returns the remote draft and a function that disconnects from its worker
@@ -123,6 +128,24 @@ class Roles:
         """Intervals of the latest request during which a draft in another process was unavailable."""
         drafter = self.decoding.active_drafter if isinstance(self.decoding, TreeDecoding) else None
         return drafter.outages if isinstance(drafter, FailoverDrafter) else ()
+
+    def reusable_texts(self) -> list[Tokens]:
+        """Returns the texts whose prefixes a request without guidance does not need to prefill: none if the target runs
+        in another process. A draft head can reduce what is reused of them."""
+        parts = self.inner_roles
+        if isinstance(parts, BatchScheduler):
+            return parts.reusable_texts()
+        return [] if parts.target is None else parts.target.reusable_texts()
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens whose keys and values the target can hold: those of running requests and of the prefix cache. 0 if
+        the target runs in another process."""
+        target = self.inner_roles.target
+        if target is None:
+            return 0
+        budget = target.prefix_cache.budget if isinstance(target, PrefixCachingRunner) else 0
+        return self.limits.max_model_len * self.config.num_sequences + budget
 
     def close(self, *, will_restart: bool = False) -> None:
         """Shuts the other ranks down, disconnects from workers and closes the trace. `will_restart`: only disconnects
@@ -193,7 +216,8 @@ def _tree(
     the remote draft on a worker, if there is one."""
     if rank is not None:
         verifier, drafter, config = rank.leader_roles(config, recorder)
-        alone, local, parts = rank.verifier, rank.drafter, TreeRoles(drafter, verifier)
+        assert rank.verifier is not None
+        alone, local, parts = rank.verifier, rank.drafter, TreeRoles(drafter, verifier, rank.verifier.runner)
         away = RemoteDraft(drafter, drafter.link, rank.recovery) if isinstance(drafter, RemoteDrafter) else None
     else:
         alone = models.verifier(config, None, progress)
@@ -202,14 +226,14 @@ def _tree(
             local = models.drafter(config, None, progress, alone)
         threaded = config.mode == "async" and not config.draft_remote
         drafter = local or (NoDrafter() if away is None else away.drafter)
-        parts = TreeRoles(drafter, ThreadedVerifier(alone) if threaded else alone)
+        parts = TreeRoles(drafter, ThreadedVerifier(alone) if threaded else alone, alone.runner)
         capture_graphs(alone, local, config, progress)
         if config.overlap_on_one_gpu and local is not None:
             warm_up(local, alone)
     assert isinstance(alone, TargetVerifier)
     if config.drafts_by_lookup:
         target_times = models.target_times(config, alone) if rank is None else None
-        parts = TreeRoles(models.suffix_drafter(config, target_times), parts.verifier)
+        parts = replace(parts, drafter=models.suffix_drafter(config, target_times))
     times = None if rank is not None or local is None else models.row_times(config, alone, local)
     rpc_log = None if away is None else away.rpc_log
     captured = partial(num_captures, alone, local)

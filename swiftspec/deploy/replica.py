@@ -85,12 +85,14 @@ class EngineReplica:
 
 def replica_settings(values: Mapping[str, Any]) -> Settings:
     """Returns the settings of a replica. Raises UsageError if they are invalid, or if they have an API key, which a
-    replica would not check."""
+    replica would not check, or publish KV events."""
     settings = load_settings({**values, "port": values.get("port", UNUSED_PORT)})
     if settings.api_key:
         raise UsageError(
             "a replica checks no API key: remove api_key, and authenticate in front of the scheduler's proxy"
         )
+    if settings.kv_events_endpoint is not None:
+        raise UsageError("a replica publishes no KV events, as Ray selects replicas itself: remove kv_events_endpoint")
     return settings
 
 

@@ -120,6 +120,16 @@ class PrefixCachingRunner(Runner):
         for text in self._sequences:
             text += tokens
 
+    def reusable_texts(self) -> list[Tokens]:
+        """Returns the texts whose prefixes `match_prefix` finds for the next request, if that has no guidance. They are
+        not changed later. Of a hybrid only some prefixes can be reused, all of the returned text among them."""
+        live = dict(enumerate(self._live_tokens()))
+        if len(live) > 1:  # the live cache is reallocated for a request without guidance
+            live = self._storable(live)
+        lengths = [(text, self.cache.reusable_len(s, len(text))) for s, text in live.items()]
+        lengths += [(entry.tokens, entry.saved_len(len(entry.tokens))) for entry in self.prefix_cache.entries]
+        return [text if length == len(text) else text[:length] for text, length in lengths]
+
     def chain_batch(self, tokens: Sequence[int]) -> HostBatch:
         self._incomplete = True
         return super().chain_batch(tokens)

@@ -131,6 +131,10 @@ class Runner:
     def observe(self, tokens: Sequence[int]) -> None:
         """Receives verified output tokens. Ignored here, without a prefix cache."""
 
+    def reusable_texts(self) -> list[Ints]:
+        """Returns the texts of which any prefix can be that of the next request: none here, without a prefix cache."""
+        return []
+
     def prefill(self, tokens: Sequence[int], sequences: Sequence[int] | None = None) -> None:
         """Appends `tokens` to the prefix of the given `sequences` (None: of all), in chunks. The tree must be empty."""
         for sequence in range(len(self.cache.prefix_len)) if sequences is None else sequences:

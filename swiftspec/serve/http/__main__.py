@@ -129,14 +129,16 @@ def build_app(
     `codec`: returns the target's tokenizer, or None while it loads.
     `tracing`: exports a span per request; None disables it.
     """
-    metrics = PrometheusMetrics(engine, config.model_name)
+    metrics = PrometheusMetrics(engine, config.model_name, config.kv_block_size)
     on_finished = [] if tracing is None else [tracing.record]
     app = create_app(
         engine, codec, [config.model_name], metrics=metrics, on_finished=on_finished,
         response_store_bytes=config.response_store_bytes,
     )  # fmt: skip
     allowed_hosts = None if config.api_keys else local_host_names(config.host)
-    secured = SecurityMiddleware(app, config.api_keys, allowed_hosts, metrics.record_refusal)
+    secured = SecurityMiddleware(
+        app, config.api_keys, allowed_hosts, metrics.record_refusal, public_metrics=config.public_metrics
+    )
     return RequestIdMiddleware(CorsMiddleware(secured, config.allowed_origins, metrics.record_refusal))
 
 

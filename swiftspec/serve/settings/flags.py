@@ -160,6 +160,24 @@ class CommandSettings:
         20.0, "Time for running requests to finish after Ctrl-C or SIGTERM; a second signal ends them immediately.",
         SERVER, "SECONDS", ge=0, le=86_400,
     )  # fmt: skip
+    public_metrics: bool = setting(
+        False, "Serve /metrics without an API key, as vLLM does. Endpoint pickers and routers do not send one.", SERVER
+    )
+    kv_block_size: int = setting(
+        16, "Tokens per block in KV events and in the metric cache_config_info. Prefix-aware routers need the same"
+        " value.", SERVER, "N", ge=1, le=4096,
+    )  # fmt: skip
+    kv_events_endpoint: str | None = setting(
+        None, "Publish in vLLM's format which prefixes can be reused, at this ZeroMQ address: tcp://*:5557 listens,"
+        " tcp://HOST:5557 connects. Subscribers see the token ids of all requests.", SERVER, "ADDRESS", "off",
+    )  # fmt: skip
+    kv_events_replay_endpoint: str | None = setting(
+        None, "ZeroMQ address at which subscribers request KV events that they have missed, such as tcp://*:5558.",
+        SERVER, "ADDRESS", "off",
+    )  # fmt: skip
+    kv_events_topic: str = setting(
+        "", "Topic of KV events; llm-d requires kv@POD_IP:PORT@MODEL.", SERVER, "TOPIC", "empty"
+    )
     otlp_endpoint: str | None = setting(
         None, "Export spans of requests and of RPCs to workers to this OpenTelemetry collector, such as"
         " http://localhost:4318.", SERVER, "URL", "off",

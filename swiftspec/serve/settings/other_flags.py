@@ -39,6 +39,8 @@ OTHER_FLAGS = {  # flag of another engine: the flag here, or why there is none
     "--enable-lora": "LoRA adapters are not supported",
     "--lora-modules": "LoRA adapters are not supported",
     "--otlp-traces-endpoint": "--otlp-endpoint",
+    "--kv-events-config": "--kv-events-endpoint, --kv-events-replay-endpoint and --kv-events-topic",
+    "--block-size": "--kv-block-size",
     "--ssl-keyfile": "the server has no TLS: use a reverse proxy",
     "--ssl-certfile": "the server has no TLS: use a reverse proxy",
     # SGLang

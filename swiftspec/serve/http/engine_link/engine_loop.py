@@ -22,6 +22,7 @@ from swiftspec.serve.http.engine_link.frames import FrontEndLost
 
 if TYPE_CHECKING:
     from swiftspec.batching.decoding import BatchRequest
+    from swiftspec.cache.prefix_cache import Tokens
     from swiftspec.engine import Stats, TokenChunk
     from swiftspec.llm import LLMBase
     from swiftspec.messages import Logprob
@@ -52,6 +53,8 @@ class EngineLoop:
 
     `send_rpc_records`: whether to send the records of RPCs to workers, which the front end exports as spans.
     `on_stats`: called with the number and the statistics of each completed request, before its `DoneFrame` is sent.
+    `on_cache_change`: called with `Roles.reusable_texts` at the start, after the first tokens of each request, and
+        before the next request starts or the loop waits. Must not block. None: not called.
     """
 
     def __init__(
@@ -61,8 +64,10 @@ class EngineLoop:
         *,
         send_rpc_records: bool = False,
         on_stats: Callable[[int, Stats], None] = ignore_stats,
+        on_cache_change: Callable[[Sequence[Tokens]], None] | None = None,
     ) -> None:
-        self._llm, self._link, self._on_stats = llm, link, on_stats
+        self._llm, self._link, self._on_stats, self._on_cache_change = llm, link, on_stats, on_cache_change
+        self._cache_changed = True  # since the last call of `on_cache_change`
         self.shutting_down = False  # set by `ShutdownFrame`
         self._lost: FrontEndLost | None = None  # raised when the running requests have ended
         self._queued: deque[frames.StartFrame] = deque()  # not started yet
@@ -75,6 +80,7 @@ class EngineLoop:
     def run(self) -> None:
         """Serves until a `ShutdownFrame`. Raises FrontEndLost if the front end is lost, and RankLost if a rank is."""
         while not self.shutting_down:
+            self._report_cache()
             self._dispatch(self._link.wait())
             while self._queued and not self._aborting:
                 self._decode_batch()
@@ -111,6 +117,11 @@ class EngineLoop:
         """Sends trace events, or drops them if the front end is lost."""
         self._try_to(partial(self._link.send, partial(to_trace_frame, records)))
 
+    def _report_cache(self) -> None:
+        if self._cache_changed and self._on_cache_change is not None:
+            self._on_cache_change(self._llm.roles.reusable_texts())
+        self._cache_changed = False
+
     def _decode_batch(self) -> None:
         """Decodes queued and arriving requests until the queue is empty."""
         try:
@@ -128,6 +139,7 @@ class EngineLoop:
 
     def _next_request(self) -> BatchRequest | None:
         """Returns the next request for the engine to start, or None if the queue is empty. Rejects invalid requests."""
+        self._report_cache()
         self._receive_available()
         while self._queued and not self._aborting:
             start = self._queued.popleft()
@@ -139,6 +151,7 @@ class EngineLoop:
             else:
                 self._running[start.request] = start.choices
                 self._rpc_records.clear()
+                self._cache_changed = True
                 return request
         return None
 
@@ -173,6 +186,7 @@ class EngineLoop:
             self._link.send(
                 frames.TokensFrame(number, tokens, chunk.accepted, logprobs, chunk.finish_reason, rpc_records)
             )
+        self._report_cache()
         if request.error is not None:
             self._finish(frames.FailedFrame(number, str(request.error), user=False))
         elif chunk.finish_reason is not None:
@@ -182,6 +196,7 @@ class EngineLoop:
     def _finish(self, frame: frames.DoneFrame | frames.FailedFrame) -> None:
         """Removes a request and sends its last frame."""
         self._running.pop(frame.request, None)
+        self._cache_changed = True
         self._cancelled.discard(frame.request)
         self._link.send(frame)
 
@@ -221,4 +236,5 @@ def engine_info(llm: LLMBase, model: str, draft_model: str | None, defaults: Map
         model=model, draft_model=draft_model, max_model_len=llm.max_model_len, vocab_size=llm.vocab_size,
         eos_token_ids=list(llm.eos_token_ids), defaults=dict(defaults), plan=asdict(llm.config),
         load_ms=round(llm.load_time * 1e3, 3), trace_head=llm.roles.trace_header, max_num_seqs=llm.max_num_seqs,
+        cache_tokens=llm.roles.cache_tokens,
     )  # fmt: skip

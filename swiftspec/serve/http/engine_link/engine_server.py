@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -19,14 +19,17 @@ from swiftspec.serve.http.engine_link.engine_loop import EngineLoop, engine_info
 from swiftspec.serve.http.engine_link.frames import FrontEndLost
 from swiftspec.serve.http.engine_link.frontend_process import sampling_defaults
 from swiftspec.serve.http.engine_link.status_publisher import LoadingPhases, StatusPublisher
+from swiftspec.serve.kv_events.config import kv_events_config
 from swiftspec.serve.session import open_session
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.signals import GracefulStop
 from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 
 if TYPE_CHECKING:
+    from swiftspec.cache.prefix_cache import Tokens
     from swiftspec.distributed.launch.world import World
     from swiftspec.llm import LLMBase
+    from swiftspec.serve.kv_events.publisher import KvEventPublisher
 
 FLUSH_TIMEOUT_S = 2.0  # time at shutdown to send the last frames
 
@@ -42,8 +45,10 @@ def run_engine_server(
     defaults = sampling_defaults(settings)
     publisher = StatusPublisher(supervisor)
     loading_phases = LoadingPhases(publisher)
+    kv_events: KvEventPublisher | None = None
     try:
         try:
+            kv_events = open_kv_events(settings)
             world = join(supervisor.supervision(publisher.publish_ranks))
             if world is None:
                 publisher.publish_ranks([RankInfo(0, "target", os.getpid(), "up", supervisor.incarnation)])
@@ -60,17 +65,32 @@ def run_engine_server(
             defaults = {**session.model_defaults, **defaults}
             publisher.publish(engine_info(session.llm, session.model, session.draft_model, defaults))
             supervisor.set_ready()
-            send_rpc_records = settings.otlp_endpoint is not None
             with GracefulStop() as stop:
-                EngineServer(session.llm, publisher, stop, supervisor, send_rpc_records=send_rpc_records).run()
+                EngineServer(
+                    session.llm, publisher, stop, supervisor, send_rpc_records=settings.otlp_endpoint is not None,
+                    on_cache_change=None if kv_events is None else kv_events.publish,
+                ).run()  # fmt: skip
         except Exception:  # the supervisor restarts this rank and then the others
             will_restart = True
             raise
         finally:
             session.close(will_restart=will_restart)
     finally:
+        if kv_events is not None:
+            kv_events.close()
         publisher.socket.close(FLUSH_TIMEOUT_S)
     return 0
+
+
+def open_kv_events(settings: Settings) -> KvEventPublisher | None:
+    """Opens the publisher of KV events. Returns None without --kv-events-endpoint. Raises UserError if an address is in
+    use."""
+    config = kv_events_config(settings)
+    if config is None:
+        return None
+    from swiftspec.serve.kv_events.publisher import KvEventPublisher  # ZeroMQ is an optional dependency
+
+    return KvEventPublisher(config)
 
 
 class SupervisedLink:
@@ -114,7 +134,8 @@ class SupervisedLink:
 
 
 class EngineServer:
-    """Server that decodes the requests of one front end after the other. `send_rpc_records`: see `EngineLoop`."""
+    """Server that decodes the requests of one front end after the other. `send_rpc_records`, `on_cache_change`: see
+    `EngineLoop`."""
 
     def __init__(
         self,
@@ -124,10 +145,11 @@ class EngineServer:
         supervisor: SupervisorClient,
         *,
         send_rpc_records: bool = False,
+        on_cache_change: Callable[[Sequence[Tokens]], None] | None = None,
     ) -> None:
         self._publisher, self._stop = publisher, stop
         self._link = SupervisedLink(publisher, stop, supervisor)
-        self._loop = EngineLoop(llm, self._link, send_rpc_records=send_rpc_records)
+        self._loop = EngineLoop(llm, self._link, send_rpc_records=send_rpc_records, on_cache_change=on_cache_change)
 
     def run(self) -> None:
         """Serves until the front end sends `ShutdownFrame` or is lost during a drain. Raises RankLost if a rank fails

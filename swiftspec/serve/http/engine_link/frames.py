@@ -82,6 +82,8 @@ class FrontendConfig(Frame, frozen=True):
     chat_template: str | None = None  # file of a chat template; None: that of the tokenizer
     response_store_bytes: int = 0  # memory of stored responses; 0: none are stored
     allowed_origins: list[str] = []  # origins of web pages that may call the server; ["*"]: all
+    public_metrics: bool = False  # whether /metrics needs no key
+    kv_block_size: int = 16  # tokens per block in the metric cache_config_info
 
 
 # From rank 0 to the front end.
@@ -117,6 +119,7 @@ class EngineInfo(Frame, frozen=True):
     load_ms: float
     trace_head: dict[str, Any] = {}  # header line of a trace
     max_num_seqs: int = 1  # maximum number of requests that are decoded concurrently
+    cache_tokens: int = 0  # see `Roles.cache_tokens`
 
 
 class RankState(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from swiftspec.errors import UserError, truncated_repr
 from swiftspec.params import SamplingParams
 from swiftspec.serve.built_in_models import default_served_name
 from swiftspec.serve.http.engine_link import frames
+from swiftspec.serve.kv_events.config import kv_events_config
 from swiftspec.serve.otel import exporter
 from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
@@ -42,6 +43,7 @@ def check_frontend_settings(settings: Settings) -> None:
         read_template(settings.chat_template_file)
     if settings.otlp_endpoint is not None:
         exporter.check_otlp_endpoint(settings.otlp_endpoint)
+    kv_events_config(settings)
     for origin in settings.allowed_origin or ():
         if ORIGIN_PATTERN.fullmatch(origin) is None:
             raise UsageError(
@@ -129,4 +131,6 @@ def frontend_config(settings: Settings) -> frames.FrontendConfig:
         chat_template=None if settings.chat_template_file is None else str(settings.chat_template_file.resolve()),
         response_store_bytes=settings.response_store_memory << 20,
         allowed_origins=list(settings.allowed_origin or []),
+        public_metrics=settings.public_metrics,
+        kv_block_size=settings.kv_block_size,
     )

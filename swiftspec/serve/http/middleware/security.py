@@ -44,12 +44,15 @@ class SecurityMiddleware:
         API keys from DNS rebinding by a web page in a browser.
     `on_refusal`: called with the reason of each refusal, a label such as "unauthorized".
     `max_body_bytes`: largest accepted request body.
+    `public_metrics`: whether /metrics needs no key either.
     """
 
     def __init__(
         self, app: ASGIApp, api_keys: Sequence[str] = (), allowed_hosts: frozenset[str] | None = None,
         on_refusal: Callable[[str], None] = ignore_refusal, max_body_bytes: int = MAX_BODY_BYTES,
+        public_metrics: bool = False,
     ) -> None:  # fmt: skip
+        self._public_paths = PUBLIC_PATHS | {"/metrics"} if public_metrics else PUBLIC_PATHS
         self._app, self._allowed_hosts = app, allowed_hosts
         self._on_refusal, self._max_body_bytes = on_refusal, max_body_bytes
         self._keys = [key.encode() for key in api_keys]
@@ -90,7 +93,7 @@ class SecurityMiddleware:
                         "foreign_host", 403, f"the host {host[:100]!r} is not allowed: use localhost or 127.0.0.1, or"
                         " start the server with --api-key, which allows any name",
                     )  # fmt: skip
-        if self._keys and path not in PUBLIC_PATHS and not is_page_path(path) and api_key is None:
+        if self._keys and path not in self._public_paths and not is_page_path(path) and api_key is None:
             raise _Refusal(
                 "unauthorized", 401, "missing or wrong API key: send one as 'Authorization: Bearer KEY' or 'x-api-key:"
                 " KEY'", {"WWW-Authenticate": "Bearer"}, "invalid_api_key",

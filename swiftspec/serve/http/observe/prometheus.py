@@ -32,11 +32,12 @@ class PrometheusMetrics:
     """Prometheus metrics of one server.
 
     `render` reads the gauges from `engine`. `record_request` is an `on_finished` callback of `InstrumentedEngine`, and
-    `record_refusal` the `on_refusal` callback of `SecurityMiddleware`.
+    `record_refusal` the `on_refusal` callback of `SecurityMiddleware`. `kv_block_size`: tokens per block in
+    `cache_config_info`.
     """
 
-    def __init__(self, engine: EngineClient, model_name: str) -> None:
-        self._engine, self._model_name = engine, model_name
+    def __init__(self, engine: EngineClient, model_name: str, kv_block_size: int = 16) -> None:
+        self._engine, self._model_name, self._kv_block_size = engine, model_name, kv_block_size
         self.live_tokens: Callable[[], int] = lambda: 0  # tokens of the requests that are being decoded
         self._registry, self._vllm_registry = CollectorRegistry(), CollectorRegistry()
         self._vllm_registry.register(VllmNames(self._registry, PREFIX, MODEL_LABEL))
@@ -55,6 +56,9 @@ class PrometheusMetrics:
         if info is not None:
             self._loading.set(info.load_ms / 1e3)
             self._kv_usage.set(min(self.live_tokens() / (info.max_model_len * info.max_num_seqs), 1.0))
+            if info.cache_tokens > 0:
+                size = self._kv_block_size
+                self._cache_config.labels(self._model_name, str(size), str(info.cache_tokens // size)).set(1)
             draft = (info.draft_model or "").rpartition("/")[2]  # its name without the folder
             self._info.labels(
                 self._model_name, draft, *(_label_value(info.plan.get(name)) for name in PLAN_LABELS)
@@ -148,6 +152,9 @@ class PrometheusMetrics:
         self._overlap = self._gauge(
             "overlap_ratio", "Share of the decode time in the target's forwards, of the last completed request."
         )
+        help = "Always 1: tokens per block, and blocks that the KV cache and the prefix cache hold, as labels."
+        labels = [MODEL_LABEL, "block_size", "num_gpu_blocks"]
+        self._cache_config = Gauge(f"{PREFIX}cache_config_info", help, labels, registry=self._registry)
         help = "Always 1: the draft model, the mode and the plan as labels."
         self._info = Gauge(f"{PREFIX}plan_info", help, [MODEL_LABEL, "draft", *PLAN_LABELS], registry=self._registry)
 

@@ -17,6 +17,7 @@ VLLM_METRICS: dict[str, tuple[str, ...]] = {
     "num_requests_running": (),
     "num_requests_waiting": (),
     "kv_cache_usage_perc": (),
+    "cache_config_info": ("block_size", "num_gpu_blocks"),
     "prefix_cache_queries": (),
     "prefix_cache_hits": (),
     "prompt_tokens": (),
@@ -33,6 +34,11 @@ VLLM_METRICS: dict[str, tuple[str, ...]] = {
     "spec_decode_num_accepted_tokens": (),
     "spec_decode_num_accepted_tokens_per_pos": ("position",),
 }
+EARLIER_NAMES = {  # earlier names in vLLM, which its production stack and older endpoint pickers read
+    "kv_cache_usage_perc": "gpu_cache_usage_perc",
+    "prefix_cache_queries": "gpu_prefix_cache_queries",
+    "prefix_cache_hits": "gpu_prefix_cache_hits",
+}
 
 
 class VllmNames(Collector):
@@ -47,18 +53,25 @@ class VllmNames(Collector):
         for metric in self._source.collect():
             name = metric.name.removeprefix(self._prefix)
             if name in VLLM_METRICS:
-                yield self._renamed(metric, name)
+                yield self._renamed(metric, name, name)
+            if name in EARLIER_NAMES:
+                yield self._renamed(metric, name, EARLIER_NAMES[name])
 
-    def _renamed(self, metric: Metric, name: str) -> Metric:
+    def _renamed(self, metric: Metric, name: str, new_name: str) -> Metric:
+        """Returns a copy of the metric `name` with `new_name`, both without prefix."""
         kept = {self._model_label, "le", *VLLM_METRICS[name]}
         values = defaultdict[tuple[str, tuple[tuple[str, str], ...]], float](float)
         for sample in metric.samples:
             if not sample.name.endswith("_created"):
                 labels = {key: value for key, value in sample.labels.items() if key in kept}
                 values[sample.name, (*labels.items(),)] += sample.value
-        renamed = Metric(VLLM_PREFIX + name, metric.documentation, metric.type)
+        renamed = Metric(VLLM_PREFIX + new_name, metric.documentation, metric.type)
         renamed.samples = [
-            Sample(VLLM_PREFIX + own.removeprefix(self._prefix), {**dict(labels), **ENGINE_LABEL}, value)
+            Sample(
+                VLLM_PREFIX + new_name + own.removeprefix(self._prefix + name),
+                {**dict(labels), **ENGINE_LABEL},
+                value,
+            )
             for (own, labels), value in values.items()
         ]
         return renamed
