@@ -98,7 +98,9 @@ class KvEventPublisher:
             else:
                 opened.connect(address)
         except zmq.ZMQError as error:
-            raise UserError(f"{flag}: cannot {'bind' if binds else 'connect to'} {address}: {error.strerror}") from None
+            raise UserError(
+                f"{flag}: cannot {'bind' if binds else 'connect to'} {address}: {zmq.strerror(error.errno)}"
+            ) from None
         return opened
 
     def _wake(self) -> None:
@@ -120,7 +122,7 @@ class KvEventPublisher:
                 if self._replay in ready:
                     self._answer_replay(self._replay)
             except zmq.ZMQError as error:
-                warn(f"KV events are lost: {error.strerror}")
+                warn(f"KV events are lost: {zmq.strerror(error.errno)}")
         with suppress(zmq.ZMQError):
             self._send([AllBlocksCleared()])
 
