@@ -12,7 +12,17 @@ from pydantic import BaseModel
 from swiftspec import __version__
 from swiftspec.errors import UserError
 from swiftspec.serve.http import errors, page
-from swiftspec.serve.http.api import chat, completions, events, info, messages, responses, stored_responses, tokens
+from swiftspec.serve.http.api import (
+    chat,
+    completions,
+    events,
+    info,
+    messages,
+    render,
+    responses,
+    stored_responses,
+    tokens,
+)
 from swiftspec.serve.http.api.response_store import ResponseStore
 from swiftspec.serve.http.app_context import AppContext, CompileGrammar
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
@@ -83,7 +93,7 @@ def create_app(
     )  # fmt: skip
     for create_router in (
         chat.chat_router, completions.completions_router, messages.messages_router, tokens.tokens_router,
-        info.info_router,
+        render.render_router, info.info_router,
     ):  # fmt: skip
         app.include_router(create_router(context))
     store = ResponseStore(response_store_bytes)

@@ -14,7 +14,8 @@ from tests.support.http import Player, application
 
 PATHS = {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/v1/models", "/v1/models/{model}", "/health", "/health/generate", "/version", "/tokenize", "/detokenize",
+    "/v1/completions/render", "/v1/chat/completions/render", "/v1/models", "/v1/models/{model}", "/health",
+    "/health/generate", "/version", "/tokenize", "/detokenize",
     "/metrics", "/v1/spec/events", "/v1/responses/input_tokens", "/v1/responses/{response_id}",
     "/v1/responses/{response_id}/input_items", "/v1/responses/{response_id}/cancel", "/ping", "/load",
     "/tokenizer_info", "/ready", "/live",

@@ -155,6 +155,20 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("hybrid"), vocab=VOCAB, family="qwen3_5_text")
 
 
+def test_after_a_guided_request_texts_must_fit_the_prefix_cache(pair: Pair) -> None:
+    """The next request without guidance reallocates the live cache."""
+    engine = LLM(*pair, PLANS["serial"], dtype=torch.float64, max_model_len=CONTEXT, prefix_cache_memory=1)
+    prompt, parts = [*range(1, 40)], engine.roles.inner_roles
+    assert isinstance(parts.target, PrefixCachingRunner)
+    for budget, found in ((0, 0), (1000, 36)):
+        parts.target.prefix_cache.budget = budget
+        engine.generate(prompt, GUIDED)
+        blocks, index = ReusableBlocks(SIZE, "model"), KvIndex(SIZE)
+        index.apply(received(blocks.update(engine.roles.reusable_texts())))
+        assert index.matched_tokens(prompt[:-1]) == found
+        assert engine.generate(prompt, GREEDY).stats.cached_tokens // SIZE * SIZE == found
+
+
 @pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", [*PLANS, "hybrid"])
 def test_the_index_predicts_the_cached_tokens(pair: Pair, hybrid: Pair, plan: str, examples: int) -> None:

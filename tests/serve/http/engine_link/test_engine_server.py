@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,9 @@ LONG: dict[str, Any] = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True
 class Front:
     """A front end, and an engine server in a thread."""
 
-    def __init__(self, llm: LLMBase, *, send_rpc_records: bool = False) -> None:
+    def __init__(
+        self, llm: LLMBase, *, send_rpc_records: bool = False, on_cache_change: Callable[[Any], None] | None = None
+    ) -> None:
         rank0_end, self._end = socket.socketpair()
         self._wakeup_fds = os.pipe()
         self._frames, self._in = FrameDecoder(FromEngine), list[Any]()
@@ -38,7 +40,9 @@ class Front:
         heartbeat = SimpleNamespace(mark_busy=lambda: None, mark_idle=lambda: None)
         supervisor: Any = SimpleNamespace(heartbeat=heartbeat, first_message=b"")
         stop: Any = SimpleNamespace(requested=False, wakeup_fd=self._wakeup_fds[0])
-        server = EngineServer(llm, publisher, stop, supervisor, send_rpc_records=send_rpc_records)
+        server = EngineServer(
+            llm, publisher, stop, supervisor, send_rpc_records=send_rpc_records, on_cache_change=on_cache_change
+        )
         self.thread = threading.Thread(target=server.run)
         self._end.settimeout(60)
         self.thread.start()
@@ -165,3 +169,22 @@ def test_rpcs_are_sent_with_the_tokens_of_their_round(tmp_path: Path) -> None:
                     assert isinstance(done, frames.DoneFrame) and done.metrics["drafter_lost"] is None
             finally:
                 front.close()
+
+
+@pytest.mark.parametrize("plan", [EngineConfig("ar"), EngineConfig("serial", draft_steps=2, max_num_seqs=2)], ids=str)
+def test_changes_of_the_cache_are_reported(tmp_path: Path, plan: EngineConfig) -> None:
+    """At the start, after the first tokens of a request, and when it has ended."""
+    llm = LLM(*make_pair(tmp_path), plan, max_model_len=96, dtype=torch.float64)
+    reports = list[list[list[int]]]()
+    front = Front(llm, on_cache_change=lambda texts: reports.append([text.tolist() for text in texts]))
+    prompt, sampling = [3 + i for i in range(40)], LONG | {"seed": 1}
+    front.send(frames.StartFrame(1, prompt, sampling))
+    answer = tokens(front.until_all_end(1)[1])
+    front.send(frames.StartFrame(2, [5], sampling), frames.CancelFrame(2))
+    front.until_all_end(2)
+    front.close()
+    longest = [max((text for text in each if text[:20] == prompt[:20]), key=len, default=[]) for each in reports]
+    assert longest[0] == [] and len(longest) >= 3
+    assert prompt[:-1] == longest[1][:39] and len(longest[1]) < 60, "the answer has just begun"
+    if plan.max_num_seqs == 1:
+        assert longest[2] == [*prompt, *answer][: len(longest[2])] and len(longest[2]) >= len(prompt) + len(answer) - 1

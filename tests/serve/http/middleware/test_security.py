@@ -80,6 +80,11 @@ def test_a_key_is_needed_everywhere_except_for_health_and_the_page() -> None:
         assert ask(guard, path)[0] == 200
 
 
+def test_public_metrics_need_no_key() -> None:
+    guard = SecurityMiddleware(Inside(), ["one"], public_metrics=True)
+    assert [ask(guard, path)[0] for path in ("/metrics", "/metrics/", "/v1/models")] == [200, 401, 401]
+
+
 @pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Bearer on", "Bearer onee", "Basic one", "one"])
 def test_a_wrong_key_is_refused(value: str) -> None:
     assert ask(SecurityMiddleware(Inside(), ["one"]), headers=[("Authorization", value)])[0] == 401

@@ -7,6 +7,8 @@ from collections import defaultdict
 from contextlib import aclosing
 from typing import Any
 
+import pytest
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from swiftspec.engine import Stats
@@ -14,9 +16,9 @@ from swiftspec.messages import NodeSource, VerifiedRound
 from swiftspec.serve.http.engine_link.engine_client import EngineRequest
 from swiftspec.serve.http.observe.prometheus import PrometheusMetrics
 from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine
-from tests.support.scripted_engine import ScriptedEngine, TickingClock, complete_frames
+from tests.support.scripted_engine import INFO, ScriptedEngine, TickingClock, complete_frames
 
-# what vLLM's dashboard, production stack and gateways read
+# what vLLM's dashboard reads, and the labels, besides the model, that gateways read
 READ_ELSEWHERE = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
     "generation_tokens_total", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
@@ -25,6 +27,18 @@ READ_ELSEWHERE = {
     "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
     "spec_decode_num_accepted_tokens_per_pos_total",
 }  # fmt: skip
+READ_BY_GATEWAYS = {
+    "llm-d's endpoint picker": {
+        "num_requests_waiting": (), "num_requests_running": (), "kv_cache_usage_perc": (),
+        "cache_config_info": ("block_size", "num_gpu_blocks"),
+    },
+    "Gateway API Inference Extension": {"num_requests_waiting": (), "gpu_cache_usage_perc": ()},
+    "vLLM production stack": {
+        "num_requests_running": (), "num_requests_waiting": (), "gpu_cache_usage_perc": (),
+        "gpu_prefix_cache_hits_total": (), "gpu_prefix_cache_queries_total": (),
+    },
+}  # fmt: skip
+EARLIER = ("gpu_cache_usage_perc", "gpu_prefix_cache_queries_total", "gpu_prefix_cache_hits_total")
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -58,11 +72,27 @@ def test_the_values_are_those_of_our_metrics() -> None:
     asyncio.run(request())
     ours, theirs = values(metrics, "swiftspec:"), values(metrics, "vllm:")
     assert {name for name, _ in theirs} >= READ_ELSEWHERE
-    assert theirs == {key: value for key, value in ours.items() if key in theirs}
+    current = {key: value for key, value in theirs.items() if key[0] not in EARLIER}
+    assert current == {key: value for key, value in ours.items() if key in current}
+    for name in EARLIER:
+        names = name, name.replace("gpu_cache", "kv_cache").removeprefix("gpu_")
+        assert theirs[names[0], (("model_name", "m"),)] == theirs[names[1], (("model_name", "m"),)]
     model = (("model_name", "m"),)
     assert theirs["spec_decode_num_draft_tokens_total", model] == 3
     assert theirs["spec_decode_num_accepted_tokens_total", model] == 2
     assert theirs["prefix_cache_queries_total", model] == 3 and theirs["prefix_cache_hits_total", model] == 2
+
+
+@pytest.mark.parametrize("gateway", READ_BY_GATEWAYS)
+def test_what_gateways_read(gateway: str) -> None:
+    engine = ScriptedEngine()
+    engine.info = structs.replace(INFO, cache_tokens=100)
+    families = text_string_to_metric_families(PrometheusMetrics(engine, "m", kv_block_size=32).render().decode())
+    samples = {sample.name: sample.labels for family in families for sample in family.samples}
+    for name, labels in READ_BY_GATEWAYS[gateway].items():
+        assert {"model_name", *labels} <= {*samples[f"vllm:{name}"]}, name
+    cache = samples["vllm:cache_config_info"]
+    assert (cache["block_size"], cache["num_gpu_blocks"]) == ("32", "3")
 
 
 def test_kv_cache_usage_follows_the_requests_that_run() -> None:

@@ -1,0 +1,44 @@
+"""Rendered prompts are those of the request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.http import Player
+
+HELLO = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": HELLO},
+        {"messages": HELLO, "add_generation_prompt": False, "truncate_prompt_tokens": 5},
+        {"messages": [*HELLO, {"role": "assistant", "content": "a"}], "continue_final_message": True,
+         "add_generation_prompt": False, "stream": True, "temperature": 0.5},
+    ],
+)  # fmt: skip
+def test_conversations(player: Player, client: httpx.Client, body: dict[str, Any]) -> None:
+    rendered = client.post("/v1/chat/completions/render", json=body).json()
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    assert rendered == {"model": rendered["model"], "token_ids": player.requests[0].prompt}
+
+
+@pytest.mark.parametrize(
+    "body", [{"prompt": "hello"}, {"prompt": ["a", "bc"], "truncate_prompt_tokens": 1}, {"prompt": [5, 6, 7]}]
+)
+def test_texts(player: Player, client: httpx.Client, body: dict[str, Any]) -> None:
+    rendered = client.post("/v1/completions/render", json=body).json()
+    assert client.post("/v1/completions", json=body).status_code == 200
+    assert [each["token_ids"] for each in rendered] == [request.prompt for request in player.requests]
+
+
+def test_invalid_requests(client: httpx.Client) -> None:
+    for path, body in (
+        ("/v1/completions/render", {"prompt": ""}), ("/v1/completions/render", {"prompt": "a", "model": "unknown"}),
+        ("/v1/chat/completions/render", {"messages": []}), ("/v1/chat/completions/render", {"prompt": "a"}),
+    ):  # fmt: skip
+        assert client.post(path, json=body).status_code in (400, 404)
