@@ -13,6 +13,7 @@ import yaml
 from swiftspec.deploy.ray import ray_application
 from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.http.middleware.security import PUBLIC_PATHS
+from swiftspec.serve.kv_events.config import kv_events_config
 from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import env_name
 
@@ -40,6 +41,26 @@ def test_the_server_of_the_manifest() -> None:
     assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > command.settings.drain_timeout
     probes = [server[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
     assert {*probes} <= {*PUBLIC_PATHS}
+
+
+def test_the_gateway_fits_the_server() -> None:
+    """Pool, events and blocks have the labels, ports and sizes of the server with the arguments in the comment."""
+    text = (ROOT / "examples" / "deploy" / "gateway.yaml").read_text(encoding="utf-8")
+    pool, picker = yaml.safe_load_all(text)
+    deployment = next(each for each in manifests() if each["kind"] == "Deployment")
+    assert pool["spec"]["selector"] == deployment["spec"]["selector"]
+    assert [each["number"] for each in pool["spec"]["targetPorts"]] == [8000]
+    comment = re.sub(r"^# ?", "", text.partition("apiVersion")[0], flags=re.MULTILINE)
+    args = yaml.safe_load(re.findall(r"args: (\[.*?\])$", comment, re.DOTALL | re.MULTILINE)[0])
+    config = kv_events_config(parse_command(["--port", "8000", *args]).settings)
+    assert config is not None and config.binds and config.topic == "kv@$(POD_IP):8000@MODEL"
+    plugins = {each["type"]: each for each in yaml.safe_load(picker["data"]["config.yaml"])["plugins"]}
+    events = plugins["precise-prefix-cache-producer"]["parameters"]
+    ports = events["kvEventsConfig"]["podDiscoveryConfig"]
+    assert config.endpoint.endswith(f":{ports['socketPort']}")
+    assert config.replay_endpoint is not None and config.replay_endpoint.endswith(f":{ports['replaySocketPort']}")
+    assert events["tokenProcessorConfig"]["blockSizeTokens"] == config.block_size
+    assert plugins["token-producer"]["parameters"]["modelName"] == config.model_name
 
 
 def test_the_dashboard_of_the_compose_file_exists() -> None:
