@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from swiftspec.cache.model_cache import ModelCache, longest
-from swiftspec.cache.prefix_cache import MIN_CACHED_TOKENS, Tokens, common_prefix_len
+from swiftspec.cache.prefix_cache import MIN_CACHED_TOKENS, Tokens, TokenText, common_prefix_len
 
 
 class SequencePrefixes:
@@ -62,7 +62,7 @@ class SequencePrefixes:
             tokens[sequence] = np.array(text if self._enabled and index < count else (), np.int64)
         self._touch(sequence)
 
-    def reusable_texts(self) -> list[Tokens]:
+    def reusable_texts(self) -> list[TokenText]:
         """Returns for each sequence the tokens that a prompt of another request can reuse. They are not changed
         later."""
         texts = [self._cached(sequence, 0) for sequence in self._lru]

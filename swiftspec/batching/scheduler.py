@@ -19,12 +19,14 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from swiftspec.batching.group_method import GroupMethod
 from swiftspec.batching.prefix_reuse import SequencePrefixes
 from swiftspec.batching.round import GroupRound
 from swiftspec.batching.rows import LIVE, SHARED
 from swiftspec.batching.sequence_group import CompanionSequence, GroupAnswer, LaunchedGroup, SequenceGroup
-from swiftspec.cache.prefix_cache import Tokens, common_prefix_len
+from swiftspec.cache.prefix_cache import TokenText, common_prefix_len
 from swiftspec.errors import NonFiniteLogits
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
@@ -91,16 +93,13 @@ class BatchScheduler:
     def _sequences_in_use(self) -> list[int]:
         return [sequence for group in self.groups for sequence in group.sequences]
 
-    def reusable_texts(self) -> list[Tokens]:
+    def reusable_texts(self) -> list[TokenText]:
         """Returns the texts whose prefixes a request without guidance finds in the caches of both models."""
         if self.max_requests > 1:
             return self._prefixes.reusable_texts()
-        others = self.draft.reusable_texts()
-        texts = [
-            (text, max((common_prefix_len(text, other) for other in others), default=0))
-            for text in self.target.reusable_texts()
-        ]
-        return [text if length == len(text) else text[:length] for text, length in texts]
+        texts = [np.asarray(text, np.int64) for text in self.target.reusable_texts()]
+        others = [np.asarray(text, np.int64) for text in self.draft.reusable_texts()]
+        return [text[: max((common_prefix_len(text, other) for other in others), default=0)] for text in texts]
 
     def select_executor(self, start: RequestStart) -> PopulationExecutor:
         """Returns the executor for a request: the one that the leader has chosen, otherwise the fastest that supports

@@ -10,7 +10,7 @@ from swiftspec.batching.decoding import BatchDecoding
 from swiftspec.batching.limits import check_batch_sampling
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder.model_pair import ModelPair
-from swiftspec.cache.prefix_cache import Tokens
+from swiftspec.cache.prefix_cache import TokenText
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
 from swiftspec.control.policy import initial_stats
@@ -129,7 +129,7 @@ class Roles:
         drafter = self.decoding.active_drafter if isinstance(self.decoding, TreeDecoding) else None
         return drafter.outages if isinstance(drafter, FailoverDrafter) else ()
 
-    def reusable_texts(self) -> list[Tokens]:
+    def reusable_texts(self) -> list[TokenText]:
         """Returns the texts whose prefixes a request without guidance does not need to prefill: none if the target runs
         in another process. A draft head can reduce what is reused of them."""
         parts = self.inner_roles

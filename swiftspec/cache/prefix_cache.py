@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 MIN_CACHED_TOKENS = 32  # shorter prefixes are prefilled again faster than they are copied
 Tokens = NDArray[np.int64]
+TokenText = Sequence[int] | Tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +46,7 @@ class PrefixCache:
         """Size of all entries."""
         return sum(entry.size for entry in self.entries)
 
-    def fits(self, text: Tokens, size: int) -> bool:
+    def fits(self, text: TokenText, size: int) -> bool:
         """Returns whether a sequence has at least `min_tokens` tokens, and a size of at most `budget`."""
         return len(text) >= self.min_tokens and size <= self.budget
 

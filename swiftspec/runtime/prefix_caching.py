@@ -19,7 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from swiftspec.cache.prefix_cache import MIN_CACHED_TOKENS, CachedPrefix, PrefixCache, Tokens, common_prefix_len
+from swiftspec.cache.prefix_cache import (
+    MIN_CACHED_TOKENS,
+    CachedPrefix,
+    PrefixCache,
+    Tokens,
+    TokenText,
+    common_prefix_len,
+)
 from swiftspec.messages import RequestStart
 from swiftspec.model.batch import HostBatch
 from swiftspec.runtime.runner import Runner
@@ -120,15 +127,22 @@ class PrefixCachingRunner(Runner):
         for text in self._sequences:
             text += tokens
 
-    def reusable_texts(self) -> list[Tokens]:
+    def reusable_texts(self) -> list[TokenText]:
         """Returns the texts whose prefixes `match_prefix` finds for the next request, if that has no guidance. They are
         not changed later. Of a hybrid only some prefixes can be reused, all of the returned text among them."""
-        live = dict(enumerate(self._live_tokens()))
-        if len(live) > 1:  # the live cache is reallocated for a request without guidance
-            live = self._storable(live)
-        lengths = [(text, self.cache.reusable_len(s, len(text))) for s, text in live.items()]
-        lengths += [(entry.tokens, entry.saved_len(len(entry.tokens))) for entry in self.prefix_cache.entries]
-        return [text if length == len(text) else text[:length] for text, length in lengths]
+        held = [] if self._incomplete else self._sequences
+        texts = list[TokenText]()
+        for s, (text, count) in enumerate(zip(held, self.cache.prefix_len)):
+            live = text[
+                : self.cache.reusable_len(s, min(count, len(text)))
+            ]  # a list, since an array takes long to make
+            # the live cache is reallocated for a request without guidance after one with guidance
+            if len(held) == 1 or self.prefix_cache.fits(live, self._size(s, live)):
+                texts.append(live)
+        for entry in self.prefix_cache.entries:
+            length = entry.saved_len(len(entry.tokens))
+            texts.append(entry.tokens if length == len(entry.tokens) else entry.tokens[:length])
+        return texts
 
     def chain_batch(self, tokens: Sequence[int]) -> HostBatch:
         self._incomplete = True
@@ -171,7 +185,7 @@ class PrefixCachingRunner(Runner):
         """Returns those of some live sequences, tokens by index of the sequence, that fit the prefix cache."""
         return {s: text for s, text in texts.items() if self.prefix_cache.fits(text, self._size(s, text))}
 
-    def _size(self, sequence: int, text: Tokens) -> int:
+    def _size(self, sequence: int, text: TokenText) -> int:
         """Returns the size of a copy of a live sequence in tokens."""
         return len(text) + self._snapshot_tokens * self.cache.num_snapshots(sequence, len(text))
 

@@ -131,7 +131,7 @@ class Runner:
     def observe(self, tokens: Sequence[int]) -> None:
         """Receives verified output tokens. Ignored here, without a prefix cache."""
 
-    def reusable_texts(self) -> list[Ints]:
+    def reusable_texts(self) -> list[Sequence[int] | Ints]:
         """Returns the texts of which any prefix can be that of the next request: none here, without a prefix cache."""
         return []
 

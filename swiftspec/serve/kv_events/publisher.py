@@ -12,7 +12,7 @@ from threading import Thread
 import msgspec
 import zmq
 
-from swiftspec.cache.prefix_cache import Tokens
+from swiftspec.cache.prefix_cache import TokenText
 from swiftspec.errors import UserError
 from swiftspec.serve.kv_events.config import KvEventsConfig
 from swiftspec.serve.kv_events.events import AllBlocksCleared, KvEvent, KvEventBatch
@@ -55,7 +55,7 @@ class KvEventPublisher:
     def __init__(self, config: KvEventsConfig) -> None:
         self._blocks, self._topic = ReusableBlocks(config.block_size, config.model_name), config.topic.encode()
         self._next_number, self._buffer = 0, ReplayBuffer()
-        self._pending = deque[Sequence[Tokens]](maxlen=1)  # the latest texts that are not published
+        self._pending = deque[Sequence[TokenText]](maxlen=1)  # the latest texts that are not published
         self._closing = False
         self._wakeup, self._waker = socket.socketpair()
         self._waker.setblocking(False)
@@ -73,7 +73,7 @@ class KvEventPublisher:
         self._thread = Thread(target=self._run, name="swiftspec KV events", daemon=True)
         self._thread.start()
 
-    def publish(self, texts: Sequence[Tokens]) -> None:
+    def publish(self, texts: Sequence[TokenText]) -> None:
         """Publishes that the prefixes of `texts` are the ones that can be reused. Does not block. `texts`: must not
         change later."""
         self._pending.append(texts)

@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from swiftspec.cache.prefix_cache import Tokens, common_prefix_len
+from swiftspec.cache.prefix_cache import Tokens, TokenText, common_prefix_len
 from swiftspec.serve.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
 HASH_BYTES = 8  # subscribers use 64-bit integers
@@ -26,11 +26,12 @@ class ReusableBlocks:
         self._hashed: list[tuple[Tokens, list[int]]] = []  # texts of the last update, hashes of their blocks
         self._known: dict[int, None] | None = None  # in order of storage, so that a block follows its parent
 
-    def update(self, texts: Sequence[Tokens]) -> list[KvEvent]:
+    def update(self, texts: Sequence[TokenText]) -> list[KvEvent]:
         """Returns the events after which the known blocks are those of `texts`. The first update begins with
         `AllBlocksCleared`, because subscribers may know blocks of an earlier process. `texts`: must not change later.
         """
-        self._hashed = [(text, self._block_hashes(text)) for text in texts]
+        arrays = [np.asarray(text, np.int64) for text in texts]
+        self._hashed = [(text, self._block_hashes(text)) for text in arrays]
         wanted = {block for _, blocks in self._hashed for block in blocks}
         events: list[KvEvent] = []
         if self._known is None:
@@ -55,11 +56,11 @@ class ReusableBlocks:
         for other, known in self._hashed:
             if other is text:
                 return known
+        for other, known in self._hashed:
             if len(known) > len(hashes):
                 hashes = max(hashes, known[: common_prefix_len(other, text) // size], key=len)
         data, width = np.ascontiguousarray(text, "<i8").tobytes(), 8 * size
         previous = hashes[-1].to_bytes(HASH_BYTES, "big") if hashes else self._root
-        hashes = list(hashes)
         for begin in range(len(hashes) * width, len(text) // size * width, width):
             previous = blake2b(previous + data[begin : begin + width], digest_size=HASH_BYTES).digest()
             hashes.append(int.from_bytes(previous, "big"))

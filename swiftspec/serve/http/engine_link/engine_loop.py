@@ -22,7 +22,7 @@ from swiftspec.serve.http.engine_link.frames import FrontEndLost
 
 if TYPE_CHECKING:
     from swiftspec.batching.decoding import BatchRequest
-    from swiftspec.cache.prefix_cache import Tokens
+    from swiftspec.cache.prefix_cache import TokenText
     from swiftspec.engine import Stats, TokenChunk
     from swiftspec.llm import LLMBase
     from swiftspec.messages import Logprob
@@ -64,7 +64,7 @@ class EngineLoop:
         *,
         send_rpc_records: bool = False,
         on_stats: Callable[[int, Stats], None] = ignore_stats,
-        on_cache_change: Callable[[Sequence[Tokens]], None] | None = None,
+        on_cache_change: Callable[[Sequence[TokenText]], None] | None = None,
     ) -> None:
         self._llm, self._link, self._on_stats, self._on_cache_change = llm, link, on_stats, on_cache_change
         self._cache_changed = True  # since the last call of `on_cache_change`

@@ -26,7 +26,7 @@ from swiftspec.serve.signals import GracefulStop
 from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 
 if TYPE_CHECKING:
-    from swiftspec.cache.prefix_cache import Tokens
+    from swiftspec.cache.prefix_cache import TokenText
     from swiftspec.distributed.launch.world import World
     from swiftspec.llm import LLMBase
     from swiftspec.serve.kv_events.publisher import KvEventPublisher
@@ -145,7 +145,7 @@ class EngineServer:
         supervisor: SupervisorClient,
         *,
         send_rpc_records: bool = False,
-        on_cache_change: Callable[[Sequence[Tokens]], None] | None = None,
+        on_cache_change: Callable[[Sequence[TokenText]], None] | None = None,
     ) -> None:
         self._publisher, self._stop = publisher, stop
         self._link = SupervisedLink(publisher, stop, supervisor)

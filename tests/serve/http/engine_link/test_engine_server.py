@@ -171,12 +171,14 @@ def test_rpcs_are_sent_with_the_tokens_of_their_round(tmp_path: Path) -> None:
                 front.close()
 
 
-@pytest.mark.parametrize("plan", [EngineConfig("ar"), EngineConfig("serial", draft_steps=2, max_num_seqs=2)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [EngineConfig("ar"), EngineConfig("serial", draft_steps=2, max_num_seqs=2)], ids=["one", "batch"]
+)
 def test_changes_of_the_cache_are_reported(tmp_path: Path, plan: EngineConfig) -> None:
     """At the start, after the first tokens of a request, and when it has ended."""
     llm = LLM(*make_pair(tmp_path), plan, max_model_len=96, dtype=torch.float64)
     reports = list[list[list[int]]]()
-    front = Front(llm, on_cache_change=lambda texts: reports.append([text.tolist() for text in texts]))
+    front = Front(llm, on_cache_change=lambda texts: reports.append([[*map(int, text)] for text in texts]))
     prompt, sampling = [3 + i for i in range(40)], LONG | {"seed": 1}
     front.send(frames.StartFrame(1, prompt, sampling))
     answer = tokens(front.until_all_end(1)[1])
