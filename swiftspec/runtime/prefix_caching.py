@@ -133,9 +133,7 @@ class PrefixCachingRunner(Runner):
         held = [] if self._incomplete else self._sequences
         texts = list[TokenText]()
         for s, (text, count) in enumerate(zip(held, self.cache.prefix_len)):
-            live = text[
-                : self.cache.reusable_len(s, min(count, len(text)))
-            ]  # a list, since an array takes long to make
+            live = text[: self.cache.reusable_len(s, min(count, len(text)))]
             # the live cache is reallocated for a request without guidance after one with guidance
             if len(held) == 1 or self.prefix_cache.fits(live, self._size(s, live)):
                 texts.append(live)

@@ -47,5 +47,5 @@ class KvEventBatch(msgspec.Struct, frozen=True, array_like=True):
     """Events of one message, in the order in which they apply. `ts`: seconds since 1970."""
 
     ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    events: list[KvEvent]
     data_parallel_rank: int = 0

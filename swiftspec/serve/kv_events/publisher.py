@@ -99,7 +99,7 @@ class KvEventPublisher:
                 opened.connect(address)
         except zmq.ZMQError as error:
             raise UserError(
-                f"{flag}: cannot {'bind' if binds else 'connect to'} {address}: {zmq.strerror(error.errno)}"
+                f"{flag}: cannot {'bind' if binds else 'connect to'} {address}: {zmq.strerror(error.errno or 0)}"
             ) from None
         return opened
 
@@ -119,10 +119,10 @@ class KvEventPublisher:
             try:
                 if self._pending:
                     self._send(self._blocks.update(self._pending.popleft()))
-                if self._replay in ready:
+                if self._replay is not None and self._replay in ready:
                     self._answer_replay(self._replay)
             except zmq.ZMQError as error:
-                warn(f"KV events are lost: {zmq.strerror(error.errno)}")
+                warn(f"KV events are lost: {zmq.strerror(error.errno or 0)}")
         with suppress(zmq.ZMQError):
             self._send([AllBlocksCleared()])
 

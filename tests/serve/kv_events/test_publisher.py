@@ -51,7 +51,7 @@ def test_live_events_and_their_replay(publisher: KvEventPublisher, subscriber: K
         assert batch is not None and batch.ts > 1e9 and batch.data_parallel_rank == 0
         assert subscriber.number == first + count
         index.apply(batch)
-        assert index.matched_tokens([*text]) == len(text) // SIZE * SIZE
+        assert index.matched_tokens(text.tolist()) == len(text) // SIZE * SIZE
         assert len(index.keys) == len(text) // SIZE, "the others are removed"
     again, late = subscriber.replay(), KvIndex(SIZE)
     assert [number for number, _ in again] == [*range(subscriber.number + 1)]

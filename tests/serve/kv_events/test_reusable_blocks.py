@@ -40,8 +40,7 @@ Pair = tuple[Path, Path]
 
 def received(events: Sequence[KvEvent]) -> EventBatch:
     """A batch of events, as a subscriber decodes it."""
-    batch: Any = KvEventBatch(1.5, [*events])  # type: ignore[arg-type]
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=EventBatch)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(KvEventBatch(1.5, [*events])), type=EventBatch)
 
 
 @given(st.lists(st.lists(TEXTS, max_size=4), max_size=8))
@@ -60,7 +59,7 @@ def test_the_encoding_is_that_of_vllm() -> None:
     cleared, stored = received(ReusableBlocks(SIZE, "model").update([text])).events
     assert cleared == ClearedEvent()
     assert isinstance(stored, StoredEvent) and stored.token_ids == [*range(2 * SIZE)] and stored.medium == "GPU"
-    batch = KvEventBatch(1.5, [*ReusableBlocks(SIZE, "model").update([text])])  # type: ignore[arg-type]
+    batch = KvEventBatch(1.5, ReusableBlocks(SIZE, "model").update([text]))
     seconds, events, rank = msgspec.msgpack.decode(msgspec.msgpack.encode(batch))
     assert (seconds, rank) == (1.5, 0) and events[0] == {"type": "AllBlocksCleared"}
     assert {**events[1], "block_hashes": []} == {

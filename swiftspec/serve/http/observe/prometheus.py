@@ -58,6 +58,7 @@ class PrometheusMetrics:
             self._kv_usage.set(min(self.live_tokens() / (info.max_model_len * info.max_num_seqs), 1.0))
             if info.cache_tokens > 0:
                 size = self._kv_block_size
+                self._cache_config.clear()  # a restarted rank 0 may have another context
                 self._cache_config.labels(self._model_name, str(size), str(info.cache_tokens // size)).set(1)
             draft = (info.draft_model or "").rpartition("/")[2]  # its name without the folder
             self._info.labels(
