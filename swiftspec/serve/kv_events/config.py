@@ -10,7 +10,7 @@ from swiftspec.extras import require_extra
 from swiftspec.serve.built_in_models import default_served_name
 from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
 
-ENDPOINT_PATTERN = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%\w]*\]|[\w.-]+):(\d{1,5})|ipc://.+")
+ENDPOINT_PATTERN = re.compile(r"tcp://(?:\*|\[[\w:.%]+\]|[\w.-]+):(\d{1,5})|ipc://.+")
 MAX_PORT = 65_535
 
 
@@ -66,4 +66,4 @@ def kv_events_config(settings: Settings) -> KvEventsConfig | None:
 
 def _is_endpoint(address: str) -> bool:
     found = ENDPOINT_PATTERN.fullmatch(address)
-    return found is not None and (found[2] is None or 0 < int(found[2]) <= MAX_PORT)
+    return found is not None and (found[1] is None or 0 < int(found[1]) <= MAX_PORT)
