@@ -201,7 +201,9 @@ def check_attention(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
-@pytest.mark.parametrize(("rows", "length", "window"), [(1, 1, 8), (5, 41, 16), (9, 100, 64), (20, 33, 32), (70, 120, 96)])
+@pytest.mark.parametrize(
+    ("rows", "length", "window"), [(1, 1, 8), (5, 41, 16), (9, 100, 64), (20, 33, 32), (70, 120, 96)]
+)
 def test_attention(
     level: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rows: int, length: int, window: int
 ) -> None:

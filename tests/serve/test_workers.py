@@ -34,6 +34,7 @@ from swiftspec.serve.cli.worker import run_worker
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.worker_endpoints import load_security
 from tests.support.collector import collecting
+from tests.support.draft_heads import make_eagle3
 from tests.support.server_process import ROOT, ServerProcess, restore_signals
 from tests.support.workers import client_on_workers
 
@@ -244,6 +245,13 @@ def test_invalid_values_are_refused_in_one_line(
     assert main(flags) in (1, 2)
     lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert len(lines) == 1 and message in lines[0]
+
+
+def test_a_draft_head_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_eagle3(tmp_path)
+    assert main(("worker", "draft", "--model", str(tmp_path))) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(lines) == 1 and "is a draft head" in lines[0]
 
 
 def test_tokens_and_certificates_are_read(tmp_path: Path) -> None:

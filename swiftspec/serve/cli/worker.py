@@ -15,6 +15,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.errors import RankLost, UserError
 from swiftspec.extras import require_extra
 from swiftspec.file_io import one_line
+from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.gguf.file import is_gguf
 from swiftspec.serve.built_in_models import built_in_models
 from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
@@ -151,13 +152,20 @@ def _tokenizer_files(model: Path) -> Iterator[tuple[Path, ...]]:
 
 
 def _locate(side: Literal["draft", "target"], settings: Settings, shape: EngineConfig, check: MemoryCheck) -> Path:
-    """Returns the model, downloaded if needed. Raises UserError if it is missing, or cannot run on this rank's GPU."""
+    """Returns the model, downloaded if needed. Raises UserError if it is missing, is a draft head, or cannot run on
+    this rank's GPU."""
     built_in = built_in_models(settings.model)
     if built_in is not None:
         return built_in.draft if side == "draft" else built_in.target
     assert settings.model is not None
     check_before_download([(settings.model, settings.revision)], shape, check)
-    return locate_model(settings.model, settings.revision)
+    model = locate_model(settings.model, settings.revision)
+    if read_config(model).spec.draft_head is not None:
+        raise UserError(
+            f"{model} is a draft head, which reads the target's hidden states and runs in its process: use it as"
+            " --draft-model of `swiftspec serve`"
+        )
+    return model
 
 
 def _load(
