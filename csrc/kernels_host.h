@@ -14,8 +14,8 @@ namespace swiftspec::host {
 // ---- ISA levels and threads
 
 // Operators are compiled for several ISA levels. `level` is the one in use: on x86-64 "amx", "avx512_bf16",
-// "avx512_vnni", "avx512", "avx_vnni" or "avx2", on aarch64 "neon_dotprod" or "neon", and "none" on other CPUs, where all
-// operators except noise_bits and move_kv throw.
+// "avx512_vnni", "avx512", "avx_vnni" or "avx2", on aarch64 "neon_dotprod" or "neon", and "none" on other CPUs, where
+// all operators except noise_bits and move_kv throw.
 // `use_level` selects another one (for tests) and returns false if this CPU does not support it. It may be called while
 // operators run: these finish at the level at which they began.
 const char* level();

@@ -20,7 +20,8 @@ void set_threads(int64_t count) {
 // ISA level and threads of the CPU operators.
 void bind_cpu(py::module_& m) {
   m.def("level", &host::level,
-        "The ISA level in use: amx, avx512_bf16, avx512_vnni, avx512, avx_vnni or avx2; neon_dotprod or neon; or none.");
+        "The ISA level in use: amx, avx512_bf16, avx512_vnni, avx512, avx_vnni or avx2; neon_dotprod or neon; or "
+        "none.");
   m.def("use_level", &host::use_level, py::arg("name"),
         "Selects an ISA level, for tests. Returns False if this CPU does not support it.");
   m.def("levels", &host::supported_level_names,

@@ -193,7 +193,8 @@ template <class T>
 void score(Multiplier& tiles, const Query<T>* x, int64_t queries, const T* keys, const int32_t* list, int64_t count,
            int64_t dim, float* scores, int64_t stride) {
   const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
-  thread_local AlignedVector<uint8_t> key_blocks(static_cast<size_t>(kKeyBlocks * kLanes * kMaxHeadDim) * sizeof(T));
+  constexpr int64_t kValues = kKeyBlocks * kLanes * kMaxHeadDim;
+  thread_local AlignedVector<uint8_t> key_blocks(static_cast<size_t>(kValues) * sizeof(T));
   for (int64_t start = 0; start < count; start += kKeyBlocks * kLanes) {
     const int64_t here = std::min(kKeyBlocks * kLanes, count - start), blocks = (here + kLanes - 1) / kLanes;
     transpose_keys(keys, list, start, here, count - 1, dim, key_blocks.data());
