@@ -13,18 +13,22 @@ ExtraName = Literal["kv-events", "network", "otel", "ray", "report"]
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """An optional dependency. `library`: its name in messages. `modules`: what is imported from it."""
+    """An optional dependency. `library`: its name in messages. `purpose`: what needs it. `modules`: what is imported
+    from it."""
 
     library: str
+    purpose: str
     modules: tuple[str, ...]
 
 
 EXTRAS: dict[ExtraName, Extra] = {
-    "kv-events": Extra("ZeroMQ", ("zmq",)),
-    "network": Extra("gRPC", ("grpc", "grpc_health.v1", "grpc_reflection.v1alpha", "google.protobuf")),
-    "otel": Extra("OpenTelemetry", ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")),
-    "ray": Extra("Ray Serve", ("ray",)),
-    "report": Extra("matplotlib", ("matplotlib",)),
+    "kv-events": Extra("ZeroMQ", "KV events", ("zmq",)),
+    "network": Extra("gRPC", "workers", ("grpc", "grpc_health.v1", "grpc_reflection.v1alpha", "google.protobuf")),
+    "otel": Extra(
+        "OpenTelemetry", "spans of requests", ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+    ),
+    "ray": Extra("Ray Serve", "replicas in Ray Serve", ("ray",)),
+    "report": Extra("matplotlib", "HTML reports of profiles", ("matplotlib",)),
 }
 
 

@@ -192,13 +192,9 @@ def _gpu_findings() -> Iterator[Finding]:
 
 
 def _extra_findings() -> Iterator[Finding]:
-    uses = {
-        "network": "workers", "otel": "spans of requests", "ray": "replicas in Ray Serve",
-        "report": "HTML reports of profiles",
-    }  # fmt: skip
     for name, extra in EXTRAS.items():
         if not has_extra(name):
-            yield Finding(uses[name], f"{extra.library} is not installed", f"pip install 'swiftspec[{name}]'")
+            yield Finding(extra.purpose, f"{extra.library} is not installed", f"pip install 'swiftspec[{name}]'")
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "swiftspec doctor") -> int:
