@@ -40,8 +40,7 @@ struct TileBuffers {
 // A product of rows with B blocks; a tile has `Inputs` inputs. For each tile of rows the loop multiplies the codes of a
 // group and scales the sums of the previous tile of rows; with the first one it expands the codes of the next group,
 // less the zero points. The three are independent and use different execution units. The loop uses few tile registers:
-// while another thread runs on the same core, the CPU renames a register only if few are in use, and otherwise a load
-// waits for the register's last reader.
+// while another thread runs on the same core, loads into many of them take several times as long.
 template <Format W, int Inputs, int B>
 struct TileProduct {
   const TileRows& in;

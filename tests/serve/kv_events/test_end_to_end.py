@@ -120,7 +120,6 @@ def test_what_gateways_need_while_the_server_drains(server: ServerProcess, subsc
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         assert [*lines][-2:] == ["data: [DONE]", ""]
     assert server.process.wait(30) == 0
-    server.stop = lambda number=0, seconds=0.0: 0  # type: ignore[method-assign] # it has left
 
 
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
