@@ -30,7 +30,7 @@ from swiftspec.llm import LLM
 from swiftspec.model.loader import load_model
 from swiftspec.runtime.runner import Runner
 from swiftspec.serve.built_in_models import SMOLLM2_DRAFT, smollm2_file
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 
 QUESTIONS = (
     "What is the capital of France?",

@@ -28,7 +28,7 @@ from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.distributed.launch.world import available_cores
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 
 FUNCTIONS = {
     "Rename the parameter `path` to `file_name`.": (

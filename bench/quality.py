@@ -39,7 +39,7 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

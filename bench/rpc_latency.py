@@ -39,7 +39,7 @@ from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.llm import LLMBase
 from swiftspec.params import SamplingParams
 from swiftspec.serve.built_in_models import DEMO_MODELS
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 
 MEASURED = (Opcode.DRAFTER_OPEN, Opcode.OBSERVE, Opcode.VERIFIER_OPEN, Opcode.VERIFY)  # messages with an answer
 PROMPTS = slice(12, 16)  # different from the prompts of the predicted rounds

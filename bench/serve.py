@@ -81,7 +81,7 @@ def answer_here(flags: list[str]) -> None:
     from swiftspec.serve.cli.arguments import parse_command
     from swiftspec.serve.session import open_session
     from swiftspec.serve.terminal import StartupProgress
-    from swiftspec.serve.text.stream import TextStream
+    from swiftspec.text.stream import TextStream
 
     opened = open_session(parse_command(flags).settings, StartupProgress(quiet=True), warm_up=True)
     print("ready", flush=True)

@@ -26,7 +26,7 @@ from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.replica_drafter import ReplicaDrafter
 from swiftspec.runtime.tree_delta_sender import TreeDeltaSender
 from swiftspec.serve.built_in_models import DEMO_MODELS
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 from swiftspec.tree.replica import TreeDelta, TreeReplica
 from swiftspec.tree.tree import DraftTree
 

@@ -23,7 +23,7 @@ from swiftspec.model.config import ModelConfig
 from swiftspec.model.gguf.file import is_gguf
 from swiftspec.model.spec import AttentionSpec, GatedDeltaSpec, LayerSpec
 from swiftspec.model.vocabulary import Vocabulary, describe_masked
-from swiftspec.serve.text.codec import TOKENIZER_FILES, TextCodec, has_tokenizer, locate_model
+from swiftspec.text.codec import TOKENIZER_FILES, TextCodec, has_tokenizer, locate_model
 
 BS, W = 8, 8  # tree shape of the prediction; the recorded rounds of the demo models have it
 MAX_MODEL_FOLDERS = 2000  # of a directory on the command line

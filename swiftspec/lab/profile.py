@@ -193,7 +193,7 @@ def _request(
 def encode_prompts(target: Path, texts: Sequence[str], *, chat: bool) -> list[list[int]]:
     """Encodes prompts as requests of `serve` are encoded: each as the only turn of a chat, or as raw text if `chat` is
     False or the target has no chat template."""
-    from swiftspec.serve.text.codec import TextCodec
+    from swiftspec.text.codec import TextCodec
 
     codec = TextCodec(target)
     try:

@@ -272,7 +272,7 @@ def _run(argv: Sequence[str], prog: str) -> int:
     from swiftspec.serve.cli.arguments import CommandParser
     from swiftspec.serve.session import WeightProgress
     from swiftspec.serve.terminal import StartupProgress
-    from swiftspec.serve.text.codec import locate_model
+    from swiftspec.text.codec import locate_model
 
     parser = CommandParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="directory or hub id of a model in bf16, fp16 or fp32")

@@ -18,7 +18,7 @@ from swiftspec.serve.built_in_models import BuiltInModels, built_in_models
 from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.text.codec import locate_config, locate_model, needs_download
+from swiftspec.text.codec import locate_config, locate_model, needs_download
 
 if TYPE_CHECKING:
     from swiftspec.observe.step_time_emulation import StepTimeEmulation

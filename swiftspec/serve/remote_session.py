@@ -21,13 +21,13 @@ from swiftspec.serve.session import (
 )
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.text.codec import (
+from swiftspec.serve.worker_endpoints import draft_worker, target_worker
+from swiftspec.text.codec import (
     TOKENIZER_FILES,
     TextCodec,
     locate_model,
     template_renderer,
 )
-from swiftspec.serve.worker_endpoints import draft_worker, target_worker
 
 if TYPE_CHECKING:
     from swiftspec.builder.remote_roles import RemoteTarget

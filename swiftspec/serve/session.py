@@ -24,10 +24,10 @@ from swiftspec.serve.rank_plan import acceptance_advice, synthetic_advice
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.stdio import warn
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.text.codec import ChatMessage, TextCodec, has_tokenizer, template_renderer
-from swiftspec.serve.text.harmony import HarmonyCodec, ShownText, harmony_markers
-from swiftspec.serve.text.stream import TextStream
 from swiftspec.serve.worker_endpoints import draft_worker
+from swiftspec.text.codec import ChatMessage, TextCodec, has_tokenizer, template_renderer
+from swiftspec.text.harmony import HarmonyCodec, ShownText, harmony_markers
+from swiftspec.text.stream import TextStream
 
 if TYPE_CHECKING:
     from swiftspec.builder.load_options import LoadOptions

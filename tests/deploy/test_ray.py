@@ -18,7 +18,7 @@ from ray import serve
 from swiftspec import LLM, SamplingParams
 from swiftspec.deploy.ray import rank_replicas, ray_application
 from swiftspec.serve.built_in_models import DEMO_MODELS
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 from tests.support.clients import openai
 
 ARGS = {"model": "demo", "device": "cpu", "threads": 1, "temperature": 0.0}

@@ -14,7 +14,7 @@ from swiftspec.lab.profile import main
 from swiftspec.lab.simulation import RecordedAcceptance, SimulatedTimes
 from swiftspec.model.config_json import parse_config
 from swiftspec.profiles import emulation
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 from tests.support.profiles import KEY, profile, run
 from tests.support.ranks import Pool
 

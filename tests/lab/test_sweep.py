@@ -20,7 +20,7 @@ from swiftspec.llm import LLM
 from swiftspec.serve import model_resolution as serve_found
 from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 from tests.support.ranks import Pool
 from tests.support.toy_pair import make_pair
 

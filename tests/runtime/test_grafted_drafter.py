@@ -19,7 +19,7 @@ from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.grafted_drafter import GraftedDrafter
 from swiftspec.runtime.suffix_drafter import SuffixDrafter
 from swiftspec.serve.built_in_models import DEMO_MODELS
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 from tests.support.ranks import Pool
 from tests.support.roles import request_start, tree_of
 from tests.support.tiny_checkpoints import make_pair

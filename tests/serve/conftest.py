@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swiftspec.serve import session
-from swiftspec.serve.text.template import TemplateRenderer
+from swiftspec.text.template import TemplateRenderer
 
 
 class SharedRenderer(TemplateRenderer):

@@ -20,7 +20,7 @@ from swiftspec.serve.built_in_models import DEMO_MODELS, SMOLLM2_DRAFT, SMOLLM2_
 from swiftspec.serve.model_resolution import ResolvedModels, generation_defaults
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from swiftspec.serve.cli.worker import run_worker
 from swiftspec.serve.session import open_session, run_follower_rank
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.text import codec
+from swiftspec.text import codec
 from tests.builder.test_memory_estimate import AWQ, LLAMA_8B
 
 CONFIG = ["config.json", "generation_config.json"]

@@ -22,7 +22,7 @@ from swiftspec.serve.built_in_models import DEMO_MODELS
 from swiftspec.serve.cli import generate
 from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.settings.settings import Settings, env_name
-from swiftspec.serve.text.codec import template_renderer
+from swiftspec.text.codec import template_renderer
 from tests.support.toy_pair import (
     CONTEXT,
     byte_level_tokenizer,
@@ -173,7 +173,7 @@ def test_the_process_of_the_template(command: Command, pair: list[str], monkeypa
         started.append(popen(*args, **options))
         return started[-1]
 
-    monkeypatch.setattr("swiftspec.serve.text.template.subprocess.Popen", noted)
+    monkeypatch.setattr("swiftspec.text.template.subprocess.Popen", noted)
     monkeypatch.setattr("swiftspec.serve.session.template_renderer", template_renderer)
     command.json(*pair, "--raw", "--prompt", "a", "--max-tokens", "1")
     assert not started

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swiftspec.serve.text.codec import TextCodec
-from swiftspec.serve.text.harmony import MARKER_TOKENS
-from swiftspec.serve.text.template import TemplateRenderer
+from swiftspec.text.codec import TextCodec
+from swiftspec.text.harmony import MARKER_TOKENS
+from swiftspec.text.template import TemplateRenderer
 from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
 
 EOS = "<|return|>"

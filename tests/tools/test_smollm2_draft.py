@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from swiftspec.backends import reference
 from swiftspec.model.loader import load_model
 from swiftspec.runtime.runner import Runner
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 from tests.support.gguf_files import write_gguf
 from tools.smollm2_draft import export
 from tools.smollm2_draft.conversations import Roles

@@ -28,7 +28,7 @@ from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.loader import load_model
 from swiftspec.runtime.runner import Runner
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 from tools.smollm2_draft.prompts import questions
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"

@@ -26,7 +26,7 @@ from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.gguf.families import GGUF_NAMES
 from swiftspec.model.gguf.tensors import GgufTensors
 from swiftspec.model.spec import AttentionSpec, ModelSpec
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 from tools.smollm2_draft.conversations import Roles
 from tools.smollm2_draft.q4_0 import round_matrices
 from tools.smollm2_head.loss import LinearCrossEntropy

@@ -36,11 +36,11 @@ from swiftspec.serve.terminal import (
     line_reader,
     print_note,
 )
-from swiftspec.serve.text.template import PromptTooLong
+from swiftspec.text.template import PromptTooLong
 
 if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World
-    from swiftspec.serve.text.stream import TextStream
+    from swiftspec.text.stream import TextStream
 
 HELP = """\
 /set NAME VALUE   change a sampling value, the seed or a limit: /set temperature 0.7; VALUE `default` resets it

@@ -11,7 +11,7 @@ from typing import Any
 
 from swiftspec import file_io
 from swiftspec.errors import UserError
-from swiftspec.serve.text.codec import MAX_TEXT_BYTES, ChatMessage, TextCodec
+from swiftspec.text.codec import MAX_TEXT_BYTES, ChatMessage, TextCodec
 
 ROLES = ("user", "assistant")
 EXPECTED = 'a list of {"role": ..., "content": ...}: system first, if any, then user and assistant alternately'

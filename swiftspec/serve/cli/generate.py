@@ -17,7 +17,7 @@ from swiftspec.serve.session import Session
 from swiftspec.serve.settings.settings import UsageError
 from swiftspec.serve.stdio import OutputLost
 from swiftspec.serve.terminal import Interrupt, StartupProgress, visible
-from swiftspec.serve.text.codec import MAX_TEXT_BYTES
+from swiftspec.text.codec import MAX_TEXT_BYTES
 
 if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World

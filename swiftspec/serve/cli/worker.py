@@ -24,8 +24,8 @@ from swiftspec.serve.session import MemoryCheck, WeightProgress, load_options
 from swiftspec.serve.settings.settings import Settings, UsageError
 from swiftspec.serve.signals import GracefulStop, ignore_signals
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.text.codec import TOKENIZER_FILES, TextCodec, locate_model, write_tokenizer_files
 from swiftspec.serve.worker_endpoints import load_security
+from swiftspec.text.codec import TOKENIZER_FILES, TextCodec, locate_model, write_tokenizer_files
 
 if TYPE_CHECKING:
     from swiftspec.builder.worker_model import WorkerModel

@@ -34,7 +34,7 @@ from swiftspec.serve.http.observe.prometheus import PrometheusMetrics
 from swiftspec.serve.http.observe.tracing import RequestTracing
 from swiftspec.serve.supervisor.control_protocol import HEARTBEAT_INTERVAL_S
 from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
-from swiftspec.serve.text.codec import TextCodec, template_renderer
+from swiftspec.text.codec import TextCodec, template_renderer
 
 MAX_CONNECTIONS = 1024
 IDLE_CONNECTION_TIMEOUT_S = 60

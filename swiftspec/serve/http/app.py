@@ -30,8 +30,8 @@ from swiftspec.serve.http.grammar_compiler import SandboxedGrammarCompiler
 from swiftspec.serve.http.middleware.request_id import UnexpectedErrorMiddleware
 from swiftspec.serve.http.observe.prometheus import PrometheusMetrics, metrics_router
 from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine, RequestRecord
-from swiftspec.serve.text.codec import TextCodec, may_have_template
-from swiftspec.serve.text.template import TemplateRenderer
+from swiftspec.text.codec import TextCodec, may_have_template
+from swiftspec.text.template import TemplateRenderer
 
 DEFAULT_STORE_BYTES = 256 << 20
 

@@ -17,7 +17,7 @@ from swiftspec import __version__
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError, unavailable_error
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 
 P = ParamSpec("P")
 T = TypeVar("T")

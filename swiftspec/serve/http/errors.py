@@ -19,7 +19,7 @@ from swiftspec.serve.http.engine_link.engine_client import (
     InvalidRequestError,
     RequestRejectedError,
 )
-from swiftspec.serve.text.template import PromptTooLong
+from swiftspec.text.template import PromptTooLong
 
 ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",

@@ -17,7 +17,7 @@ from tokenizers.trainers import BpeTrainer
 from swiftspec.errors import UserError
 from swiftspec.model.gguf.file import GgufFile
 from swiftspec.model.gguf.tokenizer import PRE_TOKENIZERS, SPACE, has_vocabulary, tokenizer_json, tokenizer_settings
-from swiftspec.serve.text.codec import TextCodec, has_tokenizer
+from swiftspec.text.codec import TextCodec, has_tokenizer
 
 TEXTS = [
     "Hello world! It's 12345 things, don't you think?", "def f(x):\n    return x + 1\n\n\n", "  two  spaces\t\ttabs ",

@@ -27,9 +27,9 @@ from swiftspec.serve.session import Session
 from swiftspec.serve.settings.config_sources import load_settings
 from swiftspec.serve.settings.settings import Settings, env_name
 from swiftspec.serve.terminal import Painter, line_reader, visible
-from swiftspec.serve.text.codec import TextCodec
 from swiftspec.serve.word_wrap import WordWrap
 from swiftspec.smc.group_result import GroupResult
+from swiftspec.text.codec import TextCodec
 from tests.support.harmony import harmony_folder
 from tests.support.pty_terminal import Terminal
 from tests.support.toy_pair import CONTEXT, byte_level_tokenizer, make_pair, write_tokenizer

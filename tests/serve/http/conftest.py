@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from swiftspec.serve.text.codec import TextCodec
-from swiftspec.serve.text.template import TemplateRenderer
+from swiftspec.text.codec import TextCodec
+from swiftspec.text.template import TemplateRenderer
 from tests.support.http import Player, application, serving
 from tests.support.toy_pair import TEMPLATE, byte_level_tokenizer, write_tokenizer
 

@@ -11,8 +11,8 @@ from fastapi import FastAPI
 
 from swiftspec.serve.http import replay
 from swiftspec.serve.http.middleware.security import SecurityMiddleware
-from swiftspec.serve.text.codec import TextCodec
-from swiftspec.serve.text.template import TemplateRenderer
+from swiftspec.text.codec import TextCodec
+from swiftspec.text.template import TemplateRenderer
 from tests.support import synthetic_traces
 from tests.support.http import Player, application, serving
 from tests.support.server_process import ServerProcess

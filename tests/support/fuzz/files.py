@@ -25,7 +25,7 @@ from swiftspec.profiles import emulation, store
 from swiftspec.serve.model_resolution import generation_defaults
 from swiftspec.serve.settings import config_sources
 from swiftspec.serve.settings.settings import Settings
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 from tests.support.fuzz import Target
 from tests.support.fuzz.json_text import SCALARS, damaged, mutated, texts, written
 from tests.support.gguf_files import write_gguf

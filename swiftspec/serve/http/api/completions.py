@@ -54,8 +54,8 @@ from swiftspec.serve.http.schema import (
     Token,
     stream_usage,
 )
-from swiftspec.serve.text.codec import TextCodec
-from swiftspec.serve.text.stream import TextBuilder, TokenCodec
+from swiftspec.text.codec import TextCodec
+from swiftspec.text.stream import TextBuilder, TokenCodec
 
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 TokenList = Annotated[list[Token], Field(min_length=1, max_length=1 << 22)]

@@ -15,7 +15,7 @@ from swiftspec.observe.trace_format import TokenText, text_fields
 from swiftspec.serve.http.engine_link.frames import TraceEvent
 from swiftspec.serve.http.engine_link.trace_events import NumberedEvent, TraceEventBuffer
 from swiftspec.serve.http.sse import ENCODER, EventStream
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 
 MAX_INLINE_TOKENS = 200  # more unknown tokens are detokenized in a thread
 RETRY_FIELD = b"retry: 1000\n\n"  # milliseconds until a browser reconnects

@@ -23,8 +23,8 @@ from swiftspec.serve.http.format.generation_output import GenerationRequest, Out
 from swiftspec.serve.http.format.harmony import harmony_messages, harmony_tools
 from swiftspec.serve.http.schema import SamplingFields, ScoringFields
 from swiftspec.serve.http.sse import ENCODER, EventStream, cancel_on_disconnect, sse_event
-from swiftspec.serve.text.harmony import harmony_markers
-from swiftspec.serve.text.template import PromptTooLong
+from swiftspec.text.harmony import harmony_markers
+from swiftspec.text.template import PromptTooLong
 
 REPLACE_KEY_HEADER = "x-replace-key"
 LOG = logging.getLogger("swiftspec.serve")

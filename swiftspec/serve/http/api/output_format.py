@@ -19,8 +19,8 @@ from swiftspec.serve.http.format.tools import (
     detect_tool_format,
     tool_call_grammar,
 )
-from swiftspec.serve.text.codec import TextCodec
-from swiftspec.serve.text.harmony import ChannelParser, HarmonyCodec, harmony_markers
+from swiftspec.text.codec import TextCodec
+from swiftspec.text.harmony import ChannelParser, HarmonyCodec, harmony_markers
 
 ANSWER_FORMATS = ("response_format", "text.format", "output_config.format")  # constrain the answer, but not tool calls
 NO_TOOL_FORMAT = "this model's chat template does not support tools, or its tool call format is unknown"

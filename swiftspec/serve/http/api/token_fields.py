@@ -12,7 +12,7 @@ from swiftspec.serve.http.errors import ApiError
 from swiftspec.serve.http.format.generation_output import GenerationRequest
 from swiftspec.serve.http.format.logprobs import LogprobFormatter, TokenFields
 from swiftspec.serve.http.schema import SamplingFields, ScoringFields
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 
 EVERY_TOKEN = 1 << 31  # number of top log-probabilities in a response that lists all that the engine returns
 

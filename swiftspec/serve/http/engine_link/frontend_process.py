@@ -22,7 +22,7 @@ from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
 from swiftspec.serve.stdio import warn
 from swiftspec.serve.supervisor.supervised_process import Program
-from swiftspec.serve.text.template import read_template
+from swiftspec.text.template import read_template
 
 BACKLOG_CONNECTIONS = 128  # connections that the kernel holds until the front end, or its successor, accepts them
 HEARTBEAT_TIMEOUT_S = 15.0  # without a heartbeat of the event loop for this long, the front end is restarted

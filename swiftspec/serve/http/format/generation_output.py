@@ -21,9 +21,9 @@ from swiftspec.serve.http.engine_link.engine_client import (
 from swiftspec.serve.http.engine_link.frames import Choice, DoneFrame, PromptLogprobsFrame, TokenLogprob, TokensFrame
 from swiftspec.serve.http.format.output_parser import MarkupParser, OutputParser, OutputText
 from swiftspec.serve.http.format.tools import ParsedToolCall
-from swiftspec.serve.text.codec import TextCodec
-from swiftspec.serve.text.harmony import HarmonyCodec
-from swiftspec.serve.text.stream import TextBuilder, TokenCodec
+from swiftspec.text.codec import TextCodec
+from swiftspec.text.harmony import HarmonyCodec
+from swiftspec.text.stream import TextBuilder, TokenCodec
 
 CONTEXT_TOKENS = 16  # last prompt tokens that precede the output in detokenization if it continues the prompt
 

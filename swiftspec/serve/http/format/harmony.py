@@ -10,7 +10,7 @@ from typing import Any, Literal
 from swiftspec.serve.http.format.output_parser import OutputPart, OutputText
 from swiftspec.serve.http.format.tools import STRICT_JSON, TOOL_NAME, ParsedToolCall
 from swiftspec.serve.http.grammar import ANY_OBJECT, bound_whitespace
-from swiftspec.serve.text.harmony import (
+from swiftspec.text.harmony import (
     CHANNEL,
     CONSTRAIN,
     END,

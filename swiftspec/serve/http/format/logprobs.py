@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from swiftspec.serve.http.engine_link.frames import TokenLogprob
-from swiftspec.serve.text.codec import TextCodec
-from swiftspec.serve.text.stream import REPLACEMENT_CHARACTER
+from swiftspec.text.codec import TextCodec
+from swiftspec.text.stream import REPLACEMENT_CHARACTER
 
 MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
 

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from swiftspec.serve.text.codec import TextCodec
-from swiftspec.serve.text.template import TemplateRenderer
+from swiftspec.text.codec import TextCodec
+from swiftspec.text.template import TemplateRenderer
 from tests.serve.http.test_app import CHAT, HELLO, MESSAGES, RESPONSES, refused
 from tests.support.grammars import accepts
 from tests.support.http import Player, application

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from swiftspec.serve.text.template import TemplateRenderer
+from swiftspec.text.template import TemplateRenderer
 from tests.serve.http.api.test_generation import ask, prompt
 from tests.serve.http.api.test_output_order import (
     LIMIT,

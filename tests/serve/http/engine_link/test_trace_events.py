@@ -23,7 +23,7 @@ from swiftspec.serve.http.engine_link.engine_loop import to_trace_frame
 from swiftspec.serve.http.engine_link.frames import EngineInfo, TraceEvent
 from swiftspec.serve.http.engine_link.remote_engine_client import RemoteEngineClient
 from swiftspec.serve.http.engine_link.trace_events import TraceEventBuffer
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 from swiftspec.tree.tree import DraftTree
 from tests.support.http import Player
 from tests.support.proposals import draft_proposal

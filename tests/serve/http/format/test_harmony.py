@@ -15,7 +15,7 @@ from swiftspec.serve.http.format.harmony import HarmonyParser, harmony_grammar, 
 from swiftspec.serve.http.format.output_parser import OutputPart, OutputText
 from swiftspec.serve.http.format.tools import ParsedToolCall
 from swiftspec.serve.http.grammar import build_grammar
-from swiftspec.serve.text.harmony import MARKER_TOKENS
+from swiftspec.text.harmony import MARKER_TOKENS
 from tests.support.harmony import EOS, SPECIAL, marked
 from tests.support.toy_pair import byte_level_tokenizer
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from swiftspec.serve.http.engine_link.frames import TokenLogprob
 from swiftspec.serve.http.format.logprobs import LogprobFormatter
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec
 from tests.support.toy_pair import byte_fallback_tokenizer, byte_level_tokenizer, write_tokenizer
 
 

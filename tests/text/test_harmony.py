@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftspec.serve.text.codec import TextCodec
-from swiftspec.serve.text.harmony import (
+from swiftspec.text.codec import TextCodec
+from swiftspec.text.harmony import (
     MARKER_TOKENS,
     MAX_HEADER_CHARS,
     ChannelParser,
@@ -19,8 +19,8 @@ from swiftspec.serve.text.harmony import (
     harmony_markers,
     parse_header,
 )
-from swiftspec.serve.text.stream import TextPiece
-from swiftspec.serve.text.template import TemplateRenderer
+from swiftspec.text.stream import TextPiece
+from swiftspec.text.template import TemplateRenderer
 from tests.support.harmony import HARMONY_TEMPLATE, SPECIAL, harmony_folder, marked
 from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
 

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from swiftspec.engine import TokenChunk
 from swiftspec.errors import UserError
 from swiftspec.observe.trace_format import TokenText, text_fields
-from swiftspec.serve.text.codec import TextCodec, locate_model
-from swiftspec.serve.text.stream import (
+from swiftspec.text.codec import TextCodec, locate_model
+from swiftspec.text.stream import (
     MAX_PENDING_TOKENS,
     REPLACEMENT_CHARACTER,
     Detokenizer,

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from swiftspec import file_io
 from swiftspec.errors import UserError
-from swiftspec.serve.text import template_process
+from swiftspec.text import template_process
 
 RENDER_TIMEOUT_S = 10.0
 RENDER_MEMORY_BYTES = 512 << 20  # in addition to what the imports take

@@ -16,8 +16,8 @@ from swiftspec.model.gguf.file import GgufFile, is_gguf
 from swiftspec.model.gguf.tokenizer import has_vocabulary, tokenizer_json, tokenizer_settings
 from swiftspec.model.vocabulary import Vocabulary
 from swiftspec.observe.trace_format import TokenText
-from swiftspec.serve.text.stream import REPLACEMENT_CHARACTER
-from swiftspec.serve.text.template import PromptTooLong, TemplateRenderer, read_template
+from swiftspec.text.stream import REPLACEMENT_CHARACTER
+from swiftspec.text.template import PromptTooLong, TemplateRenderer, read_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,13 +13,13 @@ import pytest
 from tokenizers import AddedToken
 
 from swiftspec.errors import UserError
-from swiftspec.serve.text import template_process
-from swiftspec.serve.text.codec import ChatMessage, TextCodec, may_have_template
-from swiftspec.serve.text.template import PromptTooLong, TemplateRenderer
+from swiftspec.text import template_process
+from swiftspec.text.codec import ChatMessage, TextCodec, may_have_template
+from swiftspec.text.template import PromptTooLong, TemplateRenderer
 from tests.support.toy_pair import BOT, END, TEMPLATE, byte_level_tokenizer, write_tokenizer
 from tests.support.toy_pair import USER as USER_TOKEN
 
-DEMO = Path(__file__).parents[3] / "swiftspec" / "demo"
+DEMO = Path(__file__).parents[2] / "swiftspec" / "demo"
 USER = {"role": "user", "content": "a"}
 CHATML = (
     "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}"
@@ -192,7 +192,7 @@ def test_ctrl_c_while_a_template_is_rendered(codecs: Any, monkeypatch: pytest.Mo
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("swiftspec.serve.text.template._receive", interrupted)
+    monkeypatch.setattr("swiftspec.text.template._receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         codec.encode_chat([USER])
     assert child.returncode == -signal.SIGKILL

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-from swiftspec.serve.text.stream import TextPiece, TokenCodec
+from swiftspec.text.stream import TextPiece, TokenCodec
 
 if TYPE_CHECKING:
-    from swiftspec.serve.text.codec import TextCodec
+    from swiftspec.text.codec import TextCodec
 
 # Unpaired surrogates, which valid UTF-8 does not contain, so that the text of no other token has them.
 START, CHANNEL, MESSAGE, END, CONSTRAIN, CALL, RETURN = MARKERS = tuple(map(chr, range(0xD800, 0xD807)))
