@@ -125,7 +125,7 @@ def choose_cuda() -> tuple[str | None, list[int], str]:
     required = named != "" or requested in ("1", "on", "yes", "true")
     gpus = [] if named else capabilities()
     if not gpus and not required:
-        return None, [], "CUDA kernels left out: no NVIDIA GPU at build time (SWIFTSPEC_CUDA=1 builds them nevertheless)"
+        return None, [], "CUDA kernels left out: no NVIDIA GPU at build time (SWIFTSPEC_CUDA=1 builds them anyway)"
     nvcc, archs = find_nvcc(), select_archs(named, gpus)
     problem = cuda_problem(nvcc, archs, gpus)
     if problem is None:

@@ -1,13 +1,13 @@
-"""Answers of a model to thirty everyday questions in fifteen conversations of two turns, side by side for several
+"""Answers of a model to thirty everyday questions, in fifteen conversations of two turns, side by side for several
 sampling values, system prompts and arithmetics.
 
-    python -m bench.first_answers [--model FILE.gguf] [--try "greedy,penalty=1.1"] [--try "t=0.2,seed=3,system=TEXT"] ...
+    python -m bench.first_answers [--model FILE.gguf] [--try "greedy,penalty=1.1"] [--try "t=0.2,seed=3,system=TEXT"]
 
 A candidate of --try is a comma-separated list of `greedy`, `t=TEMPERATURE`, `top_p=P`, `penalty=REPETITION_PENALTY`,
-`presence=X`, `frequency=X`, `seed=N`, `dtype=float32`, `activations=native` or `int8`, and last `system=TEXT` (without it, the default system prompt
-of the chat template). The second question of a conversation follows the candidate's own answer to the first. An answer
-is marked where it lacks the expected word, where it was cut at --max-tokens, and where it loops: its last 48 tokens have
-at most 16 different ones.
+`presence=X`, `frequency=X`, `seed=N`, `dtype=float32`, `activations=native` or `int8`, and last `system=TEXT` (without
+it: the default system prompt of the chat template). The second question of a conversation follows the candidate's own
+answer to the first. An answer is marked where it lacks the expected words, where it was cut at --max-tokens, and where
+it loops: its last 48 tokens have at most 16 different ones.
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ from swiftspec.text.codec import TextCodec
 # two questions, each with words of which a right answer has one; no word where many answers are right
 CONVERSATIONS = (
     (("What is the capital of France?", "Paris"), ("Give me three tips for better sleep.", "")),
-    (("Hello! Who are you?", "assistant|SmolLM"), ("What can you help me with?", "")),
+    (("Hello! Who are you?", "assist|help|SmolLM"), ("What can you help me with?", "")),
     (("Why is the sky blue?", "scatter|light"), ("And why is the sea blue?", "light|water")),
     (("What is 2 + 2?", "4"), ("What is 10 minus 3?", "7")),
     (("How do I boil an egg?", "water"), ("How long does it take?", "minute")),
     (("Write a short poem about the sea.", "sea|wave|ocean"), ("Give it a title.", "")),
-    (("What is the largest planet of the solar system?", "Jupiter"), ("How far is the Moon from the Earth?", "km|mile|kilo")),
+    (
+        ("What is the largest planet of the solar system?", "Jupiter"),
+        ("How far away is the Moon?", "km|mile|kilometer"),
+    ),
     (("Write a Python function that adds two numbers.", "def "), ("Explain what it does.", "add|sum")),
     (("Who wrote Romeo and Juliet?", "Shakespeare"), ("What is the story about?", "love")),
     (("What is the capital of Germany?", "Berlin"), ("And of Italy?", "Rome")),
     (("How do plants make food?", "photosynthesis|sunlight"), ("Do they need water for it?", "water")),
     (("Suggest a name for a black cat.", ""), ("Suggest two more.", "")),
-    (("Translate 'good morning' into Spanish.", "Buenos"), ("Write an email that asks a colleague to move a meeting.", "meeting")),
+    (("Translate 'good morning' into Spanish.", "Buenos"), ("Write an email that moves a meeting.", "meeting")),
     (("What should I see in London?", "Tower|Museum|Palace|Eye|Bridge"), ("Is it expensive there?", "")),
     (("Explain what a computer is to a child.", "computer"), ("Tell me a joke.", "")),
-)  # fmt: skip
+)
 LOOP_WINDOW_TOKENS, LOOP_DISTINCT_TOKENS = 48, 16
 
 
@@ -88,7 +91,9 @@ def parse_candidate(text: str, max_tokens: int) -> Candidate:
     )
 
 
-def ask(llm: LLM, codec: TextCodec, messages: Sequence[dict[str, str]], sampling: SamplingParams, expected: str) -> Answer:
+def ask(
+    llm: LLM, codec: TextCodec, messages: Sequence[dict[str, str]], sampling: SamplingParams, expected: str
+) -> Answer:
     """Decodes the answer to a conversation."""
     prompt = codec.encode_chat(messages, llm.max_model_len)
     done = llm.generate(prompt, sampling)

@@ -1,5 +1,5 @@
 """Installs SwiftSpec and its requirements into this Python's environment, as `make install` does: pip installs torch
-and the other packages while the extension is compiled, since it does not depend on them. Uses the standard library only.
+and the other packages while the extension, which does not depend on them, is compiled. Uses the standard library only.
 
     .venv/bin/python -m tools.install [--torch "torch==2.12.0"] [--index URL]
 
@@ -30,8 +30,8 @@ MAX_ERROR_LINES = 40
 
 
 def pip(*arguments: str, quiet: bool = True) -> None:
-    """Runs pip. Raises SystemExit if it fails; it has printed the reason. `quiet`: without its progress bars."""
-    command = [*PIP, *(["-q"] if quiet else []), "install", "--no-compile", *arguments]
+    """Runs pip. Raises SystemExit if it fails; pip has printed the reason. `quiet`: no progress bars and warnings."""
+    command = [*PIP, *(["-qq"] if quiet else []), "install", "--no-compile", *arguments]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     if code != 0:
         raise SystemExit(code)
