@@ -64,8 +64,8 @@ def no_device_synchronisation(path: str, source: str) -> list[str]:
 
 
 def no_environment_and_no_output(path: str, source: str) -> list[str]:
-    """Below the user interface only the variables of the launcher, Gloo and tokenizers are used, in ENVIRONMENT_USERS, and nothing
-    writes to the standard streams, except the program of the GPU trial. Ruff bans `print` there."""
+    """Below the user interface only the variables of the launcher, Gloo and tokenizers are used, in ENVIRONMENT_USERS,
+    and nothing writes to the standard streams, except the program of the GPU trial. Ruff bans `print` there."""
     banned = set() if is_user_interface(path) or path == GPU_TRIAL else ENVIRONMENT | OUTPUT
     if path in ENVIRONMENT_USERS:
         banned -= ENVIRONMENT
