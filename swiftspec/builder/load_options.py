@@ -115,6 +115,7 @@ class LoadModel(Protocol):
         device: torch.device,
         ops: Any,
         max_positions: int,
+        context: int | None,
         group: TensorParallelGroup | None,
         quantization: LoadTimeQuantization,
         cache_dtype: torch.dtype | None,

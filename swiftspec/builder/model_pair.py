@@ -500,7 +500,7 @@ class ModelPair:
         ops = select_operators(self.ops, config.spec, self.dtype, self.device, self.verdict.on_library)
         how: Any = {
             "dtype": self.dtype, "device": self.device, "ops": ops, "max_positions": self.capacity(side, plan),
-            "progress": progress, "group": group, "quantization": self._quantization(side, ops),
+            "context": self.max_model_len, "progress": progress, "group": group, "quantization": self._quantization(side, ops),
         }  # fmt: skip
         if config.spec.draft_head is not None:
             model = load_draft_head(None if self.draft_is_mtp else path, self.target, **how)

@@ -121,7 +121,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, family: str) -> None
 
 
 def test_longrope_beyond_the_trained_length(tmp_path: Path) -> None:
-    """The length of the tables decides, not that of a text."""
+    """The context decides, not the length of a text."""
     theirs = make_checkpoint(tmp_path, family="phi3", dtype=torch.float64)
     tokens = [(7 * i * i + i) % 64 for i in range(70)]
     model = load_model(tmp_path, dtype=torch.float64, ops=reference, max_positions=128)
