@@ -16,7 +16,7 @@ import torch
 
 from swiftspec import __version__
 from swiftspec.backends import cpu, cuda, unfused
-from swiftspec.backends.cpu.packed_weight_cache import PackedWeightCache
+from swiftspec.backends.cpu.packed_weight_cache import CACHE_FOLDER, PackedWeightCache
 from swiftspec.backends.cuda import trial
 from swiftspec.backends.cuda.devices import gpu_uuid, is_device_error, machine_facts, why_gpu_unused
 from swiftspec.backends.cuda.trial_checks import TreeShape
@@ -169,7 +169,7 @@ class ModelPair:
         packed, ends = options.get("packed_cache"), end_tokens(Path(target))
         models = ModelPair(
             Path(target), draft_path, dtype, device, threads, share, length, vocab, ops, activations, stored, head,
-            load, emulate, trace, prefix_cache, None if packed is None else PackedWeightCache(packed), ends,
+            load, emulate, trace, prefix_cache, None if packed is None else PackedWeightCache(packed / CACHE_FOLDER), ends,
             grammar_compiler(Path(target), ends, vocab), options.get("only"), options.get("sessions", 1),
             masked, _hidden_layers(config, options, draft_head), draft_is_mtp=mtp,
             note=options.get("note") or (lambda line: None),
