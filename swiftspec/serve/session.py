@@ -320,8 +320,8 @@ def load_options(settings: Settings) -> LoadOptions:
 
 
 def _packed_cache_folder(settings: Settings) -> Path | None:
-    """Returns the directory below which packed weights are stored; None if they are not stored (`--packed-cache off`, or
-    no home directory)."""
+    """Returns the directory below which packed weights are stored; None if they are not stored (`--packed-cache off`,
+    or no home directory)."""
     if settings.packed_cache is not None:
         return None if settings.packed_cache == "off" else expand_user(settings.packed_cache)
     return _user_cache("")

@@ -90,4 +90,5 @@ def test_longrope_factors_follow_the_context(pairs: dict[str, tuple[Path, Path]]
     factors = LONGROPE["short_factor" if context == TRAINED else "long_factor"]
     frequencies = [1e4 ** (-2 * pair / 6) / factor for pair, factor in enumerate(factors)]
     factor = models.config_of("target").spec.layer.attention.rope.attention_factor
-    torch.testing.assert_close(first[1, 4:7], torch.tensor(frequencies, dtype=torch.float64).sin() * factor, rtol=1e-5, atol=1e-6)
+    want = torch.tensor(frequencies, dtype=torch.float64).sin() * factor
+    torch.testing.assert_close(first[1, 4:7], want, rtol=1e-5, atol=1e-6)

@@ -218,8 +218,9 @@ def _delta(fields: GgufFields, rope: Json) -> Json:
     size = fields.number("ssm.inner_size")
     if not heads > 0 or size % heads:
         raise fields.unsupported("ssm.inner_size")
-    count = fields.number("block_count") - fields.number(MTP_LAYERS)
-    if not 0 < count <= MAX_LAYERS or count % 1:
+    blocks = fields.number("block_count")
+    count = blocks - fields.number(MTP_LAYERS)
+    if not 0 < count <= blocks <= MAX_LAYERS or count % 1:
         raise fields.unsupported("block_count")
     found: Json = {
         "num_hidden_layers": int(count),
