@@ -128,7 +128,7 @@ class GatedDeltaSpec:
 
 # clamped_swiglu, of gates g and ups u: with g at most SWIGLU_LIMIT and u between -SWIGLU_LIMIT and SWIGLU_LIMIT,
 # g * sigmoid(SWIGLU_ALPHA * g) * (u + 1)
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu"]
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 
 

@@ -14,7 +14,7 @@ from swiftspec.model.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, 
 MOST_POSITIONS = 2**31 - 1  # the bounds in this file exceed the values of real models and exclude overflow
 LONGEST_ROPE_FACTORS = 2**13  # half of the largest head dimension
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
-ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu"}
 
 
 def decoder_spec(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from swiftspec.errors import UserError, truncated_repr
+from swiftspec.model.architectures import relatives
 from swiftspec.model.architectures.decoder import FULL, SLIDING
 from swiftspec.model.architectures.gemma3 import GELU
 from swiftspec.model.architectures.qwen3_5 import LINEAR
@@ -304,6 +305,6 @@ def gguf_architecture(file: GgufFile) -> GgufArchitecture:
     name = file.metadata.get("general.architecture")
     found = GGUF_ARCHITECTURES.get(name) if isinstance(name, str) else None
     if found is None:
-        *most, last = GGUF_ARCHITECTURES
-        raise UserError(f"GGUF architecture {truncated_repr(name)} is not supported; {', '.join(most)} and {last} are")
+        known = relatives(name if isinstance(name, str) else "", GGUF_ARCHITECTURES)
+        raise UserError(f"GGUF architecture {truncated_repr(name)} is not supported; {known}")
     return found

@@ -28,14 +28,14 @@ PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 SPECIAL_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 TEMPLATE = "tokenizer.chat_template"
 # Texts of tokens that end a generation, as llama.cpp knows them: metadata often name the end of a document only. The
-# second line has those that separate the files of a repository.
-END_TEXTS = frozenset(  # noqa: SIM905
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>"
-    " <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> [e~["
-    " <\uff5cend\u2581of\u2581sentence\uff5c>"
-    " <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>"
-    .split()
-)  # fmt: skip
+# last two lines have those that separate the files of a repository.
+END_TEXTS = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
+    "<eos>", "<turn|>", "<|tool_response>", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
+    "<reponame>", "<|file_sep|>",
+))  # fmt: skip
 # a token that chat templates write, whatever its kind in the file
 MARKER = re.compile(r"<\|[^\s<>|]+\|>|<\uff5c[^\s<>\uff5c]+\uff5c>|<(start|end)_of_[a-z]+>")
 
