@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from swiftspec import file_io
 from swiftspec.errors import UserError, truncated_repr
+from swiftspec.model.end_tokens import MAX_TOKENIZER_BYTES
 from swiftspec.model.gguf.file import GgufFile, is_gguf
 from swiftspec.model.gguf.tokenizer import has_vocabulary, tokenizer_json, tokenizer_settings
 from swiftspec.model.vocabulary import Vocabulary
@@ -46,7 +48,9 @@ TOKENIZER_FILES = (  # all files of a model that its tokenizer reads, and its co
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each tokenizer has one of these
 MAX_TEXT_BYTES = 64 << 20  # limit of a text if the context length is not known
 PATH_FIELDS = {"name_or_path", "tokenizer_file", "vocab_file", "merges_file"}  # of tokenizer_config.json
-FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that read only tokenizer.json
+# classes that read only tokenizer.json; the last two would split a text by GPT-2's rule, whatever that file says
+FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "GPT2Tokenizer", "GPT2TokenizerFast")
+CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([A-Za-z0-9+/=]*)')
 
 
 def locate_model(
@@ -172,7 +176,10 @@ class TextCodec:
         try:
             self.tokenizer = _read_tokenizer(path)
             self.vocab: dict[str, int] = self.tokenizer.get_vocab()
-        except Exception as error:  # transformers and tokenizers raise anything on damaged files
+            self.tokenizer.encode("a")  # fails here rather than in the first request
+        except BaseException as error:  # transformers and tokenizers raise anything on damaged files, Rust's panics too
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             if is_gguf(path) and isinstance(error, UserError):  # names the file
                 raise
             if not has_tokenizer(path):
@@ -333,12 +340,16 @@ class TextCodec:
         return str(text)
 
     def _encode(self, text: str, context: int | None, special: bool, truncation: Truncation | None) -> list[int]:
-        if truncation is None:
-            self._check_size(text, context)
-            return list(self.tokenizer.encode(text, add_special_tokens=special))
-        text = truncation.cut_text(text, self.longest_token_bytes)
-        self._check_size(text, None)
-        return truncation.apply(list(self.tokenizer.encode(text, add_special_tokens=special)))
+        if truncation is not None:
+            text, context = truncation.cut_text(text, self.longest_token_bytes), None
+        self._check_size(text, context)
+        try:
+            tokens = list(self.tokenizer.encode(text, add_special_tokens=special))
+        except BaseException as error:  # a panic of Rust is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise UserError(f"the tokenizer cannot encode this text ({file_io.one_line(error)})") from None
+        return tokens if truncation is None else truncation.apply(tokens)
 
     def _check_size(self, text: str, context: int | None) -> None:
         """Raises PromptTooLong if the text has too many bytes to fit `context` tokens. Called before tokenizing, which
@@ -398,6 +409,7 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     set_verbosity_error()
     if is_gguf(path):
         return _gguf_tokenizer(path)
+    _check_charsmap(path / "tokenizer.json")
     if (path / "tokenizer.json").is_file() and (path / "tokenizer_config.json").is_file():
         config = file_io.read_object(path / "tokenizer_config.json")
         if config.get("tokenizer_class") in FAST_TOKENIZER_CLASSES and "auto_map" not in config:
@@ -407,6 +419,17 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _check_charsmap(file: Path) -> None:
+    """Raises UserError if tokenizer.json has a table of characters (SentencePiece's normaliser) that is shorter than
+    its first number says: the library would allocate that many bytes."""
+    if not file_io.is_file(file):
+        return
+    for found in CHARSMAP.finditer(file_io.read_bytes(file, max_bytes=MAX_TOKENIZER_BYTES)):
+        table = base64.b64decode(found[1])
+        if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
+            raise UserError("precompiled_charsmap is damaged")
 
 
 def _gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
