@@ -24,7 +24,7 @@ from swiftspec.control.controller import Controller
 from swiftspec.control.policy import initial_stats
 from swiftspec.control.row_times import PairTimes, RowTimes
 from swiftspec.decode import decode
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 
@@ -52,7 +52,7 @@ def run(times: tuple[float, ...], expansion: float, work: Work, *, known: bool) 
     autoregressive rounds of each answer. `known`: whether the row times are known before the first round."""
     config = EngineConfig("serial", self_switch=True, adapt_steps=True, adapt_batch=True)
     config = config.for_device("cpu") if known else config
-    llm = LLM(DEMO / "target", DEMO / "draft", config, dtype=torch.bfloat16, device="cpu", threads=1)
+    llm = LLMEngine(DEMO / "target", DEMO / "draft", config, dtype=torch.bfloat16, device="cpu", threads=1)
     drafter, verifier = local_roles(llm)
     table = PairTimes(RowTimes(ROWS, times), RowTimes((1, 4), (expansion, expansion))) if known else None
     stats, clock = initial_stats(config, table), Clock(0.0, 0.0, expansion)

@@ -25,7 +25,7 @@ from swiftspec.control.round_stats import (
     RoundStats,
 )
 from swiftspec.distributed.transport.codec import pack_message, unpack_result
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from tests.support.cases import fast_first
@@ -192,8 +192,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_no_decision_changes_a_token(pair: tuple[Path, Path], ahead: bool, sampling: SamplingParams) -> None:
     """Random decisions, in short and long stretches: the draft is inactive, catches up by more than w tokens, and
     continues with another d and another bs."""
-    plain = LLM(pair[0], dtype=torch.float64).generate(PROMPT, sampling).token_ids
-    llm = LLM(*pair, EngineConfig(self_switch=True), dtype=torch.float64)
+    plain = LLMEngine(pair[0], dtype=torch.float64).generate(PROMPT, sampling).token_ids
+    llm = LLMEngine(*pair, EngineConfig(self_switch=True), dtype=torch.float64)
     drafter = make_drafter(drafter_of(llm).runner, llm.config, ahead=ahead)
     switch = Controller(drafter, lambda: RoundStats(llm.config))
     replace_roles(llm, switch)
@@ -207,8 +207,8 @@ def test_no_decision_changes_a_token(pair: tuple[Path, Path], ahead: bool, sampl
 
 
 def test_the_policy_is_optional(pair: tuple[Path, Path]) -> None:
-    assert LLM(*pair, EngineConfig(), dtype=torch.float64).generate(PROMPT, GREEDY).stats.policy is None
-    assert LLM(pair[0], dtype=torch.float64).generate(PROMPT, GREEDY).stats.policy is None
+    assert LLMEngine(*pair, EngineConfig(), dtype=torch.float64).generate(PROMPT, GREEDY).stats.policy is None
+    assert LLMEngine(pair[0], dtype=torch.float64).generate(PROMPT, GREEDY).stats.policy is None
 
 
 @pytest.mark.parametrize(("draft", "low", "high"), [(0.02, 5, 8), (0.2, 3, 4), (1.0, 1, 2)])

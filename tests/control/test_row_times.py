@@ -25,7 +25,7 @@ from swiftspec.control.row_times import (
     measure_pair_times,
     measure_row_times,
 )
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.suffix_drafter import SuffixDrafter
 from tests.control.test_controller import chain, run, serial_round
@@ -217,7 +217,7 @@ def test_a_later_start_reads_the_times_of_an_earlier_one(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: list[RoundStats]
 ) -> None:
     def times_of_a_start() -> PairTimes | None:
-        LLM(*pair, ADAPTIVE, dtype=torch.float32, device="cpu", packed_cache=tmp_path)
+        LLMEngine(*pair, ADAPTIVE, dtype=torch.float32, device="cpu", packed_cache=tmp_path)
         return starts[-1].row_times
 
     measured = times_of_a_start()
@@ -234,7 +234,7 @@ def test_a_later_start_with_suffix_lookup_reads_the_times_of_the_target(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def times_of_a_start() -> list[float]:
-        llm = LLM(pair[0], SUFFIX_LOOKUP, ADAPTIVE, dtype=torch.float32, device="cpu", packed_cache=tmp_path)
+        llm = LLMEngine(pair[0], SUFFIX_LOOKUP, ADAPTIVE, dtype=torch.float32, device="cpu", packed_cache=tmp_path)
         drafter = tree_of(llm).drafter
         assert isinstance(drafter, SuffixDrafter)
         return [drafter.row_seconds(rows) for rows in range(1, MAX_ADAPTED_NODES + 1)]
@@ -252,10 +252,10 @@ def test_row_times_do_not_change_the_text(
 ) -> None:
     """Rounds of up to 32 nodes, and of few."""
     sampling = SamplingParams(temperature=temperature, seed=5, max_tokens=100, ignore_eos=True)
-    plain = LLM(pair[0], dtype=torch.float32, device="cpu").generate(PROMPT, sampling).token_ids
+    plain = LLMEngine(pair[0], dtype=torch.float32, device="cpu").generate(PROMPT, sampling).token_ids
     times = pair_times(lambda rows: 1.0 + row * rows, 0.01)
     monkeypatch.setattr("swiftspec.builder.model_pair.measure_pair_times", lambda *_: times)
-    llm = LLM(*pair, ADAPTIVE, dtype=torch.float32, device="cpu")
+    llm = LLMEngine(*pair, ADAPTIVE, dtype=torch.float32, device="cpu")
     assert (starts[0].nodes > 8) == (row < 0.1) and drafter_of(llm).max_nodes == max(starts[0].batch_sizes)
     for _ in range(2):
         assert llm.generate(PROMPT, sampling).token_ids == plain
@@ -263,7 +263,7 @@ def test_row_times_do_not_change_the_text(
 
 def test_the_measured_rows_are_proposals_of_the_draft(pair: tuple[Path, Path]) -> None:
     """With different tokens, which a mixture of experts routes to different experts."""
-    llm = LLM(*pair, EngineConfig(verify_batch=8), dtype=torch.float32, device="cpu")
+    llm = LLMEngine(*pair, EngineConfig(verify_batch=8), dtype=torch.float32, device="cpu")
     found = draft_proposals(drafter_of(llm), (1, 4, 8))
     assert {count: len(proposal.tokens) for count, proposal in found.items()} == {1: 1, 4: 4, 8: 8}
     assert len({*found[8].tokens}) > 3 and [*found[8].parents][:2] == [-1, 0]
@@ -273,8 +273,8 @@ def test_a_measurement_leaves_no_request_open(pair: tuple[Path, Path]) -> None:
     """The next request is as that of a new engine, although the measurement verified tokens of the same prompt."""
     sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     config = EngineConfig(verify_batch=8)
-    fresh = LLM(*pair, config, dtype=torch.float32, device="cpu").generate([0, 0, 0, 0], sampling)
-    llm = LLM(*pair, config, dtype=torch.float32, device="cpu")
+    fresh = LLMEngine(*pair, config, dtype=torch.float32, device="cpu").generate([0, 0, 0, 0], sampling)
+    llm = LLMEngine(*pair, config, dtype=torch.float32, device="cpu")
     times = measure_pair_times(verifier_of(llm), drafter_of(llm), 4, 8)
     assert times is not None and times.target.rows == (1, 4, 8)
     answer = llm.generate([0, 0, 0, 0], sampling)

@@ -30,6 +30,7 @@ MUTATORS = {
     "setdefault", "appendleft", "popleft",
 }  # fmt: skip
 GPU_TRIAL = "backends/cuda/trial.py"  # a program of its own, whose process runs nothing else
+OUTPUT_GRAMMAR = "text/output_grammar.py"  # also a program of its own: the server compiles grammars in a process
 CACHES = {"functools.cache", "functools.lru_cache"}
 
 
@@ -64,9 +65,9 @@ def no_device_synchronisation(path: str, source: str) -> list[str]:
 
 
 def no_environment_and_no_output(path: str, source: str) -> list[str]:
-    """Below the user interface only the variables of the launcher, Gloo and tokenizers are used, in ENVIRONMENT_USERS, and nothing
-    writes to the standard streams, except the program of the GPU trial. Ruff bans `print` there."""
-    banned = set() if is_user_interface(path) or path == GPU_TRIAL else ENVIRONMENT | OUTPUT
+    """Below the user interface only the variables of the launcher, Gloo and tokenizers are used, in ENVIRONMENT_USERS,
+    and nothing writes to the standard streams, except those two programs. Ruff bans `print` there."""
+    banned = set() if is_user_interface(path) or path in (GPU_TRIAL, OUTPUT_GRAMMAR) else ENVIRONMENT | OUTPUT
     if path in ENVIRONMENT_USERS:
         banned -= ENVIRONMENT
     return [f"{path} uses {name}" for name in uses(path, source, banned)]

@@ -12,13 +12,13 @@ import torch
 
 from swiftspec.config import GRAFTED, EngineConfig
 from swiftspec.errors import DrafterLost, UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import NodeSource, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.grafted_drafter import GraftedDrafter
 from swiftspec.runtime.suffix_drafter import SuffixDrafter
-from swiftspec.serve.built_in_models import DEMO_MODELS
+from swiftspec.startup.built_in_models import DEMO_MODELS
 from swiftspec.text.codec import TextCodec
 from tests.support.ranks import Pool
 from tests.support.roles import request_start, tree_of
@@ -39,8 +39,8 @@ def sources(answer: Any) -> set[NodeSource]:
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED, GUIDED], ids=["greedy", "seeded", "guided"])
 def test_the_text_equals_plain_decoding(sampling: SamplingParams) -> None:
     prompt = TextCodec(DEMO[0]).encode(LINES)
-    grafted = LLM(*DEMO, EngineConfig(drafter=GRAFTED))
-    want = LLM(DEMO[0]).generate(prompt, sampling).token_ids
+    grafted = LLMEngine(*DEMO, EngineConfig(drafter=GRAFTED))
+    want = LLMEngine(DEMO[0]).generate(prompt, sampling).token_ids
     answers = [grafted.generate(prompt, sampling) for _ in range(2)]  # the second one is a copy of the first
     assert all(answer.token_ids == want and answer.stats.drafter_lost is None for answer in answers)
     assert NodeSource.SUFFIX in sources(answers[1])
@@ -51,7 +51,7 @@ def test_the_text_equals_plain_decoding(sampling: SamplingParams) -> None:
 def test_the_text_of_random_models_equals_plain_decoding(tmp_path: Path, family: str) -> None:
     target, draft = make_pair(tmp_path, family=family)
     options: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 200}
-    plain, grafted = LLM(target, **options), LLM(target, draft, EngineConfig(drafter=GRAFTED), **options)
+    plain, grafted = LLMEngine(target, **options), LLMEngine(target, draft, EngineConfig(drafter=GRAFTED), **options)
     for sampling in (GREEDY, SEEDED, GUIDED, GREEDY):
         prompt = [5, 17, 3, 29, 11, 8, 2, 30] * 4
         assert grafted.generate(prompt, sampling).token_ids == plain.generate(prompt, sampling).token_ids
@@ -60,7 +60,7 @@ def test_the_text_of_random_models_equals_plain_decoding(tmp_path: Path, family:
 @pytest.mark.parametrize(("mode", "target_tp", "draft_tp"), [("serial", 2, -1), ("async", 1, 1)])
 def test_ranks(tmp_path: Path, pool: Pool, mode: str, target_tp: int, draft_tp: int) -> None:
     target, draft = make_pair(tmp_path, num_attention_heads=8, hidden_size=64)
-    plain = LLM(target, dtype=torch.float64)
+    plain = LLMEngine(target, dtype=torch.float64)
     common = {"seed": 3, "max_tokens": 60, "ignore_eos": True}
     requests = [([5, 17, 3, 29] * 6, {"temperature": t, **common}) for t in (0, 0.7)]
     plan = {"mode": mode, "target_tp": target_tp, "draft_tp": draft_tp, "drafter": GRAFTED}
@@ -159,9 +159,9 @@ def test_a_skipped_model_receives_the_missed_rounds() -> None:
 
 def test_a_lost_model_leaves_suffix_lookup(tmp_path: Path) -> None:
     target, draft = make_pair(tmp_path)
-    llm = LLM(target, draft, EngineConfig(drafter=GRAFTED), max_model_len=200)
+    llm = LLMEngine(target, draft, EngineConfig(drafter=GRAFTED), max_model_len=200)
     prompt = [5, 17, 3, 29] * 6
-    plain = LLM(target, max_model_len=200).generate(prompt, GREEDY)
+    plain = LLMEngine(target, max_model_len=200).generate(prompt, GREEDY)
 
     def fail() -> Proposal:
         raise DrafterLost("the link is down")
@@ -186,4 +186,4 @@ def test_combinations_without_suffix_lookup(options: dict[str, Any], cause: str)
 
 def test_grafting_needs_a_draft_model() -> None:
     with pytest.raises(UserError, match="requires a draft model"):
-        LLM(DEMO[0], None, EngineConfig(drafter=GRAFTED))
+        LLMEngine(DEMO[0], None, EngineConfig(drafter=GRAFTED))

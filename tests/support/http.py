@@ -28,9 +28,9 @@ from swiftspec.serve.http.engine_link.frames import (
     TokensFrame,
 )
 from swiftspec.serve.http.engine_link.trace_events import TraceEventBuffer
-from swiftspec.serve.http.grammar import build_grammar
 from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
 from swiftspec.text.codec import TextCodec
+from swiftspec.text.output_grammar import build_grammar
 
 TIMINGS = {
     "cache_n": 3, "prompt_n": 7, "prompt_ms": 2.0, "predicted_n": 5, "predicted_ms": 4.0, "draft_n": 9,

@@ -28,8 +28,8 @@ from swiftspec.distributed.transport.codec import pack_message
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.engine import TokenChunk
 from swiftspec.errors import NonFiniteLogits, UserError
-from swiftspec.llm import LLM, serve_rank
-from swiftspec.messages import Logprob, RequestStart
+from swiftspec.llm_engine import LLMEngine, serve_rank
+from swiftspec.messages import RequestStart, SampledLogprob
 from swiftspec.model.loader import load_model
 from swiftspec.model.vocabulary import VocabularyIdentity
 from swiftspec.params import SamplingParams
@@ -81,8 +81,8 @@ def decode(
                     serve_rank(world, target, draft, EngineConfig(**plan), **options)
             return None
         for _ in range(engines - 1):
-            LLM(target, draft, EngineConfig(**plan), world=world, **options).close()
-        llm = LLM(target, draft, EngineConfig(**plan), world=world, **options)
+            LLMEngine(target, draft, EngineConfig(**plan), world=world, **options).close()
+        llm = LLMEngine(target, draft, EngineConfig(**plan), world=world, **options)
     except UserError as error:
         return [{"refused": str(error)}]
     try:
@@ -239,11 +239,11 @@ def switched_by_dice(chance: float | None) -> Iterator[None]:
         policy.decide = decide
 
 
-def answer(llm: LLM, prompt: list[int], values: Json) -> Json:
+def answer(llm: LLMEngine, prompt: list[int], values: Json) -> Json:
     """Decodes a prompt. Key `cut` of the values closes the answer after that many rounds, `looks` after that many polls
     during the prefill."""
     cut, looks, tokens, reason = values.pop("cut", None), values.pop("looks", None), list[int](), None
-    likelihoods: list[Logprob] = []
+    likelihoods: list[SampledLogprob] = []
     had: list[None] = []
 
     def cancelled() -> bool:
@@ -275,7 +275,7 @@ def answer(llm: LLM, prompt: list[int], values: Json) -> Json:
     }
 
 
-def batch(llm: LLM, requests: Sequence[tuple[list[int], Json]]) -> list[Json]:
+def batch(llm: LLMEngine, requests: Sequence[tuple[list[int], Json]]) -> list[Json]:
     """Like `answer`, for all requests concurrently; one with `cut` is cancelled after that many chunks."""
     cuts = [values.pop("cut", None) for _, values in requests]
     chunks: list[list[TokenChunk]] = [[] for _ in requests]

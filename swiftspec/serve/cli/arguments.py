@@ -15,10 +15,10 @@ from typing import Any, NoReturn, get_origin
 from swiftspec import __version__
 from swiftspec.config import PARTICLES, SPECULATION
 from swiftspec.params import SAMPLING, STOPPING
-from swiftspec.serve.settings.config_sources import load_settings
-from swiftspec.serve.settings.flags import FLAGS, GROUPS, RENAMED_SETTINGS, SERVER, Flag
-from swiftspec.serve.settings.other_flags import OTHER_FLAGS, flag_hint
-from swiftspec.serve.settings.settings import Settings, UsageError, env_name, flag_name
+from swiftspec.serve.cli.config_sources import load_settings
+from swiftspec.settings.flags import FLAGS, GROUPS, RENAMED_SETTINGS, SERVER, Flag
+from swiftspec.settings.other_flags import OTHER_FLAGS, flag_hint
+from swiftspec.settings.settings import Settings, UsageError, env_name, flag_name
 
 DESCRIPTION = """\
 Low-latency speculative decoding: a small draft model proposes a tree of tokens and the target model verifies it; the

@@ -8,7 +8,7 @@ import sys
 from collections import OrderedDict
 from contextlib import suppress
 
-from swiftspec.serve.http import grammar
+from swiftspec.text import output_grammar
 
 COMPILE_TIMEOUT_S = 5.0
 COMPILE_MEMORY_BYTES = 4 << 30  # address space of one process
@@ -18,7 +18,8 @@ MAX_PROCESSES = 2
 
 
 class SandboxedGrammarCompiler:
-    """Grammar compiler that runs `grammar.build_grammar` in a process with limits, with an LRU cache of the results."""
+    """Grammar compiler that runs `output_grammar.build_grammar` in a process with limits, with an LRU cache of the
+    results."""
 
     def __init__(self, timeout_s: float = COMPILE_TIMEOUT_S, memory_bytes: int = COMPILE_MEMORY_BYTES) -> None:
         self._timeout_s, self._memory_bytes = timeout_s, memory_bytes
@@ -42,7 +43,7 @@ class SandboxedGrammarCompiler:
     async def _compile(self, kind: str, text: str) -> str:
         limits = str(int(self._timeout_s) + 1), str(self._memory_bytes)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", grammar.__file__, *limits,
+            sys.executable, "-P", output_grammar.__file__, *limits,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         try:

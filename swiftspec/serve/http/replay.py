@@ -21,7 +21,7 @@ from swiftspec.serve.http.engine_link import frontend_process
 from swiftspec.serve.http.engine_link.frontend_process import local_host_names
 from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
 from swiftspec.serve.http.middleware.security import SecurityMiddleware
-from swiftspec.serve.settings.settings import UsageError
+from swiftspec.settings.settings import UsageError
 
 DESCRIPTION = (
     "Serve the page that shows the draft tree, without a model: it plays a trace written by --trace or by the page."

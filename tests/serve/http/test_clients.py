@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swiftspec.serve.http.engine_link.engine_client import GenerationFailedError, RequestRejectedError
-from swiftspec.serve.http.grammar import bound_whitespace
+from swiftspec.text.output_grammar import bound_whitespace
 from tests.support.clients import anthropic, openai
 from tests.support.http import TIMINGS, Player
 

@@ -11,7 +11,6 @@ from swiftspec.params import MIN_TEMPERATURE
 from swiftspec.serve.http.app_context import check_tokens
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError, unsupported
-from swiftspec.serve.http.grammar import ANY_OBJECT
 from swiftspec.serve.http.schema import (
     ConstraintFields,
     JsonObject,
@@ -19,6 +18,7 @@ from swiftspec.serve.http.schema import (
     Smc,
     StructuredOutputs,
 )
+from swiftspec.text.output_grammar import ANY_OBJECT
 
 PASSED_THROUGH = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",

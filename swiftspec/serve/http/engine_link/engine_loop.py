@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from swiftspec.batching.decoding import BatchRequest
     from swiftspec.cache.prefix_cache import TokenText
     from swiftspec.engine import Stats, TokenChunk
-    from swiftspec.llm import LLMBase
-    from swiftspec.messages import Logprob
+    from swiftspec.llm_engine import TokenEngine
+    from swiftspec.messages import SampledLogprob
 
 
 class FrameLink(Protocol):
@@ -49,7 +49,8 @@ def ignore_stats(request: int, stats: Stats) -> None:
 
 
 class EngineLoop:
-    """Decoding loop around an `LLM`. A request arrives as a `StartFrame` and ends with a `DoneFrame` or `FailedFrame`.
+    """Decoding loop around an `LLMEngine`. A request arrives as a `StartFrame` and ends with a `DoneFrame` or
+    `FailedFrame`.
 
     `send_rpc_records`: whether to send the records of RPCs to workers, which the front end exports as spans.
     `on_stats`: called with the number and the statistics of each completed request, before its `DoneFrame` is sent.
@@ -59,7 +60,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        llm: LLMBase,
+        llm: TokenEngine,
         link: FrameLink,
         *,
         send_rpc_records: bool = False,
@@ -215,8 +216,8 @@ class EngineLoop:
         return frames.DoneFrame(request.number, timings, metrics, extra, choice_frames, stats.verified)
 
 
-def to_token_logprobs(logprobs: Sequence[Logprob]) -> list[frames.TokenLogprob]:
-    """Converts the engine's `Logprob` objects to the `TokenLogprob` objects of a frame."""
+def to_token_logprobs(logprobs: Sequence[SampledLogprob]) -> list[frames.TokenLogprob]:
+    """Converts the engine's `SampledLogprob` objects to the `TokenLogprob` objects of a frame."""
     return [frames.TokenLogprob(one.logprob, list(one.top), one.rank) for one in logprobs]
 
 
@@ -229,7 +230,9 @@ def to_trace_frame(entries: Sequence[TraceEntry]) -> frames.TraceEventsFrame:
     return frames.TraceEventsFrame(events)
 
 
-def engine_info(llm: LLMBase, model: str, draft_model: str | None, defaults: Mapping[str, Any]) -> frames.EngineInfo:
+def engine_info(
+    llm: TokenEngine, model: str, draft_model: str | None, defaults: Mapping[str, Any]
+) -> frames.EngineInfo:
     """Returns the properties of the models and the engine for the front end. `defaults`: sampling parameters of
     requests that do not set them."""
     return frames.EngineInfo(

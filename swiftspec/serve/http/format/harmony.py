@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from swiftspec.serve.http.format.output_parser import OutputPart, OutputText
 from swiftspec.serve.http.format.tools import STRICT_JSON, TOOL_NAME, ParsedToolCall
-from swiftspec.serve.http.grammar import ANY_OBJECT, bound_whitespace
 from swiftspec.text.harmony import (
     CHANNEL,
     CONSTRAIN,
@@ -20,6 +19,7 @@ from swiftspec.text.harmony import (
     MessageHeader,
     MessageText,
 )
+from swiftspec.text.output_grammar import ANY_OBJECT, bound_whitespace
 
 FUNCTIONS = "functions."  # prefix of the recipient of a tool call
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from swiftspec.serve.http.format.reasoning import partial_marker_length
-from swiftspec.serve.http.grammar import ANY_OBJECT, bound_whitespace
+from swiftspec.text.output_grammar import ANY_OBJECT, bound_whitespace
 
 TOOL_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 

@@ -20,7 +20,7 @@ from swiftspec.serve.http.format.tools import (
     detect_tool_format,
     tool_call_grammar,
 )
-from swiftspec.serve.http.grammar import build_grammar
+from swiftspec.text.output_grammar import build_grammar
 from tests.support.grammars import accepts
 
 ONE, OTHER = '{"name": "f", "arguments": {"a": "</tool_call>"}}', '{"name": "g", "arguments": {}}'

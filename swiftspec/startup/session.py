@@ -18,13 +18,12 @@ from swiftspec.file_io import expand_user
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.vocabulary import describe_masked
 from swiftspec.params import SamplingParams
-from swiftspec.serve.built_in_models import BuiltInModels
-from swiftspec.serve.model_resolution import ResolvedModels, generation_defaults, requested_emulation
-from swiftspec.serve.rank_plan import acceptance_advice, synthetic_advice
-from swiftspec.serve.settings.settings import Settings
-from swiftspec.serve.stdio import warn
-from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.worker_endpoints import draft_worker
+from swiftspec.settings.rank_plan import acceptance_advice, synthetic_advice
+from swiftspec.settings.settings import Settings
+from swiftspec.startup.built_in_models import BuiltInModels
+from swiftspec.startup.model_resolution import ResolvedModels, generation_defaults, requested_emulation
+from swiftspec.startup.reporter import LOG, LogReporter, StartupReporter
+from swiftspec.startup.worker_endpoints import draft_worker
 from swiftspec.text.codec import ChatMessage, TextCodec, has_tokenizer, template_renderer
 from swiftspec.text.harmony import HarmonyCodec, ShownText, harmony_markers
 from swiftspec.text.stream import TextStream
@@ -34,14 +33,14 @@ if TYPE_CHECKING:
     from swiftspec.config import EngineConfig
     from swiftspec.distributed.launch.world import World
     from swiftspec.engine import TokenChunk
-    from swiftspec.llm import LLM, LLMBase
+    from swiftspec.llm_engine import LLMEngine, TokenEngine
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
     """A loaded model pair and its tokenizer."""
 
-    llm: LLMBase
+    llm: TokenEngine
     codec: TextCodec
     model: str
     draft_model: str | None
@@ -51,6 +50,7 @@ class Session:
     model_defaults: Mapping[str, Any]  # sampling values of the target's generation_config.json
     packed_cache: str | None = None  # --packed-cache, if given
     tokenizer_folder: TemporaryDirectory[str] | None = None  # contains the tokenizer files of a remote target
+    warn: Callable[[str], None] = LOG.warning  # receives the warnings of `close`
     wrap_chunks: Callable[[Iterator[TokenChunk]], Iterator[TokenChunk]] = lambda chunks: chunks  # wraps each answer
 
     def encode(self, text: str, settings: Settings, system: str | None = None) -> list[int]:
@@ -96,8 +96,8 @@ class Session:
         return TextStream(chunks, codec, sampling.stop, view=ShownText(codec.prompt_end(prompt)))
 
     def close(self, *, will_restart: bool = False) -> None:
-        """Shuts down the other ranks (see `LLM.close`) and the template process, and deletes temporary files. Warns if
-        the trace or the packed weights are incomplete."""
+        """Shuts down the other ranks (see `LLMEngine.close`) and the template process, and deletes temporary files.
+        Warns if the trace or the packed weights are incomplete."""
         try:
             self.llm.close(will_restart=will_restart)
         finally:
@@ -106,15 +106,15 @@ class Session:
                 self.tokenizer_folder.cleanup()
         writer = self.llm.writer
         if writer is not None and writer.error is not None and self.packed_cache is not None:
-            warn(f"--packed-cache {self.packed_cache} is incomplete; the next start packs again: {writer.error}")
+            self.warn(f"--packed-cache {self.packed_cache} is incomplete; the next start packs again: {writer.error}")
         trace = self.llm.roles.recorder.file
         if trace is not None and trace.error is not None:
-            warn(f"--trace {trace.path} is incomplete: {trace.error}")
+            self.warn(f"--trace {trace.path} is incomplete: {trace.error}")
 
 
 def open_session(
     settings: Settings,
-    phases: StartupProgress,
+    phases: StartupReporter,
     world: World | None = None,
     *,
     warm_up: bool = False,
@@ -145,7 +145,7 @@ def open_session(
     phases.ready()
     return Session(
         llm, codec, resolved.model, resolved.draft_model, resolved.built_in,
-        str(llm.dtype).removeprefix("torch."), llm.threads, defaults, settings.packed_cache,
+        str(llm.dtype).removeprefix("torch."), llm.threads, defaults, settings.packed_cache, warn=phases.warn,
     )  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def one_line_if_memory_ends() -> Iterator[None]:
         ) from None
 
 
-def _warm_up(llm: LLM, sampling: SamplingParams, phases: StartupProgress) -> None:
+def _warm_up(llm: LLMEngine, sampling: SamplingParams, phases: StartupReporter) -> None:
     """Decodes two tokens with the sampling parameters that requests have by default. Raises NonFiniteLogits if the
     target's logits are not finite; prints a warning if it must be the draft's, because it proposes nothing."""
     stats = llm.generate([0], replace(sampling, max_tokens=2, ignore_eos=True)).stats
@@ -206,7 +206,7 @@ def _warm_up(llm: LLM, sampling: SamplingParams, phases: StartupProgress) -> Non
 
 
 def _load_tokenizer(
-    settings: Settings, resolved: ResolvedModels, phases: StartupProgress, *, start_renderer: bool
+    settings: Settings, resolved: ResolvedModels, phases: StartupReporter, *, start_renderer: bool
 ) -> tuple[TextCodec, tuple[int, ...]]:
     """Imports torch and loads the target's tokenizer. Returns it with the tokens that the draft must not propose.
     Raises UserError if the draft has other ordinary tokens."""
@@ -221,7 +221,7 @@ def _load_tokenizer(
     return codec, check_draft_tokenizer(codec, resolved.draft, phases)
 
 
-def check_draft_tokenizer(codec: TextCodec, draft: Path, phases: StartupProgress) -> tuple[int, ...]:
+def check_draft_tokenizer(codec: TextCodec, draft: Path, phases: StartupReporter) -> tuple[int, ...]:
     """Returns the tokens that the draft must not propose, and prints a note if there are special ones among them, or if
     the draft has no tokenizer. Raises UserError if the draft has other ordinary tokens than the target. `codec`: that
     of the target."""
@@ -240,7 +240,7 @@ def check_draft_tokenizer(codec: TextCodec, draft: Path, phases: StartupProgress
 
 
 def _print_advice(
-    settings: Settings, resolved: ResolvedModels, sampling: SamplingParams, world: World | None, phases: StartupProgress
+    settings: Settings, resolved: ResolvedModels, sampling: SamplingParams, world: World | None, phases: StartupReporter
 ) -> None:
     """Prints warnings about slow settings, and notes on settings without effect."""
     from swiftspec.builder.hardware import resolve_device
@@ -265,12 +265,12 @@ def _print_advice(
 
 def _load_llm(
     settings: Settings, resolved: ResolvedModels, codec: TextCodec, masked: tuple[int, ...], world: World | None,
-    phases: StartupProgress,
-) -> LLM:  # fmt: skip
+    phases: StartupReporter,
+) -> LLMEngine:  # fmt: skip
     """Loads the models. `masked`: tokens that the draft must not propose. Raises UserError if there is not enough
     memory."""
     phases.begin("target weights")
-    from swiftspec.llm import LLM
+    from swiftspec.llm_engine import LLMEngine
 
     options = load_options(settings)
     options |= {"vocab_size": codec.size, "progress": WeightProgress(phases), "note": phases.note}
@@ -278,7 +278,7 @@ def _load_llm(
     if (worker := options.get("draft_worker")) is not None:
         options["draft_worker"] = replace(worker, vocabulary=codec.vocabulary.identity())
     with one_line_if_memory_ends():
-        llm = LLM(resolved.target, resolved.draft, resolved.plan, world=world, **options)
+        llm = LLMEngine(resolved.target, resolved.draft, resolved.plan, world=world, **options)
     if llm.roles.recorder.file is not None:
         llm.roles.recorder.file.token_text = codec.trace_text
     return llm
@@ -287,13 +287,13 @@ def _load_llm(
 def run_follower_rank(settings: Settings, world: World) -> None:
     """Runs a rank other than 0 until rank 0 shuts it down. Raises UserError if the settings or models are invalid, as
     rank 0 does, and RankLost if a rank fails."""
-    from swiftspec import llm
+    from swiftspec import llm_engine
 
     with _startup_errors_reported(world):
         # also here, since on another machine this rank downloads weights, too
         check = MemoryCheck(settings, world)
-        found = ResolvedModels.resolve(settings, world.size, StartupProgress(quiet=True), check)
-    llm.serve_rank(world, found.target, found.draft, found.plan, **load_options(settings))
+        found = ResolvedModels.resolve(settings, world.size, LogReporter(), check)
+    llm_engine.serve_rank(world, found.target, found.draft, found.plan, **load_options(settings))
 
 
 def load_options(settings: Settings) -> LoadOptions:
@@ -339,7 +339,7 @@ class WeightProgress:
     """Progress callback of loading: shows bytes and rate of the weights, and the number of captured CUDA graphs. The
     weight loader does not pass the name of the model, so a call with `done` 0 begins the next one of `names`."""
 
-    def __init__(self, phases: StartupProgress, *names: str) -> None:
+    def __init__(self, phases: StartupReporter, *names: str) -> None:
         """`names`: titles of the phases in loading order; target weights and draft weights by default."""
         self._phases, self._names = phases, names or ("target weights", "draft weights")
         self._models, self._began = 0, 0.0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from swiftspec import file_io
 from swiftspec.distributed.transport.grpc.endpoint import Endpoint, RpcSecurity
 from swiftspec.errors import UserError
-from swiftspec.serve.settings.settings import Settings, UsageError
+from swiftspec.settings.settings import Settings, UsageError
 
 if TYPE_CHECKING:
     from swiftspec.builder.load_options import WorkerAddress

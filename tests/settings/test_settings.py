@@ -13,12 +13,12 @@ from swiftspec.config import GRAFTED, EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.serve.cli import generate
 from swiftspec.serve.cli.arguments import build_parser, parse_command
-from swiftspec.serve.model_resolution import ResolvedModels, generation_defaults
-from swiftspec.serve.settings.config_sources import load_settings, unknown_variable_warnings
-from swiftspec.serve.settings.flags import FLAGS
-from swiftspec.serve.settings.other_flags import OTHER_FLAGS, flag_hint
-from swiftspec.serve.settings.settings import Settings, UsageError, env_name, flag_name
+from swiftspec.serve.cli.config_sources import load_settings, unknown_variable_warnings
 from swiftspec.serve.terminal import StartupProgress
+from swiftspec.settings.flags import FLAGS
+from swiftspec.settings.other_flags import OTHER_FLAGS, flag_hint
+from swiftspec.settings.settings import Settings, UsageError, env_name, flag_name
+from swiftspec.startup.model_resolution import ResolvedModels, generation_defaults
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,9 @@ from swiftspec.config import GRAFTED, MTP_HEAD, SUFFIX_LOOKUP, EngineConfig, Pop
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import expand_user, parse_json
 from swiftspec.params import SamplingParams
-from swiftspec.serve.rank_plan import split_ranks
-from swiftspec.serve.settings.flags import FLAGS, IGNORED_PARTS, UNSUPPORTED_PARTS, CommandSettings
+from swiftspec.settings.flags import FLAGS, IGNORED_PARTS, UNSUPPORTED_PARTS, CommandSettings
+from swiftspec.settings.rank_plan import split_ranks
+from swiftspec.settings.speculative_config import expand_speculative_config
 
 ENV_PREFIX = "SWIFTSPEC_"
 MODEL_TREE_SETTINGS = ("draft_leaves", "draft_steps", "proposal", "calibration")  # of trees that a draft model expands
@@ -43,6 +44,17 @@ class Settings(SettingsFields):
     default."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+    @classmethod
+    def create(cls, values: Mapping[str, object], label: Callable[[str], str]) -> Settings:
+        """Creates the settings from the given values by name. Raises a UsageError that names the offending value.
+        `label`: returns the name under which a message shows a setting."""
+        try:
+            return cls.model_validate(expand_speculative_config(values))
+        except ValidationError as error:
+            raise UsageError(describe_validation_error(error, label)) from None
+        except UserError as error:
+            raise UsageError(str(error)) from None
 
     @field_validator("*", mode="before")
     @classmethod

@@ -12,14 +12,14 @@ import pytest
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
-from swiftspec.serve import built_in_models
-from swiftspec.serve.built_in_models import DEMO_MODELS, SMOLLM2_DRAFT, SMOLLM2_FILE, default_served_name
-from swiftspec.serve.model_resolution import ResolvedModels, generation_defaults
-from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import StartupProgress
+from swiftspec.settings.settings import Settings
+from swiftspec.startup import built_in_models
+from swiftspec.startup.built_in_models import DEMO_MODELS, SMOLLM2_DRAFT, SMOLLM2_FILE, default_served_name
+from swiftspec.startup.model_resolution import ResolvedModels, generation_defaults
 from swiftspec.text.codec import TextCodec
 
 
@@ -95,8 +95,8 @@ def test_smollm2_with_its_draft_answers_as_without_and_in_fewer_rounds() -> None
     codec = TextCodec(target)
     prompt = codec.encode_chat([{"role": "user", "content": "Give me three tips for better sleep."}])
     sampling = SamplingParams(temperature=0, max_tokens=64)
-    alone = LLM(target, config=EngineConfig("ar")).generate(prompt, sampling)
-    drafted = LLM(target, SMOLLM2_DRAFT, EngineConfig("serial")).generate(prompt, sampling)
+    alone = LLMEngine(target, config=EngineConfig("ar")).generate(prompt, sampling)
+    drafted = LLMEngine(target, SMOLLM2_DRAFT, EngineConfig("serial")).generate(prompt, sampling)
     assert drafted.token_ids == alone.token_ids
     assert len(drafted.token_ids) / drafted.stats.rounds > 1.3
     assert "sleep" in codec.decode(drafted.token_ids)

@@ -19,7 +19,6 @@ OTHER_FLAGS = {  # flag of another engine: the flag here, or why there is none
     "--gpu-memory-utilization": MEMORY,
     "--swap-space": MEMORY,
     "--cpu-offload-gb": MEMORY,
-    "--speculative-config": DRAFT,
     "--speculative-model": "--draft-model",
     "--num-speculative-tokens": "--draft-steps",
     "--quantization": FORMAT,

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.errors import UserError
-from swiftspec.serve.model_resolution import check_worker_settings, generation_defaults
-from swiftspec.serve.session import (
+from swiftspec.settings.settings import Settings
+from swiftspec.startup.model_resolution import check_worker_settings, generation_defaults
+from swiftspec.startup.reporter import StartupReporter
+from swiftspec.startup.session import (
     Session,
     WeightProgress,
     check_draft_tokenizer,
@@ -19,9 +21,7 @@ from swiftspec.serve.session import (
     one_line_if_memory_ends,
     open_session,
 )
-from swiftspec.serve.settings.settings import Settings
-from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.worker_endpoints import draft_worker, target_worker
+from swiftspec.startup.worker_endpoints import draft_worker, target_worker
 from swiftspec.text.codec import (
     TOKENIZER_FILES,
     TextCodec,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def open_local_or_remote(
-    settings: Settings, phases: StartupProgress, world: World | None = None, *, warm_up: bool = False
+    settings: Settings, phases: StartupReporter, world: World | None = None, *, warm_up: bool = False
 ) -> Session:
     """Opens a session: with a remote target if --target-url is set, else with local models. Raises UserError if the
     settings are invalid or the models do not match.
@@ -60,7 +60,7 @@ def open_local_or_remote(
 
 
 def _open(
-    settings: Settings, phases: StartupProgress, target: RemoteTarget, folder: TemporaryDirectory[str]
+    settings: Settings, phases: StartupReporter, target: RemoteTarget, folder: TemporaryDirectory[str]
 ) -> Session:
     path = Path(folder.name)
     for name, data in target.files().items():
@@ -81,21 +81,32 @@ def _open(
     began = time.perf_counter()
     options, threads = _options(settings, phases, draft, codec)
     from swiftspec.builder.remote_roles import build_remote_roles
-    from swiftspec.llm import LLMBase
+    from swiftspec.llm_engine import TokenEngine
 
     with one_line_if_memory_ends():
         roles = build_remote_roles(target, draft, plan, path, **options)
-    running = LLMBase(roles, time.perf_counter() - began, note=phases.note)
+    running = TokenEngine(roles, time.perf_counter() - began, note=phases.note)
     if running.roles.recorder.file is not None:
         running.roles.recorder.file.token_text = codec.trace_text
     phases.ready()
     drafts = settings.draft_model or settings.draft_url if plan.mode != "ar" else None
     about = target.info
-    return Session(running, codec, about.name, drafts, None, about.dtype, threads, defaults, tokenizer_folder=folder)
+    return Session(
+        running,
+        codec,
+        about.name,
+        drafts,
+        None,
+        about.dtype,
+        threads,
+        defaults,
+        tokenizer_folder=folder,
+        warn=phases.warn,
+    )
 
 
 def _options(
-    settings: Settings, phases: StartupProgress, draft: Path | None, codec: TextCodec
+    settings: Settings, phases: StartupReporter, draft: Path | None, codec: TextCodec
 ) -> tuple[LoadOptions, int]:
     """Returns the load options, including those of a local draft, and the number of threads of one operator."""
     trace = None if settings.trace is None else Path(settings.trace)

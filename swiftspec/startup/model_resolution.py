@@ -14,10 +14,10 @@ from swiftspec.extras import require_extra
 from swiftspec.file_io import Fields, expand_user, is_file, is_folder, read_object
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
-from swiftspec.serve.built_in_models import BuiltInModels, built_in_models
-from swiftspec.serve.settings.flags import FLAGS
-from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
-from swiftspec.serve.terminal import StartupProgress
+from swiftspec.settings.flags import FLAGS
+from swiftspec.settings.settings import Settings, UsageError, flag_name
+from swiftspec.startup.built_in_models import BuiltInModels, built_in_models
+from swiftspec.startup.reporter import StartupReporter
 from swiftspec.text.codec import locate_config, locate_model, needs_download
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class ResolvedModels:
 
     @staticmethod
     def resolve(
-        settings: Settings, ranks: int, phases: StartupProgress, check_configs: ConfigCheck | None = None
+        settings: Settings, ranks: int, phases: StartupReporter, check_configs: ConfigCheck | None = None
     ) -> ResolvedModels:
         """Locates the models, downloads them from the hub if needed, and selects the plan for `ranks` ranks. Raises
         UserError if a model is missing or the plan is invalid. `check_configs`: called before weights are downloaded;
@@ -118,7 +118,7 @@ def check_before_download(named: Sequence[tuple[str, str | None]], plan: EngineC
         check(target, draft[0] if draft else None, plan)
 
 
-def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, phases: StartupProgress) -> Settings:
+def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, phases: StartupReporter) -> Settings:
     """Returns the settings with mode, split and tree shape from a matching profile where they are not given, and prints
     the profile's file. Returns them unchanged if no profile matches.
 

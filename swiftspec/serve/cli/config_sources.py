@@ -7,17 +7,14 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from swiftspec import file_io
 from swiftspec.errors import UserError, truncated_repr
-from swiftspec.serve.settings.flags import FLAGS, RENAMED_SETTINGS
-from swiftspec.serve.settings.other_flags import flag_hint
-from swiftspec.serve.settings.settings import (
+from swiftspec.settings.flags import FLAGS, RENAMED_SETTINGS
+from swiftspec.settings.other_flags import flag_hint
+from swiftspec.settings.settings import (
     ENV_PREFIX,
     Settings,
     UsageError,
-    describe_validation_error,
     env_name,
     flag_name,
 )
@@ -46,10 +43,7 @@ def load_settings(cli: Mapping[str, object], file: Path | None = None) -> Settin
             return flag_name(name)
         return env_name(name) if name in by_env else f"{flag_name(name)[2:]} in {file}"
 
-    try:
-        return Settings.model_validate({**from_file, **by_env, **cli})
-    except ValidationError as error:
-        raise UsageError(describe_validation_error(error, label)) from None
+    return Settings.create({**from_file, **by_env, **cli}, label)
 
 
 def unknown_variable_warnings() -> list[str]:
@@ -65,7 +59,7 @@ def unknown_variable_warnings() -> list[str]:
 def _read_yaml(file: Path) -> dict[str, object]:
     """Returns the values of the --config file by field name: text as on the command line, and lists and mappings of
     text. Null values are left out. Raises UsageError if the file cannot be read or has an unknown key."""
-    from swiftspec.serve.settings.plain_yaml import UnsupportedYaml, parse_mapping  # yaml is not needed for --help
+    from swiftspec.serve.cli.plain_yaml import UnsupportedYaml, parse_mapping  # yaml is not needed for --help
 
     name = f"--config {file}"
     try:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.errors import UserError
-from swiftspec.serve.rank_plan import requested_ranks, split_ranks
+from swiftspec.settings.rank_plan import requested_ranks, split_ranks
 
 SIZES = st.none() | st.integers(-3, 9)
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from swiftspec.errors import UserError
 from swiftspec.profiles import store
-from swiftspec.serve.built_in_models import DEMO_DIR
-from swiftspec.serve.model_resolution import apply_profile
-from swiftspec.serve.session import open_session
-from swiftspec.serve.settings.settings import Settings, UsageError
 from swiftspec.serve.terminal import StartupProgress
+from swiftspec.settings.settings import Settings, UsageError
+from swiftspec.startup.built_in_models import DEMO_DIR
+from swiftspec.startup.model_resolution import apply_profile
+from swiftspec.startup.session import open_session
 from tests.support.profiles import profile, run
 from tests.support.toy_pair import make_pair
 

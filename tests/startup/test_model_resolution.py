@@ -20,9 +20,9 @@ from swiftspec.distributed.launch.startup_barrier import Timeouts
 from swiftspec.distributed.launch.world import World
 from swiftspec.errors import UserError
 from swiftspec.serve.cli.worker import run_worker
-from swiftspec.serve.session import open_session, run_follower_rank
-from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import StartupProgress
+from swiftspec.settings.settings import Settings
+from swiftspec.startup.session import open_session, run_follower_rank
 from swiftspec.text import codec
 from tests.builder.test_memory_estimate import AWQ, LLAMA_8B
 

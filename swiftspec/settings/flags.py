@@ -243,6 +243,10 @@ class CommandSettings:
         True, "Adapt --draft-steps and --verify-batch to measured times, unless they are given.", SPECULATION, order=1,
         applies_to=TREE,
     )  # fmt: skip
+    speculative_config: str | None = setting(
+        None, "vLLM's form of the flags for a draft, such as"
+        ' {"method": "eagle3", "model": "PATH", "num_speculative_tokens": 4}.', SPECULATION, "JSON", "none", order=1,
+    )  # fmt: skip
     graft_suffix: bool | None = setting(  # None: see `EngineConfig.for_models`
         None, "Add suffix lookup to the proposals of the draft model: what followed earlier occurrences of the latest"
         " tokens. Rounds skip the draft model where suffix lookup alone is predicted to be faster.", SPECULATION,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from swiftspec.serve.http.grammar import build_grammar
+from swiftspec.text.output_grammar import build_grammar
 from tests.support.grammars import accepts
 
 
