@@ -42,7 +42,7 @@ class StructuredOutputsParams:
 
     @property
     def constraint(self) -> tuple[str, str]:
-        """Kind and text of the constraint, for `text.output_grammar.build_grammar`."""
+        """Kind and text of the constraint, for `sampling.grammar_process.build_grammar`."""
         if self.json_object:
             return "json_schema", '{"type": "object"}'
         if self.json is not None:
@@ -84,7 +84,8 @@ class SamplingParams:
     `bad_words`: words that the text does not contain. `structured_outputs`: a constraint that becomes the `grammar`.
 
     `verify_batch` (bs; 1: without the draft) and `draft_steps` (d) override the engine's values for this request. They
-    do not change the output; with rejection sampling they may change its tokens, but not their distribution.
+    do not change the output; with rejection sampling they may change its tokens, but not their distribution. Nor does
+    `suffix_memory`: whether suffix lookup proposes from the texts of other requests, and keeps this one for them.
     """
 
     temperature: float = setting(
@@ -141,6 +142,7 @@ class SamplingParams:
     negative_prompt_ids: tuple[int, ...] = ()  # negative prompt of guidance; empty: the last token of the prompt
     verify_batch: int | None = setting(None, ge=1)
     draft_steps: int | None = setting(None, ge=1)
+    suffix_memory: bool = True
     min_tokens: int = setting(0, ge=0, le=MAX_TOKEN_COUNT)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words_ids: tuple[tuple[int, ...], ...] = ()

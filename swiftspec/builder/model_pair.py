@@ -16,7 +16,7 @@ import torch
 
 from swiftspec import __version__
 from swiftspec.backends import cpu, cuda, unfused
-from swiftspec.backends.cpu.packed_weight_cache import PackedWeightCache
+from swiftspec.backends.cpu.packed_weight_cache import CACHE_FOLDER, PackedWeightCache
 from swiftspec.backends.cuda import trial
 from swiftspec.backends.cuda.devices import gpu_uuid, is_device_error, machine_facts, why_gpu_unused
 from swiftspec.backends.cuda.trial_checks import TreeShape
@@ -70,7 +70,7 @@ from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.gguf.file import GgufFile, is_gguf
-from swiftspec.model.gguf.tokenizer import tokenizer_json
+from swiftspec.model.gguf.tokenizer import missing_rule, tokenizer_json
 from swiftspec.model.head_loader import head_config, load_draft_head
 from swiftspec.model.loader import load_model
 from swiftspec.model.spec import BlockSpec, ModelSpec
@@ -169,13 +169,16 @@ class ModelPair:
         packed, ends = options.get("packed_cache"), end_tokens(Path(target))
         models = ModelPair(
             Path(target), draft_path, dtype, device, threads, share, length, vocab, ops, activations, stored, head,
-            load, emulate, trace, prefix_cache, None if packed is None else PackedWeightCache(packed), ends,
+            load, emulate, trace, prefix_cache,
+            None if packed is None else PackedWeightCache(packed / CACHE_FOLDER), ends,
             grammar_compiler(Path(target), ends, vocab), options.get("only"), options.get("sessions", 1),
             masked, _hidden_layers(config, options, draft_head), draft_is_mtp=mtp,
             note=options.get("note") or (lambda line: None),
         )  # fmt: skip
         if device.type == "cpu" and options.get("device", "auto") == "auto" and (why := why_gpu_unused()) is not None:
             models.note(f"the models run on the CPU although this machine has a GPU: {why}")
+        if is_gguf(target) and (line := missing_rule(GgufFile.read(Path(target)))) is not None:
+            models.note(line)
         if device.type == "cpu" and hardware.matrix_tiles_refused():
             models.note("products of many rows are slower than on this CPU's matrix tiles (AMX), which the operating "
                         "system refuses to this process; allow arch_prctl(ARCH_REQ_XCOMP_PERM)")  # fmt: skip
@@ -500,7 +503,8 @@ class ModelPair:
         ops = select_operators(self.ops, config.spec, self.dtype, self.device, self.verdict.on_library)
         how: Any = {
             "dtype": self.dtype, "device": self.device, "ops": ops, "max_positions": self.capacity(side, plan),
-            "progress": progress, "group": group, "quantization": self._quantization(side, ops),
+            "context": self.max_model_len, "progress": progress, "group": group,
+            "quantization": self._quantization(side, ops),
         }  # fmt: skip
         if config.spec.draft_head is not None:
             model = load_draft_head(None if self.draft_is_mtp else path, self.target, **how)

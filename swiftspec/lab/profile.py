@@ -68,6 +68,7 @@ def build_profile_parser(prog: str = "python -m swiftspec.profile") -> argparse.
     from swiftspec.serve.cli.arguments import FlagParser
 
     made = FlagParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.positional = "model"
     for name in model_settings():
         made.add_argument("--" + name.replace("_", "-"), dest=name, metavar="X", help="as in `serve`")
     made.add_argument("--splits", default="all", help="all, or target+draft such as 3+1,2+2 (default: all)")

@@ -120,16 +120,16 @@ class AsyncEngine(RequestQueue):
 
     async def _pieces(self, group: PendingGroup, builder: OutputBuilder) -> AsyncGenerator[TextChunk]:
         """Yields the output of a request. The last piece follows when the engine has ended the request."""
-        prompt_logprobs, last, is_complete = None, None, None
+        prompt_logprobs, last, is_complete = tuple[SampledLogprob, ...](), None, None
         async with aclosing(self._frames(group)) as received:
             with suppress(StopAsyncIteration):
                 while True:
                     _, frame = await received.asend(is_complete)
                     is_complete = None
                     if isinstance(frame, frames.PromptLogprobsFrame):
-                        prompt_logprobs = to_logprobs(frame.logprobs)
+                        prompt_logprobs += to_logprobs(frame.logprobs)
                     elif isinstance(frame, frames.TokensFrame) and last is None:
-                        piece, prompt_logprobs = builder.push(_token_chunk(frame, prompt_logprobs)), None
+                        piece, prompt_logprobs = builder.push(_token_chunk(frame, prompt_logprobs or None)), ()
                         if builder.finish_reason is None:
                             yield piece
                         else:

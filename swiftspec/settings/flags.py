@@ -109,7 +109,8 @@ class CommandSettings:
         "FILE.jsonl", "off",
     )  # fmt: skip
     packed_cache: str | None = setting(
-        None, "Directory for the packed weights of CPU operators; the next start maps them into memory.", MODELS,
+        None, "Directory for the packed weights of CPU operators, in a folder `packed` of their own; the next start"
+        " maps them into memory.", MODELS,
         "DIR|off", "the user's cache directory", profile=True,
     )  # fmt: skip
     gpu_trial: Literal["auto", "off", "again"] = setting(

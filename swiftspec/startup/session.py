@@ -320,15 +320,16 @@ def load_options(settings: Settings) -> LoadOptions:
 
 
 def _packed_cache_folder(settings: Settings) -> Path | None:
-    """Returns the directory in which packed weights are stored; None if they are not stored (`--packed-cache off`, or
-    no home directory)."""
+    """Returns the directory below which packed weights are stored; None if they are not stored (`--packed-cache off`,
+    or no home directory)."""
     if settings.packed_cache is not None:
         return None if settings.packed_cache == "off" else expand_user(settings.packed_cache)
-    return _user_cache("packed")
+    return _user_cache("")
 
 
 def _user_cache(name: str) -> Path | None:
-    """Returns a folder in the user's cache directory; None if there is no home directory."""
+    """Returns the folder `name` below that of SwiftSpec in the user's cache directory; None if there is no home
+    directory."""
     try:
         return expand_user(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "swiftspec" / name
     except UserError:

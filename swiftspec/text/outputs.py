@@ -11,9 +11,9 @@ from swiftspec.engine import Stats, TokenChunk
 from swiftspec.errors import UserError
 from swiftspec.messages import SampledLogprob
 from swiftspec.params import SamplingParams
+from swiftspec.sampling.grammar_process import build_grammar
 from swiftspec.settings_schema import require
 from swiftspec.text.codec import TextCodec
-from swiftspec.text.output_grammar import build_grammar
 from swiftspec.text.stream import CONTEXT_TOKENS, MarkerCodec, TextBuilder
 
 

@@ -89,6 +89,10 @@ def test_a_later_request_copies_from_an_earlier_one(tmp_path: Path) -> None:
     first, again = (llm.generate(PROMPT, SEEDED) for _ in range(2))
     assert first.token_ids == again.token_ids
     assert again.stats.rounds < 20 < first.stats.rounds
+    alone = replace(SEEDED, seed=12, suffix_memory=False)
+    rounds = [llm.generate(PROMPT, each).stats.rounds for each in (alone, alone, replace(alone, suffix_memory=True))]
+    assert min(rounds) > 20, "requests with suffix_memory=False read no earlier text, and keep none"
+    assert llm.generate(PROMPT, SEEDED).stats.rounds < 20
 
 
 def drafter_after(tokens: list[int], **sampling: Any) -> SuffixDrafter:

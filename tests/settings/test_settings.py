@@ -114,7 +114,10 @@ BAD = [
     (["--prompt"], "--prompt needs a value"),
     (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file are mutually exclusive"),
     (["--top", "0.9"], "unrecognized arguments: --top 0.9"),
-    (["stray"], "unrecognized arguments: stray (--help lists the flags)"),
+    (["stray", "other"], "unrecognized arguments: stray other (--help lists the flags)"),
+    (["stray", "--tp", "2"], "unrecognized arguments: stray --tp 2 (did you mean --target-tp?)"),
+    (["a", "--model", "b"], "a and --model b specify the same; remove one of them"),
+    (["Write a poem"], "'Write a poem' is not a model; specify a prompt with --prompt"),
     (["--temprature", "1"], "unrecognized arguments: --temprature 1 (did you mean --temperature?)"),
     (["--tensor-parallel-size=2"], "unrecognized arguments: --tensor-parallel-size=2 (did you mean --target-tp?)"),
     (["--gpu_memory_utilization", "0.9"], "unrecognized arguments: --gpu_memory_utilization 0.9 (memory follows from"),
@@ -195,6 +198,11 @@ def test_yaml_values_are_taken_as_text(tmp_path: Path) -> None:
 def test_flags_accept_underscores() -> None:
     settings = parse_command(["--top_p", "0.5", "--draft_steps=3", "--no-self_switch", "--stop", "--a b"]).settings
     assert (settings.top_p, settings.draft_steps, settings.self_switch, settings.stop) == (0.5, 3, False, ["--a b"])
+
+
+@pytest.mark.parametrize("argv", [["org/name"], ["org/name", "--port", "1"], ["--port", "1", "org/name", "--raw"]])
+def test_the_model_needs_no_flag(argv: list[str]) -> None:
+    assert parse_command(argv).settings.model == "org/name"
 
 
 def test_hints_name_existing_flags() -> None:

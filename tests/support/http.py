@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp
 
+from swiftspec.sampling.grammar_process import build_grammar
 from swiftspec.serve.http.app import create_app
 from swiftspec.serve.http.engine_link.engine_client import EngineRequest, EngineState, RequestFrame
 from swiftspec.serve.http.engine_link.frames import (
@@ -30,7 +31,6 @@ from swiftspec.serve.http.engine_link.frames import (
 from swiftspec.serve.http.engine_link.trace_events import TraceEventBuffer
 from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
 from swiftspec.text.codec import TextCodec
-from swiftspec.text.output_grammar import build_grammar
 
 TIMINGS = {
     "cache_n": 3, "prompt_n": 7, "prompt_ms": 2.0, "predicted_n": 5, "predicted_ms": 4.0, "draft_n": 9,

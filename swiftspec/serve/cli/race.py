@@ -68,7 +68,9 @@ def _run(
     """Decodes and shows one answer. Returns None if Ctrl-C ended it. `bs`: nodes per round; 1: without the draft, None:
     as configured."""
     limit = session.sampling_params(settings).max_tokens or MAX_ANSWER_TOKENS
-    stream = session.answer(prompt, settings, guard.until_pressed, verify_batch=bs, max_tokens=limit)
+    # an earlier answer to the same prompt, which suffix lookup would copy, would make speculation look too fast
+    overrides = {"verify_batch": bs, "max_tokens": limit, "suffix_memory": False}
+    stream = session.answer(prompt, settings, guard.until_pressed, **overrides)
     try:
         for piece in stream:
             painter.write(piece.text, piece.accepted)

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from swiftspec.sampling.grammar_process import ANY_OBJECT, bound_whitespace
 from swiftspec.serve.http.format.output_parser import OutputPart, OutputText
 from swiftspec.serve.http.format.tools import STRICT_JSON, TOOL_NAME, ParsedToolCall
 from swiftspec.text.harmony import (
@@ -19,7 +20,6 @@ from swiftspec.text.harmony import (
     MessageHeader,
     MessageText,
 )
-from swiftspec.text.output_grammar import ANY_OBJECT, bound_whitespace
 
 FUNCTIONS = "functions."  # prefix of the recipient of a tool call
 
