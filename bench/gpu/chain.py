@@ -1,7 +1,7 @@
 """Layers of a model in place: a CUDA graph of all layers, once with the weights of few layers and once with those of
 all, and with each operator left out in turn.
 
-    python -m bench.gpu.chain [--models Llama-3-8B,Llama-3-70B,Llama-3.2-1B] [--rows 8] [--context 1000] [--json out.json]
+    python -m bench.gpu.chain [--models Llama-3-8B,Llama-3-70B] [--rows 8] [--context 1000] --json out.json
 
 What leaving out an operator saves is its marginal cost between its neighbours, which a benchmark of one operator cannot
 show. If a layer takes longer with the weights of all layers than with those of few, which exceed the L2 as well, the
@@ -23,14 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu.cases import BF16, OURS, Cache, operators, random_int4
+from bench.gpu import cases
+from bench.gpu.cases import BF16, OURS, Cache, random_int4
 from bench.gpu.shapes import GROUP, LAYERS, RankShape
 from bench.gpu.timing import Call, eager_sequence_timer, sequence_timer
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import PackedLayer, PackedMlp, PackedModel
 
 OPERATORS = ("qkv", "attention", "o", "swiglu", "down")
-FEW = 4  # layers whose weights exceed the L2 of every GPU, in the 1B together with evict-first copies
+FEW = 4  # layers; those of the 1B, 128 MB, exceed the L2 of a Hopper GPU, too
 Note = Callable[[dict[str, Any]], None]
 
 
@@ -129,7 +130,7 @@ class Chain:
 
 def chain_of(model: str, rows: int, context: int, device: str) -> Chain:
     """Returns an empty chain of a model on one rank, on the operators of the device."""
-    found = operators(device)
+    found = cases.operators(device)
     return Chain(found.get(OURS, found["unfused"]), RankShape.of(model, 1), rows, context, device)
 
 

@@ -1,7 +1,7 @@
 """Projections over working sets of increasing size: whether the time of a call depends on the memory that a sequence of
 calls reads in all.
 
-    python -m bench.gpu.footprint [--model Llama-3-70B] [--ops swiglu,down] [--sizes 0.25,1,4,16,36] [--json out.json]
+    python -m bench.gpu.footprint [--model Llama-3-70B] [--ops swiglu,down] [--sizes 0.25,1,4,16,36] --json out.json
 
 A graph calls the projection with one set of weights after the other, as the layers of a model do. All sets are larger
 than the L2 together, so that memory is read each time; a time that rises with their size points to address translation,
@@ -22,12 +22,11 @@ from typing import Any
 import torch
 
 from bench.baselines.kernels import BaselineKernels
-from bench.gpu.cases import BF16, OURS, Maker, operators, projection, random_int4
+from bench.gpu import cases, shapes
+from bench.gpu.cases import BF16, OURS, Maker, projection, random_int4
 from bench.gpu.shapes import RankShape
 from bench.gpu.timing import Call, eager_timer, graph_timer
 from swiftspec.errors import UserError
-
-GB = 1e9
 
 
 def calls_of(make: Maker, ops: Any, op: str, shape: tuple[int, int, int], packed: list[Any]) -> list[Call]:
@@ -51,14 +50,14 @@ def require_touch(packed: Any) -> None:
 
 def measure(op: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields microseconds per call for each size, the smallest first."""
-    make, found = Maker(args.device, BaselineKernels()), operators(args.device)
+    make, found = Maker(args.device, BaselineKernels()), cases.operators(args.device)
     ops, shape = found.get(OURS, found["unfused"]), RankShape.of(args.model, 1).projection(op)
     timer = graph_timer if args.device == "cuda" else eager_timer
     outputs, inputs, group = shape
     one = outputs * inputs // 2 + inputs // group * outputs * 5 // 2  # bytes
     packed: list[Any] = []
     for size in sorted(args.sizes):
-        while len(packed) < max(1, round(size * GB / one)):
+        while len(packed) < max(1, round(size * shapes.GB / one)):
             packed.append(ops.pack(random_int4(outputs, inputs, group, args.device), BF16, args.device))
         calls = calls_of(make, ops, op, shape, packed)
         point = {"op": op, "GB": size, "sets": len(packed)}

@@ -97,11 +97,16 @@ def phases(launch: Launch, rate: float) -> list[dict[str, Any]]:
     return found
 
 
-def spread(launch: Launch) -> dict[str, float]:
-    """Returns how blocks lie on multiprocessors: their numbers, and the busiest multiprocessor's share over the mean."""
+def spread(launch: Launch, multiprocessors: int) -> dict[str, float]:
+    """Returns how blocks lie on the GPU's multiprocessors: the number of blocks, of multiprocessors that have any, and
+    the blocks of the busiest one over the mean."""
     pairs = np.unique(np.stack([launch.multiprocessors, launch.blocks]), axis=1)
     counts = np.unique(pairs[0], return_counts=True)[1]
-    return {"blocks": int(counts.sum()), "multiprocessors": len(counts), "largest of mean": float(counts.max() / counts.mean())}
+    return {
+        "blocks": int(counts.sum()),
+        "multiprocessors": len(counts),
+        "largest of mean": float(counts.max() * multiprocessors / counts.sum()),
+    }
 
 
 def window(launch: Launch, rate: float) -> tuple[float, float]:
@@ -114,9 +119,10 @@ def reduce(launches: Sequence[Launch]) -> dict[str, Any]:
     """Returns the table of the launches, in their order. `gap us`: from the last exit of the launch before to the first
     wait that has returned in this one; `early us`: how long before that exit its first block has started."""
     rate, kernels, ended = cycles_per_ns(launches), list[dict[str, Any]](), None
+    seen = len(np.unique(np.concatenate([launch.multiprocessors for launch in launches])))
     for launch in launches:
         start, end = window(launch, rate)
-        found: dict[str, Any] = {"kernel": launch.kernel, "us": (end - start) / 1e3, **spread(launch)}
+        found: dict[str, Any] = {"kernel": launch.kernel, "us": (end - start) / 1e3, **spread(launch, seen)}
         if ended is not None:
             ready = launch.points.index("dependencies")
             waited = launch.records[:, START_NS] + (launch.records[:, ready] - launch.records[:, 0]) / rate
@@ -175,7 +181,8 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
             f" {kernel['multiprocessors']}, busiest {kernel['largest of mean']:.2f} of mean{gap}"
         )
         for phase in kernel["phases"]:
-            yield f"    {phase['point']:18} {phase['us']:7.2f} {phase['largest us']:7.2f} {phase['since start us']:8.2f}"
+            times = f"{phase['us']:7.2f} {phase['largest us']:7.2f} {phase['since start us']:8.2f}"
+            yield f"    {phase['point']:18} {times}"
 
 
 def main() -> None:

@@ -3,20 +3,21 @@
 // SWIFTSPEC_STAMP is an empty statement, and the kernels have the same instructions as without it.
 #pragma once
 
-#ifndef SWIFTSPEC_STAMPS
-
-#define SWIFTSPEC_STAMP(arguments, point) static_cast<void>(0)
-
+// Writes the clock of this warp to the record of `point` of its launch. `arguments` has the member `stamps`. Functions
+// that are compiled for the host as well have no stamps there.
+#if defined(SWIFTSPEC_STAMPS) && defined(__CUDA_ARCH__)
+#define SWIFTSPEC_STAMP(arguments, point) \
+  ::swiftspec::cuda::stamps::stamp((arguments).stamps, ::swiftspec::cuda::stamps::point)
 #else
+#define SWIFTSPEC_STAMP(arguments, point) static_cast<void>(0)
+#endif
+
+#ifdef SWIFTSPEC_STAMPS
 
 #include <cstdint>
 
 #include "cuda/ptx.cuh"
 #include "cuda/stamps.h"
-
-// Writes the clock of this warp to the record of `point` of its launch. `arguments` has the member `stamps`.
-#define SWIFTSPEC_STAMP(arguments, point) \
-  ::swiftspec::cuda::stamps::stamp((arguments).stamps, ::swiftspec::cuda::stamps::point)
 
 namespace swiftspec::cuda::stamps {
 
