@@ -56,17 +56,21 @@ def measure(op: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     outputs, inputs, group = shape
     one = outputs * inputs // 2 + inputs // group * outputs * 5 // 2  # bytes
     packed: list[Any] = []
-    for size in sorted(args.sizes):
+
+    def point(size: float, touched: bool) -> dict[str, Any]:
+        us = timer(calls_of(make, ops, op, shape, packed))
+        return {"op": op, "GB": size, "sets": len(packed), "touched": touched, "us": us}
+
+    sizes = sorted(args.sizes)
+    for size in sizes:
         while len(packed) < max(1, round(size * shapes.GB / one)):
             packed.append(ops.pack(random_int4(outputs, inputs, group, args.device), BF16, args.device))
-        calls = calls_of(make, ops, op, shape, packed)
-        point = {"op": op, "GB": size, "sets": len(packed)}
-        yield point | {"touched": False, "us": timer(calls)}
+        yield point(size, False)
     if args.touch:
         require_touch(packed[0])
         for on in (True, False):  # and once more without, since the clock may have changed
             touch_ahead(packed, on)
-            yield point | {"touched": on, "us": timer(calls)}
+            yield point(sizes[-1], on)
 
 
 def by_size(points: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

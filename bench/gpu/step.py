@@ -276,7 +276,9 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
             del llm
         for d, bs in args.trees:
             config = EngineConfig("serial", draft_steps=d, verify_batch=bs)
-            llm = LLM(paths[0], paths[1], config, **options_of(args, shared), share_device=bool(texts))
+            options = options_of(args, shared)
+            options["share_device"] = bool(texts)
+            llm = LLM(paths[0], paths[1], config, **options)
             found, speed = decode(llm, prompts, args.tokens)
             same = {"same text": agreement(found, said)}
             result.setdefault("trees", {})[f"{d},{bs}"] = speed | same

@@ -1,4 +1,4 @@
-"""How bench/gpu/step.py computes its figures; tests/tools/test_gpu_check.py has a whole run of it."""
+"""How bench/gpu/step.py computes its figures; tests/tools/test_gpu_queue.py has a whole run of it."""
 
 from __future__ import annotations
 
