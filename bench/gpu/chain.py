@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.common.device import check_device
 from bench.gpu import cases
 from bench.gpu.cases import BF16, OURS, Cache, random_int4
 from bench.gpu.shapes import GROUP, LAYERS, RankShape
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--no-leave-out", dest="leave_out", action="store_false", help="only complete layers")
     parser.add_argument("--json", type=Path, required=True, help="file for the results, written after every chain")
     args = parser.parse_args()
+    check_device(parser, args.device)
     early = os.environ.get("SWIFTSPEC_EARLY_STARTS") != "0"  # csrc/cuda/launch.cuh
     whole: dict[str, Any] = {"rows": args.rows, "context": args.context, "early starts": early, "chains": []}
     with torch.inference_mode():

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from bench.baselines.kernels import BaselineKernels
+from bench.common.device import check_device
 from bench.gpu import cases, shapes
 from bench.gpu.cases import BF16, OURS, Maker, projection, random_int4
 from bench.gpu.shapes import RankShape
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--touch", action="store_true", help="also measure with touched pages")
     parser.add_argument("--json", type=Path, required=True, help="file for the results, written after every point")
     args = parser.parse_args()
+    check_device(parser, args.device)
     whole: dict[str, Any] = {"model": args.model, "points": []}
     try:
         with torch.inference_mode():

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bench.common.device import check_device
 from bench.gpu.chain import chain_of
 from bench.gpu.timing import captured
 from swiftspec import _C
@@ -117,7 +118,8 @@ def window(launch: Launch, rate: float) -> tuple[float, float]:
 
 def reduce(launches: Sequence[Launch]) -> dict[str, Any]:
     """Returns the table of the launches, in their order. `gap us`: from the last exit of the launch before to the first
-    wait that has returned in this one; `early us`: how long before that exit its first block has started."""
+    wait that has returned in this one, for attention with the kernel of RoPE in between; `early us`: how long before
+    that exit its first block has started."""
     rate, kernels, ended = cycles_per_ns(launches), list[dict[str, Any]](), None
     seen = len(np.unique(np.concatenate([launch.multiprocessors for launch in launches])))
     for launch in launches:
@@ -164,10 +166,8 @@ def recorded(model: str, rows: int, context: int, device: str, capture: Capture 
     native.start_stamps(buffer)
     replay = capture(calls)
     entries = native.stop_stamps()
-    for _ in range(WARM_UP):
+    for _ in range(WARM_UP):  # each overwrites the stamps of the one before
         replay()
-    buffer.zero_()
-    replay()
     words = buffer.cpu().numpy()
     last = entries[-(len(entries) // LAYERS) :]
     return [Launch(kernel, words[first : first + count]) for kernel, first, count in last]
@@ -194,6 +194,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="file for the tables, written after each")
     parser.add_argument("--trace", type=Path, help="file for the trace of the last table")
     args = parser.parse_args()
+    check_device(parser, "cuda")
     if not hasattr(_C, "start_stamps"):
         print("this extension records no stamps: build one with SWIFTSPEC_STAMPS=1")
         raise SystemExit(SKIPPED)
