@@ -1,5 +1,5 @@
 """Layers of a model in place: a CUDA graph of all layers, once with the weights of few layers and once with those of
-all, and with each operator left out in turn.
+all, and without each of the operators.
 
     python -m bench.gpu.chain [--models Llama-3-8B,Llama-3-70B] [--rows 8] [--context 1000] --json out.json
 
@@ -77,7 +77,8 @@ class Chain:
             self.ops.enable_weight_prefetch(PackedModel(torch.empty(0), self.layers, None, first.qkv, (), None))
 
     def calls(self, total: int, left_out: str | None = None) -> list[Call]:
-        """Returns the calls of `total` layers, which use the packed ones in turn, without the operator `left_out`."""
+        """Returns the calls of `total` layers, which use the packed ones cyclically, without the operator
+        `left_out`."""
         local, rows = self.local, self.rows
         size = (len(self.layers), 1, local.kv_heads, self.context, local.width)
         cache = Cache(*(torch.randn(size, dtype=BF16, device=self.device) for _ in range(2)))

@@ -16,7 +16,7 @@ NAME = "swiftspec._C"
 
 
 def use_extension(folder: Path) -> None:
-    """Loads the extension below `folder` in place of the one in the package. Exits with one line if there is none."""
+    """Loads the extension below `folder` instead of the one in the package. Exits with one line if there is none."""
     found = next(iter(sorted(folder.glob("swiftspec/_C*.so"))), None)
     spec = None if found is None else importlib.util.spec_from_file_location(NAME, found)
     if spec is None or spec.loader is None:

@@ -98,9 +98,11 @@ def _busiest(results: Results) -> float:
     )
 
 
-def rules() -> list[Rule]:
-    """Returns all rules, in the order of the steps."""
-    eight, seventy, one = MODELS.split(",")
+EIGHT, SEVENTY, ONE = MODELS.split(",")  # billions of weights
+
+
+def _working_set_rules() -> list[Rule]:
+    """Returns the rules of the trial, the clocks and the working sets."""
     return [
         Rule(
             "operators that fall back in the trial", "", lambda r: len(r[TRIAL]["fallbacks"]), "0", 0,
@@ -128,9 +130,15 @@ def rules() -> list[Rule]:
             / _us(r, "swiglu", "36", "footprint, pages touched"),
             "0.90 to 1.00", 0.98, "build the page touch into the projections", "drop the page touch", lower=True,
         ),
+    ]  # fmt: skip
+
+
+def _layer_rules() -> list[Rule]:
+    """Returns the rules of layers in place."""
+    return [
         Rule(
             "70B layer, all weights against those of 4", "x",
-            lambda r: _chain(r, seventy, "all") / _chain(r, seventy, "few"), "1.00 to 1.15", 1.03,
+            lambda r: _chain(r, SEVENTY, "all") / _chain(r, SEVENTY, "few"), "1.00 to 1.15", 1.03,
             "the unexplained time of the 70B is footprint", "look for it between operators",
         ),
         *(
@@ -138,7 +146,7 @@ def rules() -> list[Rule]:
                 f"{model} layer in place", "us", lambda r, model=model: _chain(r, model, "all"), expected, bound,
                 "projections and attention need no change", "continue with attention and projections", lower=True,
             )
-            for model, expected, bound in ((eight, "82", 65.0), (seventy, "208 to 241", 190.0), (one, "48", 33.0))
+            for model, expected, bound in ((EIGHT, "82", 65.0), (SEVENTY, "208 to 241", 190.0), (ONE, "48", 33.0))
         ),
         *(
             Rule(
@@ -146,10 +154,16 @@ def rules() -> list[Rule]:
                 lambda r, model=model: _chain(r, model, "all", "chain, nothing early") - _chain(r, model, "all"),
                 "2 or more", 0.5, "keep early starts", "early starts gain nothing: remove them",
             )
-            for model in (eight, seventy, one)
+            for model in (EIGHT, SEVENTY, ONE)
         ),
+    ]  # fmt: skip
+
+
+def _kernel_rules() -> list[Rule]:
+    """Returns the rules of single kernels."""
+    return [
         Rule(
-            "8B projections, start to first tile", "us", lambda r: _stamp(r, eight, "first tile"), "2.5 to 4.5", 1.5,
+            "8B projections, start to first tile", "us", lambda r: _stamp(r, EIGHT, "first tile"), "2.5 to 4.5", 1.5,
             "staging of x is short enough", "take the norm and the staging of x off the path to the first product",
             lower=True,
         ),
@@ -181,13 +195,19 @@ def rules() -> list[Rule]:
             "children of 8 rows", "us", lambda r: _kernel(r, "sampling", r".* children x8"), "29 to 41", 10.0,
             "top-k is done", "replace top-k", lower=True,
         ),
+    ]  # fmt: skip
+
+
+def _decode_rules() -> list[Rule]:
+    """Returns the rules of forwards and decodes."""
+    return [
         *(
             Rule(
                 f"{model}, 8 rows", "ms", lambda r, pair=pair, model=model: _forward(r, pair, model), expected, bound,
                 "goal reached", "goal missed", lower=True,
             )
             for pair, model, expected, bound in (
-                (SMALL_PAIR, eight, "3.08", 2.45), (PAIR, seventy, "20.1", 16.5), (SMALL_PAIR, one, "0.90", 0.6),
+                (SMALL_PAIR, EIGHT, "3.08", 2.45), (PAIR, SEVENTY, "20.1", 16.5), (SMALL_PAIR, ONE, "0.90", 0.6),
             )
         ),
         *(
@@ -196,7 +216,7 @@ def rules() -> list[Rule]:
                 lambda r, pair=pair, model=model: _forward(r, pair, model, 16) / _forward(r, pair, model), "1.05", 1.1,
                 "rounds of 16 nodes pay", "rounds of 8 nodes, or speed up 16 rows", lower=True,
             )
-            for pair, model in ((SMALL_PAIR, eight), (PAIR, seventy))
+            for pair, model in ((SMALL_PAIR, EIGHT), (PAIR, SEVENTY))
         ),
         *(
             Rule(
@@ -214,10 +234,15 @@ def rules() -> list[Rule]:
         ),
         Rule(
             "8B after 32,000 tokens", "ms",
-            lambda r: r[f"decode {SMALL_PAIR}, 32000 tokens"]["step ms"][eight], "6.9", 4.9,
+            lambda r: r[f"decode {SMALL_PAIR}, 32000 tokens"]["step ms"][EIGHT], "6.9", 4.9,
             "long contexts are done", "load keys by a producer warp", lower=True,
         ),
     ]  # fmt: skip
+
+
+def rules() -> list[Rule]:
+    """Returns all rules, in the order of the steps."""
+    return [*_working_set_rules(), *_layer_rules(), *_kernel_rules(), *_decode_rules()]
 
 
 def table(results: Results) -> list[Json]:
