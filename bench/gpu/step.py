@@ -14,6 +14,8 @@ its shard, which it cuts from layers that it builds in memory.
 `host ms` is the time of a round minus that of both models; in mode `async` it is negative if the models overlap.
 `step ms` is the time of one forward after `--context` tokens as the engine runs it, host time included: bs rows for the
 target, w rows for the draft. `prefill tok/s` is the speed of prompts of several lengths up to `--context`.
+`--rows 4,8,16` adds the time of a forward of each model over these numbers of rows, and `--trees 4,8;5,16` the decodes
+in mode serial with these d and bs.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ MODES = ("serial", "ar", "async")
 REPEATS = 20
 PROMPT_LENGTHS = (64, 128, 256, 512, 1000, 4000)  # tokens of the timed prompts, at most --context
 PREFILLS = 3  # timed runs per prompt length
+SPARE_POSITIONS = 256  # of a shared model, for the larger trees of later engines
 WARM = 0.7  # temperature of particles; at temperature 0 all particles would be equal
 TEXT = ROOT / "bench" / "data" / "demo_text.json"
 Role = LocalDrafter | LocalVerifier
@@ -102,7 +105,8 @@ class SharedModels:
 
     def __call__(self, path: Path, /, **options: Any) -> Transformer:
         if path not in self._loaded:
-            self._loaded[path] = self._load(path, **options)
+            positions = options["max_positions"] + SPARE_POSITIONS
+            self._loaded[path] = self._load(path, **options | {"max_positions": positions})
         assert options["max_positions"] <= self._loaded[path].max_positions
         return self._loaded[path]
 
@@ -265,16 +269,32 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
             note(result)
             if mode == "serial":
                 names = pair.split(",") if pair != "demo" else ["demo target", "demo draft"]
-                for part in step_times(llm, names, args.context):
+                for part in step_times(llm, names, args):
                     result |= part
                     note(result)
-            llm.close()
+            _close(llm)
             del llm
-            gc.collect()  # frees caches and graphs before the next engine allocates its own
+        for d, bs in args.trees:
+            config = EngineConfig("serial", draft_steps=d, verify_batch=bs)
+            options = options_of(args, shared)
+            options["share_device"] = bool(texts)
+            llm = LLM(paths[0], paths[1], config, **options)
+            found, speed = decode(llm, prompts, args.tokens)
+            same = {"same text": agreement(found, said)}
+            result.setdefault("trees", {})[f"{d},{bs}"] = speed | same
+            note(result)
+            _close(llm)
+            del llm
     for mode in texts.keys() & {"serial", "async"} if "ar" in texts else ():
         result["tree equals ar" if mode == "serial" else "async equals ar"] = agreement(texts[mode], texts["ar"])
     note(result)
     return result
+
+
+def _close(llm: LLMEngine) -> None:
+    """Ends an engine and frees its caches and graphs before the next one allocates its own."""
+    llm.close()
+    gc.collect()
 
 
 def operators_of(llm: LLMEngine) -> list[str]:
@@ -283,13 +303,21 @@ def operators_of(llm: LLMEngine) -> list[str]:
     return [getattr(role.runner.ops, "__name__", "?").rpartition(".")[2] for role in (verifier, drafter)]
 
 
-def step_times(llm: LLMEngine, names: list[str], context: int) -> Iterator[dict[str, Any]]:
+def step_times(llm: LLMEngine, names: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields the step times and prefill speeds of the models of an engine in mode serial, with the CUDA operators also
     the step times without weight prefetch. `names`: of target and draft."""
+    context: int = args.context
     drafter, verifier = local_roles(llm)
     roles: tuple[Role, Role] = (verifier, drafter)
     rows = (llm.config.verify_batch, llm.config.leaves_per_expansion)
     yield {"step ms": {name: step_time(role, count, context) for name, role, count in zip(names, roles, rows)}}
+    if args.rows:
+        yield {
+            "rows ms": {
+                name: {str(count): step_time(role, count, context) for count in args.rows}
+                for name, role in zip(names, roles)
+            }
+        }
     yield {"prefill tok/s": {name: prefill_speed(role, context) for name, role in zip(names, roles)}}
     if all(role.runner.ops is cuda for role in roles):
         for role in roles:
@@ -368,6 +396,13 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
+def _trees(text: str) -> list[tuple[int, int]]:
+    found = [_numbers(tree) for tree in text.split(";")]
+    if any(len(tree) != 2 for tree in found):
+        raise argparse.ArgumentTypeError("trees have the form 4,8;5,16: d,bs of each")
+    return [(d, bs) for d, bs in found]
+
+
 def _modes(text: str) -> list[str]:
     modes = text.split(",")
     if not {*modes} <= {*MODES}:
@@ -394,6 +429,8 @@ def main() -> None:
     parser.add_argument("--head", default="auto", choices=get_args(HeadName), help="LM head of the draft")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=get_args(CacheName))
     parser.add_argument("--steps", type=int, default=4, help="expansions per round")
+    parser.add_argument("--trees", type=_trees, default=[], help="d,bs;d,bs: also decode with these tree shapes")
+    parser.add_argument("--rows", type=_numbers, default=[], help="also time forwards over these numbers of rows")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--context", type=int, default=1000, help="tokens of context of the single steps")

@@ -1,4 +1,4 @@
-"""How bench/gpu/step.py computes its figures; tests/tools/test_gpu_check.py has a whole run of it."""
+"""How bench/gpu/step.py computes its figures; tests/tools/test_gpu_queue.py has a whole run of it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_agreement() -> None:
 def arguments(**changed: Any) -> Namespace:
     usual: dict[str, Any] = {
         "prompts": 1, "tokens": 8, "context": 64, "device": "cpu", "ops": "auto", "steps": 2, "head": "auto",
-        "kv_cache_dtype": "auto", "split": None, "modes": list(step.MODES),
+        "kv_cache_dtype": "auto", "split": None, "modes": list(step.MODES), "rows": [], "trees": [],
     }  # fmt: skip
     return Namespace(**usual | changed)
 

@@ -1,4 +1,4 @@
-"""tools/gpu_check.py, its steps and their imports, without a GPU."""
+"""tools/gpu_queue.py, its steps and their imports, without a GPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bench.data.heldout import DEMO
-from tools import gpu_check
-from tools.gpu import build, steps
-from tools.gpu.steps import ROOT, plan, slug
+from tools import gpu_queue
+from tools.gpu import build, decisions, steps
+from tools.gpu.queue import results_of
+from tools.gpu.steps import ROOT, checks, questions, slug
 from tools.width_expand.shapes import FIELDS, grown_config
 
 BARE = {"torch", "numpy", "safetensors"}  # the project's dependencies on a bare GPU image
@@ -48,32 +48,23 @@ def bare(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", refuse + code], capture_output=True, text=True, cwd=ROOT, env=plain)
 
 
-def test_the_required_steps_fit_into_nine_minutes() -> None:
-    """The limits of the required steps, plus the time to detect the GPU and to kill the last step; other steps use the
-    remaining time."""
-    planned = plan(Path("profiles"), "h200")
-    must, extra = ([step for step in planned if step.extra == kind] for kind in (False, True))
-    assert planned == must + extra and sum(step.limit for step in must) <= 510
-    names = [step.name for step in must]
-    assert names[:5] == ["constants", "build", "smoke, nothing early", "smoke", "tests of operators"]
-    assert set(names) >= {
-        "memcheck", "kernels", "decode demo", "decode Llama-3-70B,Llama-3.2-1B", "decode Llama-3-8B,Llama-3.2-1B",
-    }  # fmt: skip
-    assert {"racecheck", "profile"} <= {step.name for step in extra}
-    particles = next(step for step in extra if step.name == "decode Llama-3-8B,Llama-3.2-1B, particles 4,8,16")
-    assert particles.command[-4:-2] == ("--particles", "4,8,16")
-    assert planned[-1].name == "kernels, the rest" and "--resume" in planned[-1].command
-    assert planned[-1].result == next(step.result for step in planned if step.name == "kernels")
+def test_the_first_steps_fit_into_nine_minutes() -> None:
+    """The experiments that explain and the decodes of both pairs, whatever each of them takes."""
+    planned = questions(Path("profiles"), "h200")
+    names = [step.name for step in planned]
+    until = names.index(f"decode {steps.PAIR}") + 1
+    assert sum(step.limit for step in planned[:until]) <= 420
+    assert {"trial", "footprint", "chain", "stamps", f"decode {steps.SMALL_PAIR}"} <= {*names[:until]}
+    assert len({*names}) == len(names) and all(step.result is not None for step in planned)
 
 
 @pytest.mark.parametrize(("gpus", "sizes", "split"), [(2, [2], "1+1"), (6, [2, 4], "3+1"), (8, [2, 4, 8], "6+2")])
 def test_several_gpus_are_measured_together(
     gpus: int, sizes: list[int], split: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As extra steps, before those of one GPU. The sweep needs a package of the front end."""
-    planned = plan(Path("profiles"), "h200", gpus)
-    several = [step for step in planned if step not in plan(Path("profiles"), "h200")]
-    assert all(step.extra for step in several) and planned.index(several[0]) == sum(not step.extra for step in planned)
+    """The sweep needs a package of the front end."""
+    planned = checks(gpus)
+    several = [step for step in planned if step not in checks()]
     assert [step.name for step in several] == [
         *(f"all-reduce over {size} GPUs" for size in sizes), f"decode Llama-3-70B,Llama-3.2-3B, split {split}",
         f"sweep over {sizes[-1]} GPUs",
@@ -81,7 +72,7 @@ def test_several_gpus_are_measured_together(
     assert all(step.command[1:4] == ("-m", "tools.gpu.ranks", str(size)) for step, size in zip(several, sizes))
     assert several[-1].limit > int(steps.SWEEP_S) == 180
     monkeypatch.setattr(steps.importlib.util, "find_spec", lambda name: None)
-    assert len(plan(Path("profiles"), "h200", gpus)) == len(planned) - 1
+    assert len(checks(gpus)) == len(planned) - 1
 
 
 def test_every_file_of_gpu_tests_is_run_once() -> None:
@@ -93,10 +84,9 @@ def test_every_file_of_gpu_tests_is_run_once() -> None:
 @pytest.mark.parametrize("kind", ["memcheck", "racecheck"])
 def test_the_sanitizer_runs_tests_of_virtual_ranks(kind: str, collected: str) -> None:
     """The step selects tests of several ranks with few epochs each, and fails if the tool reports something."""
-    step = next(step for step in plan(Path("profiles"), "h200") if step.name == kind)
+    step = next(step for step in checks() if step.name == kind)
     assert step.command[1:3] == ("--tool", kind) and step.environment["SWIFTSPEC_TEST_EPOCHS"] == "6"
     *_, file, option, which = step.command
-    assert step.extra == (kind == "racecheck"), "which may report what is no hazard"
     assert (file, option) == ("tests/gpu/test_sums.py", "-k") and "--error-exitcode" in step.command
     chosen = [line for line in collected.splitlines() if all(word in line for word in which.split(" and "))]
     assert all(line.startswith("tests/gpu/test_sums.py") for line in chosen)
@@ -106,19 +96,56 @@ def test_the_sanitizer_runs_tests_of_virtual_ranks(kind: str, collected: str) ->
     assert kind == "memcheck" or all("[4" in name for name in names), "only these, for the race check takes long"
 
 
+def test_a_dry_run_prints_steps_and_decisions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_queue", "--dry-run"])
+    assert gpu_queue.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    planned = questions(Path("profiles"), "GPU")
+    assert len(lines) == len(planned) + 1 + len(decisions.rules())
+    assert all(line.startswith(step.name) and f"{step.limit:.0f} s" in line for line, step in zip(lines, planned))
+    assert all(
+        rule.reached in line and rule.missed in line
+        for line, rule in zip(lines[-len(decisions.rules()) :], decisions.rules())
+    )
+
+
+def test_one_line_reports_that_nothing_can_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No GPU, modules that this Python lacks, or results of another GPU."""
+    monkeypatch.setattr(sys, "argv", ["gpu_queue", "--output", str(tmp_path)])
+    monkeypatch.setattr(gpu_queue, "machine", lambda: None)
+    with pytest.raises(SystemExit, match=r"^gpu_queue: PyTorch finds no NVIDIA GPU; list the steps with --dry-run$"):
+        gpu_queue.main()
+    (tmp_path / "old.json").write_text('{"machine": {"gpu": "NVIDIA A100"}, "steps": []}')
+    sys.argv += ["--resume", str(tmp_path / "old.json")]
+    monkeypatch.setattr(gpu_queue, "machine", lambda: {"gpu": "NVIDIA H200", "gpus": 1})
+    with pytest.raises(SystemExit, match=r"^gpu_queue: .*old.json is from NVIDIA A100, this machine has NVIDIA H200$"):
+        gpu_queue.main()
+    found, lacks = gpu_queue.importlib.util.find_spec, ("pytest", "hypothesis")
+    monkeypatch.setattr(gpu_queue.importlib.util, "find_spec", lambda name: None if name in lacks else found(name))
+    sys.argv += ["--plan", "checks"]
+    with pytest.raises(SystemExit, match=r"^gpu_queue: this Python lacks pytest, hypothesis: pip install pytest hyp"):
+        gpu_queue.main()
+
+
 @pytest.mark.slow
-def test_without_a_gpu_one_line_is_printed() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one here")
-    compared = ("--dry-run", "--compare")
-    for arguments, code, where in (
-        (("--output", "x"), 2, 1),
-        (("--dry-run",), 0, len(plan(Path(), "", 8))),
-        (compared, 0, 1 + len(steps.comparison())),
-    ):
-        command = [sys.executable, "-m", "tools.gpu_check", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == code and len((done.stdout + done.stderr).splitlines()) == where
+def test_the_stand_in_runs_all_steps_within_the_budget(tmp_path: Path) -> None:
+    """Every step runs to its end or names what it lacks, and every rule whose step can run on a CPU has a figure."""
+    command = [sys.executable, "-m", "tools.gpu_queue", "--stand-in", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    whole = json.loads((tmp_path / "stand-in-queue.json").read_text())
+    on_gpu = {"stamps", "stamps of attention", "footprint, pages touched", "stalls", "constants"}
+    states = {entry["name"]: entry["state"] for entry in whole["steps"]}
+    assert {name: state for name, state in states.items() if state != "ok"}.keys() <= on_gpu, done.stdout[-3000:]
+    assert {*states.values()} <= {"ok", "nothing to run", "failed"}
+    assert sum(entry["seconds"] for entry in whole["steps"]) < 540
+    lacking = {line["figure"] for line in whole["decisions"] if line["measured"] is None}
+    assert lacking == {
+        "SM clock, lowest of highest", "70B SwiGLU, pages touched against not", "8B projections, start to first tile",
+        "busiest multiprocessor of mean", "stalls for instructions per issue",
+    }  # fmt: skip
+    assert decisions.table(results_of(whole)) == whole["decisions"]
 
 
 @pytest.mark.parametrize(
@@ -151,23 +178,12 @@ def test_an_extension_for_another_gpu_is_built_again(
         ]
 
 
-def test_missing_modules_are_named_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As in the .venv of `make chat`, which has no pytest."""
-    monkeypatch.setattr(sys, "argv", ["gpu_check"])
-    found = gpu_check.importlib.util.find_spec
-    lacks = ("pytest", "hypothesis")
-    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None if name in lacks else found(name))
-    assert gpu_check.main() == 2
-    assert capsys.readouterr().err == "gpu_check: this Python lacks pytest, hypothesis: pip install pytest hypothesis\n"
-
-
 @pytest.fixture(scope="module")
 def collected() -> str:
     """The tests of tests/gpu, in a process that has imported everything that the steps import, without the front
     end."""
-    modules = "bench.gpu.constants, bench.gpu.kernels, bench.gpu.step, bench.gpu.verify_chains, tools.gpu_check"
+    modules = "bench.gpu.constants, bench.gpu.kernels, bench.gpu.step, bench.gpu.verify_chains, tools.gpu_queue"
+    modules += ", bench.gpu.chain, bench.gpu.footprint, bench.gpu.stamps, bench.gpu.stalls, tools.gpu.trial"
     modules += ", bench.gpu.all_reduce, tools.gpu.ranks, swiftspec.engine"
     done = bare(f"import {modules}, pytest\nsys.exit(pytest.main(['tests/gpu', '-m', 'gpu', '--collect-only']))")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
