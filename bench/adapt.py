@@ -200,7 +200,7 @@ def speed(
     clock = verifier.clock
     began, count = clock.now, 0
     for number, prompt in enumerate(half.prompts):
-        drafter: Drafter = timed if measured is None else Controller(timed, lambda: measured, clock)
+        drafter: Drafter = timed if measured is None else Controller(timed, lambda kind: measured, clock=clock)
         start = RequestStart(number, tuple(prompt), half.sampling, len(prompt))
         drafter.open(start)
         verifier.open(start)

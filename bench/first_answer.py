@@ -59,7 +59,7 @@ def run(times: tuple[float, ...], expansion: float, work: Work, *, known: bool) 
     drafter.max_nodes = max(stats.batch_sizes)
     timed = TableVerifier(verifier, clock)
     timed.times = times
-    controller = Controller(TimedDrafter(drafter, clock), lambda: stats, clock)
+    controller = Controller(TimedDrafter(drafter, clock), lambda kind: stats, clock=clock)
     rates, plain = list[float](), list[int]()
     for number, prompt in enumerate([*work.short, work.short[0]]):
         start = RequestStart(number, tuple(prompt), SamplingParams(temperature=0), len(prompt))

@@ -20,6 +20,7 @@ from swiftspec.builder.load_options import LoadOptions, Side
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.control import policy
 from swiftspec.control.round_stats import Decision, RoundStats
+from swiftspec.control.trial_budget import TrialBudget
 from swiftspec.distributed.collectives.shm import SharedMemoryGroup
 from swiftspec.distributed.launch.world import join_world
 from swiftspec.distributed.remote import failover
@@ -224,19 +225,21 @@ def _without_timeouts() -> Iterator[None]:
 
 @contextmanager
 def switched_by_dice(chance: float | None) -> Iterator[None]:
-    """Replaces the decisions of the policy in every round, d and bs included, by random ones with that probability."""
-    decide, draw = policy.decide, random.Random(3)
+    """Replaces the decisions of the policy in every round, d and bs included, by random ones with that probability,
+    whatever the draft costs."""
+    decide, settle, draw = policy.decide, TrialBudget.settle, random.Random(3)
 
     def by_dice(measured: RoundStats) -> Decision:
         if draw.random() >= (chance or 0):
             return measured.current
         return Decision(draw.randint(1, 6), draw.choice((8, 5, 2)), not measured.speculating or draw.random() < 0.3)
 
-    policy.decide = decide if chance is None else by_dice
+    if chance is not None:
+        policy.decide, TrialBudget.settle = by_dice, lambda self, gain: None
     try:
         yield
     finally:
-        policy.decide = decide
+        policy.decide, TrialBudget.settle = decide, settle
 
 
 def answer(llm: LLMEngine, prompt: list[int], values: Json) -> Json:

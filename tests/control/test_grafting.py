@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from swiftspec.config import GRAFTED, EngineConfig
+from swiftspec.control.controller import Controller
+from swiftspec.control.round_stats import RoundStats
+from swiftspec.control.trial_budget import STOPPED, TrialBudget
 from swiftspec.errors import DrafterLost, UserError
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import NodeSource, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
-from swiftspec.runtime.grafted_drafter import GraftedDrafter
+from swiftspec.runtime.fallback_drafter import FallbackDrafter
 from swiftspec.runtime.suffix_drafter import SuffixDrafter
 from swiftspec.startup.built_in_models import DEMO_MODELS
 from swiftspec.text.codec import TextCodec
@@ -74,6 +77,8 @@ def test_ranks(tmp_path: Path, pool: Pool, mode: str, target_tp: int, draft_tp: 
 class Scripted(NoDrafter):
     """A drafter that proposes one wrong token, takes time, and records the results that it observes."""
 
+    draft_steps = 1
+
     def __init__(self, clock: Any, seconds: float) -> None:
         self.clock, self.seconds, self.results, self.proposals = clock, seconds, list[VerifyResult](), 0
 
@@ -110,35 +115,61 @@ class Copying:
         return VerifyResult(proposal.request, proposal.round, proposal.prefix_len, path, tuple(text[: len(path)]))
 
 
-@pytest.mark.parametrize(("draft_s", "may_skip"), [(2.0, True), (0.001, True), (2.0, False)])
-def test_rounds_skip_a_slow_model(draft_s: float, may_skip: bool) -> None:
-    clock = Clock()
-    model, verifier, changes = Scripted(clock, draft_s), Copying(clock), list[int]()
-    grafted = GraftedDrafter(
-        model, SuffixDrafter(8, 1000), may_skip=may_skip, on_change=lambda: changes.append(model.proposals), clock=clock
-    )
+def graft(model: Scripted, clock: Clock, config: EngineConfig, budget: TrialBudget | None = None) -> FallbackDrafter:
+    """A drafter that grafts suffix lookup on `model`, with an open request of a text that repeats 20 tokens."""
+    suffix, budget = SuffixDrafter(8, 1000), budget or TrialBudget()
+    stats = RoundStats(config, speculating=not budget.spent, budget=budget)
+    stats.ar_seconds.append(1.0)
+    grafted = FallbackDrafter(Controller(model, lambda kind: stats, suffix=suffix, clock=clock), suffix)
     grafted.open(request_start([i % 20 for i in range(60)], GREEDY))
+    return grafted
+
+
+@pytest.mark.parametrize(("draft_s", "mode"), [(2.0, "serial"), (0.001, "serial"), (2.0, "async")])
+def test_rounds_skip_a_slow_model(draft_s: float, mode: Any) -> None:
+    """In mode async the draft expands while the target verifies, so that skipping it saves nothing."""
+    clock = Clock()
+    model, verifier = Scripted(clock, draft_s), Copying(clock)
+    grafted = graft(model, clock, EngineConfig(mode))
     results = list[VerifyResult]()
     for _ in range(20):
         proposal = grafted.propose()
         results.append(verifier.verify(proposal))
         grafted.grow()
         grafted.observe(results[-1])
-    assert (model.proposals < 5) == (may_skip and draft_s > 1) and max(verifier.nodes) == 8
+    assert (model.proposals < 5) == (mode == "serial" and draft_s > 1) and max(verifier.nodes) == 8
     if model.proposals == 20:
         assert model.results == results
     observed = [token for result in model.results for token in result.tokens]
     want = [token for result in results for token in result.tokens]
     assert observed == want[: len(observed)]
-    assert len(changes) >= sum(len(result.path) > 2 for result in model.results), "foreign results are announced"
+
+
+def test_suffix_lookup_remains_while_the_model_waits_for_a_trial() -> None:
+    """The budget of the model is spent, and what suffix lookup gains is not credited to it."""
+    clock = Clock()
+    model, verifier, budget = Scripted(clock, 2.0), Copying(clock), TrialBudget(0.0, STOPPED)
+    grafted = graft(model, clock, EngineConfig(self_switch=True), budget)
+    for _ in range(40):
+        grafted.observe(verifier.verify(grafted.propose()))
+    grafted.close()
+    assert model.proposals == 0 and max(verifier.nodes) == 8 and budget.savings == pytest.approx(0.4)
+
+
+def test_a_model_that_adds_nothing_to_suffix_lookup_is_charged_its_time() -> None:
+    clock = Clock()
+    model, verifier, budget = Scripted(clock, 0.3), Copying(clock), TrialBudget()
+    grafted = graft(model, clock, EngineConfig("async", self_switch=True), budget)
+    for _ in range(60):
+        grafted.observe(verifier.verify(grafted.propose()))
+    assert budget.spent and 10 < model.proposals < 40
 
 
 def test_a_skipped_model_receives_the_missed_rounds() -> None:
     """When the text no longer repeats itself."""
     clock = Clock()
     model = Scripted(clock, 2.0)
-    grafted = GraftedDrafter(model, SuffixDrafter(8, 1000), may_skip=True, clock=clock)
-    grafted.open(request_start([i % 20 for i in range(60)], GREEDY))
+    grafted = graft(model, clock, EngineConfig("serial"))
     verifier, tokens = Copying(clock), list[int]()
     for _ in range(10):
         result = verifier.verify(grafted.propose())
