@@ -17,8 +17,8 @@ from pathlib import Path
 from swiftspec.runtime.executors.graph import CAPTURED_ROWS
 from swiftspec.sampling.noise import PositionNoise
 from swiftspec.serve.cli.arguments import PRECEDENCE, add_run_flags
-from swiftspec.serve.settings.flags import FLAGS, GROUPS, Flag
-from swiftspec.serve.settings.settings import env_name, flag_name
+from swiftspec.settings.flags import FLAGS, GROUPS, Flag
+from swiftspec.settings.settings import env_name, flag_name
 from tools import execution_paths, operator_support, python_reference
 
 ROOT = Path(__file__).resolve().parent.parent

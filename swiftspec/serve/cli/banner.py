@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from swiftspec.serve.session import Session
 from swiftspec.serve.terminal import ACCEPTED_STYLE, print_note
+from swiftspec.startup.session import Session
 
 LARGER_PAIR = ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct")
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.serve import answer_stats
-from swiftspec.serve.session import Session
-from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import Interrupt, Painter, print_note
+from swiftspec.settings.settings import Settings
+from swiftspec.startup.session import Session
 
 MAX_ANSWER_TOKENS = 256  # token limit of an answer if the settings have none
 LABEL_WIDTH_CHARS = 11  # "speculative"

@@ -13,7 +13,7 @@ import pytest
 import swiftspec.__main__ as swiftspec_main
 from swiftspec.__main__ import SUBCOMMANDS, main
 from swiftspec.serve import __main__ as serve_main
-from swiftspec.serve.settings.settings import Settings, env_name
+from swiftspec.settings.settings import Settings, env_name
 
 ROOT = Path(__file__).parents[3]
 
