@@ -72,7 +72,10 @@ class Answer:
 def parse_candidate(text: str, max_tokens: int) -> Candidate:
     """Parses a candidate of --try."""
     head, _, system = text.partition("system=")
-    given = dict(part.split("=", 1) if "=" in part else (part, "") for part in head.split(",") if part)
+    given: dict[str, str] = {}
+    for part in filter(None, head.split(",")):
+        name, _, value = part.partition("=")
+        given[name] = value
     sampling = SamplingParams(
         temperature=0.0 if "greedy" in given else float(given.pop("t", 0.2)),
         top_p=float(given.pop("top_p", 0.9)),
