@@ -11,7 +11,7 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -174,6 +174,18 @@ def read_object(file: Path, name: str | None = None, max_bytes: int = MAX_FILE_B
     if not isinstance(data, dict):
         raise UserError(f"{name}: not a JSON object")
     return data
+
+
+@contextmanager
+def damage_reported(name: str | Path) -> Iterator[None]:
+    """Turns an error of code that computes with values of a file, such as a division by zero, into a UserError that
+    calls the file damaged, and puts the file's name before the message of any other UserError. `name`: of the file."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
+        raise UserError(f"{name}: damaged ({one_line(error)}); download it again") from None
 
 
 def _display_name(file: Path, name: str | None) -> str:

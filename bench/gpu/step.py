@@ -7,10 +7,10 @@ A pair of shapes means the demo models width-expanded to these shapes in int4 (t
 speed is that of the large models, text and acceptance are real. The prompts are held-out texts, tokenised beforehand.
 The text is compared with the demo target's own in float32; in bfloat16 texts diverge at a near-tie sooner or later.
 
-Every mode is an `LLM` as `swiftspec serve` builds it, with the same roles, streams, graphs and rounding: `serial` runs
-the models alternately, `async` (only on a GPU) concurrently on two streams, `ar` the target alone. The engines share
-the loaded models. With --split the target runs on the first x ranks and the draft on the next y, each rank with its
-shard, which it cuts from layers that it builds in memory.
+Every mode is an `LLMEngine` as `swiftspec serve` builds it, with the same roles, streams, graphs and rounding: `serial`
+runs the models alternately, `async` (only on a GPU) concurrently on two streams, `ar` the target alone. The engines
+share the loaded models. With --split the target runs on the first x ranks and the draft on the next y, each rank with
+its shard, which it cuts from layers that it builds in memory.
 `host ms` is the time of a round minus that of both models; in mode `async` it is negative if the models overlap.
 `step ms` is the time of one forward after `--context` tokens as the engine runs it, host time included: bs rows for the
 target, w rows for the draft. `prefill tok/s` is the speed of prompts of several lengths up to `--context`.
@@ -44,7 +44,7 @@ from swiftspec.builder.load_options import CacheName, HeadName, LoadModel, LoadO
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.distributed.launch.world import World, join_world
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM, serve_rank
+from swiftspec.llm_engine import LLMEngine, serve_rank
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
@@ -167,7 +167,7 @@ def asking_ahead(role: Role, on: bool) -> Role:
 
 
 def decode(
-    llm: LLM, prompts: list[list[int]], tokens: int, temperature: float = 0.0
+    llm: LLMEngine, prompts: list[list[int]], tokens: int, temperature: float = 0.0
 ) -> tuple[list[list[int]], dict[str, float]]:
     """Decodes all prompts and returns their tokens, with speed and times per round over all prompts.
 
@@ -206,7 +206,7 @@ def truth(prompts: list[list[int]], tokens: int) -> list[list[int]]:
     if len(prompts) <= len(written) and tokens <= len(written[0]):
         return [text[:tokens] for text in written[: len(prompts)]]
     room = max(map(len, prompts)) + tokens + 1
-    llm = LLM(DEMO / "target", device="cpu", max_model_len=room, dtype=torch.float32, ops="reference")
+    llm = LLMEngine(DEMO / "target", device="cpu", max_model_len=room, dtype=torch.float32, ops="reference")
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     return [llm.generate(prompt, sampling).token_ids for prompt in prompts]
 
@@ -260,7 +260,7 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
             options = options_of(args, shared)
             # the memory check would count weights that an earlier engine has loaded a second time
             options["share_device"] = bool(texts)
-            llm = LLM(paths[0], draft, config_of(mode, args), **options)
+            llm = LLMEngine(paths[0], draft, config_of(mode, args), **options)
             result.setdefault("load s", time.perf_counter() - began)
             if mode == "serial":
                 result["ops"] = operators_of(llm)
@@ -291,19 +291,19 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
     return result
 
 
-def _close(llm: LLM) -> None:
+def _close(llm: LLMEngine) -> None:
     """Ends an engine and frees its caches and graphs before the next one allocates its own."""
     llm.close()
     gc.collect()
 
 
-def operators_of(llm: LLM) -> list[str]:
+def operators_of(llm: LLMEngine) -> list[str]:
     """Returns the names of the operators of target and draft of an engine in mode serial."""
     drafter, verifier = local_roles(llm)
     return [getattr(role.runner.ops, "__name__", "?").rpartition(".")[2] for role in (verifier, drafter)]
 
 
-def step_times(llm: LLM, names: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def step_times(llm: LLMEngine, names: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields the step times and prefill speeds of the models of an engine in mode serial, with the CUDA operators also
     the step times without weight prefetch. `names`: of target and draft."""
     context: int = args.context
@@ -347,7 +347,7 @@ def measure_split(
             serve_rank(world, paths[0], paths[1], config, **options)
             return None
         began = time.perf_counter()
-        llm = LLM(paths[0], paths[1], config, world=world, **options)
+        llm = LLMEngine(paths[0], paths[1], config, world=world, **options)
         result = description(pair, args) | {"split": args.split, "load s": time.perf_counter() - began}
         prompts = read_token_ids(args.prompts)
         texts, result["async"] = decode(llm, prompts, args.tokens)
@@ -371,7 +371,7 @@ def measure_particles(pair: str, args: argparse.Namespace, note: Callable[[dict[
             config = EngineConfig("smc", population=PopulationConfig(particles=count))
             options: LoadOptions = {"device": args.device, "max_model_len": positions_of(args), "load": shared}
             options = {**options, "dtype": torch.bfloat16, "ops": args.ops, "gpu_trial": "off"}
-            llm = LLM(paths[0], paths[1], config, **options)
+            llm = LLMEngine(paths[0], paths[1], config, **options)
             result[f"smc {count}"] = decode(llm, prompts, args.tokens, WARM)[1]
             population = llm.roles.inner_roles
             assert isinstance(population, BatchScheduler)

@@ -94,7 +94,7 @@ class LoadOptions(TypedDict, total=False):
     trace: Path | None  # trace file of rank 0; other ranks only check whether it is set
     progress: Progress | None  # called while models are loaded: description, step, number of steps
     note: Callable[[str], None] | None  # receives notices, such as a model that does not run on the fastest operators
-    packed_cache: Path | None  # folder of the disk cache of packed weights; default: no cache
+    packed_cache: Path | None  # the disk cache of packed weights is the folder "packed" in it; default: no cache
     gpu_trial: TrialName
     trial_cache: Path | None  # folder of the verdicts of GPU trials; default: every start tries again
     only: Side | None  # the only model of the pair that this process loads; default both
@@ -115,6 +115,7 @@ class LoadModel(Protocol):
         device: torch.device,
         ops: Any,
         max_positions: int,
+        context: int | None,
         group: TensorParallelGroup | None,
         quantization: LoadTimeQuantization,
         cache_dtype: torch.dtype | None,

@@ -16,7 +16,7 @@ import torch
 
 from swiftspec import __version__
 from swiftspec.backends import cpu, cuda, unfused
-from swiftspec.backends.cpu.packed_weight_cache import PackedWeightCache
+from swiftspec.backends.cpu.packed_weight_cache import CACHE_FOLDER, PackedWeightCache
 from swiftspec.backends.cuda import trial
 from swiftspec.backends.cuda.devices import gpu_uuid, is_device_error, machine_facts, why_gpu_unused
 from swiftspec.backends.cuda.trial_checks import TreeShape
@@ -49,14 +49,9 @@ from swiftspec.builder.memory_estimate import MemoryEstimate, fit_context, kv_by
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile, VerdictRecord
 from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP, BatchConfig, EngineConfig, PopulationConfig
-from swiftspec.control.row_times import (
-    PairTimes,
-    RowTimes,
-    RowTimesFile,
-    Times,
-    measure_pair_times,
-    measure_target_times,
-)
+from swiftspec.control.measurement_file import M, MeasurementFile
+from swiftspec.control.row_times import PairTimes, RowTimes, measure_pair_times, measure_target_times
+from swiftspec.control.trial_budget import StoredBudgets, TrialBudgets
 from swiftspec.distributed.launch.config_check import RankConfig, settings_of
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.errors import UserError, truncated_repr
@@ -70,7 +65,7 @@ from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.gguf.file import GgufFile, is_gguf
-from swiftspec.model.gguf.tokenizer import tokenizer_json
+from swiftspec.model.gguf.tokenizer import missing_rule, tokenizer_json
 from swiftspec.model.head_loader import head_config, load_draft_head
 from swiftspec.model.loader import load_model
 from swiftspec.model.spec import BlockSpec, ModelSpec
@@ -169,13 +164,16 @@ class ModelPair:
         packed, ends = options.get("packed_cache"), end_tokens(Path(target))
         models = ModelPair(
             Path(target), draft_path, dtype, device, threads, share, length, vocab, ops, activations, stored, head,
-            load, emulate, trace, prefix_cache, None if packed is None else PackedWeightCache(packed), ends,
+            load, emulate, trace, prefix_cache,
+            None if packed is None else PackedWeightCache(packed / CACHE_FOLDER), ends,
             grammar_compiler(Path(target), ends, vocab), options.get("only"), options.get("sessions", 1),
             masked, _hidden_layers(config, options, draft_head), draft_is_mtp=mtp,
             note=options.get("note") or (lambda line: None),
         )  # fmt: skip
         if device.type == "cpu" and options.get("device", "auto") == "auto" and (why := why_gpu_unused()) is not None:
             models.note(f"the models run on the CPU although this machine has a GPU: {why}")
+        if is_gguf(target) and (line := missing_rule(GgufFile.read(Path(target)))) is not None:
+            models.note(line)
         if device.type == "cpu" and hardware.matrix_tiles_refused():
             models.note("products of many rows are slower than on this CPU's matrix tiles (AMX), which the operating "
                         "system refuses to this process; allow arch_prctl(ARCH_REQ_XCOMP_PERM)")  # fmt: skip
@@ -417,13 +415,27 @@ class ModelPair:
             plan, RowTimes, lambda: measure_target_times(verifier, plan.max_nodes, self.vocab_size)
         )
 
-    def _stored_times(self, plan: EngineConfig, kind: type[Times], measure: Callable[[], Times | None]) -> Times | None:
+    def _stored_times(self, plan: EngineConfig, kind: type[M], measure: Callable[[], M | None]) -> M | None:
         """Returns row times if `plan` requires them: those of an earlier start, from the folder of packed weights, or
         else those that `measure` returns. Returns None if the models are too slow for the measurement."""
         if not plan.time_rows:
             return None
-        if self.cache is None:
+        file = self._measurement_file(plan, kind)
+        if file is None:
             return measure()
+        times = file.read()
+        if times is None and (times := measure()) is not None:
+            file.write(times)
+        return times
+
+    def trial_budgets(self, plan: EngineConfig) -> StoredBudgets:
+        """Returns what the draft has gained in earlier starts, by kind of request."""
+        return StoredBudgets.read(self._measurement_file(plan, TrialBudgets) if plan.self_switch else None)
+
+    def _measurement_file(self, plan: EngineConfig, kind: type[M]) -> MeasurementFile[M] | None:
+        """Returns the file of a measurement, in the folder of packed weights; None if these are not stored."""
+        if self.cache is None:
+            return None
         models = [_model_fingerprint(path) for path in (self.target, self.draft) if path is not None]
         facts = {
             "version": __version__, "cpu": hardware.cpu_name(), **cpu.machine_facts(), "threads": self.threads,
@@ -431,11 +443,9 @@ class ModelPair:
             "activations": self.activations, "head": self.head, "emulate": asdict(self.emulate),
             "mtp": self.draft_is_mtp, "leaves": plan.leaves_per_expansion, "nodes": plan.max_nodes,
         }  # fmt: skip
-        file = RowTimesFile.of(self.cache.folder, facts, kind)
-        times = file.read()
-        if times is None and (times := measure()) is not None:
-            file.write(times)
-        return times
+        if kind is TrialBudgets:
+            facts |= {"drafter": plan.drafter, "mode": plan.mode, "device": str(self.device)}
+        return MeasurementFile.of(self.cache.folder, facts, kind)
 
     def suffix_drafter(self, plan: EngineConfig, times: RowTimes | None) -> SuffixDrafter:
         """Returns a drafter by suffix lookup. `times`: of the target's verifications; None: not measured."""
@@ -500,7 +510,8 @@ class ModelPair:
         ops = select_operators(self.ops, config.spec, self.dtype, self.device, self.verdict.on_library)
         how: Any = {
             "dtype": self.dtype, "device": self.device, "ops": ops, "max_positions": self.capacity(side, plan),
-            "progress": progress, "group": group, "quantization": self._quantization(side, ops),
+            "context": self.max_model_len, "progress": progress, "group": group,
+            "quantization": self._quantization(side, ops),
         }  # fmt: skip
         if config.spec.draft_head is not None:
             model = load_draft_head(None if self.draft_is_mtp else path, self.target, **how)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swiftspec.builder.gpu_trial import GpuVerdict
+from swiftspec.errors import UserError
+from swiftspec.file_io import read_object
 
 FORMAT = 1
 MAX_BYTES = 1 << 16
@@ -31,9 +33,8 @@ class VerdictFile:
     def read(self) -> GpuVerdict | None:
         """Returns the verdict; None if there is none, or if the file is damaged."""
         try:
-            with self.path.open("rb") as file:
-                return GpuVerdict.from_json(json.loads(file.read(MAX_BYTES)))
-        except (OSError, ValueError, RecursionError):
+            return GpuVerdict.from_json(read_object(self.path, max_bytes=MAX_BYTES))
+        except (UserError, ValueError):
             return None
 
     def write(self, verdict: GpuVerdict) -> None:

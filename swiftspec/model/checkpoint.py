@@ -290,9 +290,9 @@ class Checkpoint:
         halves = [
             self.linear(f"{module}.{name}", inner, hidden, mlp.bias)
             for module in modules
-            for name in ("gate_proj", "up_proj")
+            for name in (self.names.expert_gate, self.names.expert_up)
         ]
-        downs = [self.linear(f"{module}.down_proj", hidden, inner, mlp.bias) for module in modules]
+        downs = [self.linear(f"{module}.{self.names.expert_down}", hidden, inner, mlp.bias) for module in modules]
         return fuse_weights(halves), fuse_weights(downs)
 
     def _joined_experts(self, name: str, count: int, rows: int, columns: int, bias: bool) -> Weight:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from swiftspec.errors import UserError, truncated_repr
-from swiftspec.file_io import Fields, file_facts, is_file, is_folder, one_line, read_object
+from swiftspec.file_io import Fields, damage_reported, file_facts, is_file, is_folder, one_line, read_object
 from swiftspec.model.checkpoint import FLOATS
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.config_json import parse_config, stop_tokens
@@ -43,11 +43,9 @@ def read_config(path: str | Path) -> ModelConfig:
     if not is_file(file):
         raise UserError(f"{folder}: {_not_a_model(folder)}")
     data = read_object(file)
-    try:
+    with damage_reported(file):
         config = parse_config(data)
         format_of(config)
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
     named = Fields(read_object(stops) if is_file(stops) else {}, f"{stops}: ")
     ends = dict.fromkeys((*config.eos_token_ids, *stop_tokens(named)))
     return replace(config, eos_token_ids=(*ends,))

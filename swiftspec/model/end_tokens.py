@@ -7,15 +7,21 @@ from pathlib import Path
 
 from swiftspec.file_io import Fields, is_file, read_object
 from swiftspec.model.checkpoint_files import read_config
+from swiftspec.model.gguf.file import GgufFile, is_gguf
+from swiftspec.model.gguf.tokenizer import end_token_ids
 
 MAX_TOKENIZER_BYTES = 256 << 20  # several times the size of tokenizer.json of the largest vocabularies
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    """Returns the ids of the end-of-text tokens of a checkpoint: those in the metadata of a GGUF file, or the union of
-    `eos_token_id` in config.json and in generation_config.json and of `eos_token` in tokenizer_config.json. Fine-tuned
-    models often name the token that ends a turn in one of these files only. Raises UserError if a file is damaged."""
+    """Returns the ids of the end-of-text tokens of a checkpoint: those in the metadata of a GGUF file and
+    those that its vocabulary has by their text, or the union of `eos_token_id` in config.json and in
+    generation_config.json and of `eos_token` in tokenizer_config.json. Fine-tuned models often name the token that ends
+    a turn in one of these places only. Raises UserError if a file is damaged."""
     config = read_config(folder)
+    if is_gguf(folder):
+        named = (number for number in end_token_ids(GgufFile.read(folder)) if number < config.spec.vocab_size)
+        return (*dict.fromkeys((*config.eos_token_ids, *named)),)
     return (*dict.fromkeys((*config.eos_token_ids, *_tokenizer_end(folder, config.spec.vocab_size))),)
 
 

@@ -58,6 +58,7 @@ def load_draft_head(
     device: torch.device | str = "cpu",
     ops: ModelOps,
     max_positions: int,
+    context: int | None = None,
     group: TensorParallelGroup | None = None,
     quantization: LoadTimeQuantization = NO_QUANTIZATION,
     progress: Progress | None = None,
@@ -73,10 +74,11 @@ def load_draft_head(
     reader = _reader(config, path, target, dtype, progress)
     weights = reader.read(shard)
     decoder, rest = quantization.of_weights(weights.decoder), (ops, device, dtype, max_positions)
+    spec = config.spec.for_context(max_positions if context is None else context)
     if isinstance(weights, BlockHeadWeights):
-        model = BlockHead(config.spec, replace(weights, decoder=decoder), *rest, shard=shard, group=group)
+        model = BlockHead(spec, replace(weights, decoder=decoder), *rest, shard=shard, group=group)
     else:
-        model = DraftHead(config.spec, replace(weights, decoder=decoder), *rest, shard=shard, group=group)
+        model = DraftHead(spec, replace(weights, decoder=decoder), *rest, shard=shard, group=group)
     reader.check_all_taken()
     return model
 

@@ -59,6 +59,7 @@ def load_model(
     device: torch.device | str = "cpu",
     ops: ModelOps,
     max_positions: int,
+    context: int | None = None,
     group: TensorParallelGroup | None = None,
     quantization: LoadTimeQuantization = NO_QUANTIZATION,
     cache_dtype: torch.dtype | None = None,
@@ -69,17 +70,18 @@ def load_model(
 ) -> Transformer:
     """Loads a directory or GGUF file as a model that computes in `dtype`; None: the dtype of the checkpoint.
 
-    `max_positions`: length of the RoPE tables. `group`: loads only this rank's shard; every rank of the group must run
-    the same forwards. `quantization`: what is quantised at load. `cache_dtype`: dtype of the KV cache; None: that of
-    the model; for float8 the weights are scaled so that keys and values fit (float8.py). `packed_cache`: cache for
-    weights that `ops` packs. `hidden_layers`: the layers after which every forward keeps the hidden states.
-    `vocab_rows`: embedding and LM head with fewer rows are padded to that many, with zeros.
+    `max_positions`: length of the RoPE tables. `context`: most tokens of a text, which decides the factors of longrope;
+    None: `max_positions`, which may also have room for the nodes of trees. `group`: loads only this rank's shard; every
+    rank of the group must run the same forwards. `quantization`: what is quantised at load. `cache_dtype`: dtype of the
+    KV cache; None: that of the model; for float8 the weights are scaled so that keys and values fit (float8.py).
+    `packed_cache`: cache for weights that `ops` packs. `hidden_layers`: the layers after which every forward keeps the
+    hidden states. `vocab_rows`: embedding and LM head with fewer rows are padded to that many, with zeros.
 
     Raises UserError if the checkpoint is damaged, is not supported, or cannot be divided over the ranks of `group`.
     """
     stored = read_config(path)
     config = _with_vocab_rows(stored, vocab_rows)
-    spec = config.spec
+    spec = config.spec.for_context(max_positions if context is None else context)
     shard = None if group is None else shard_of(config, group, path)
     kind: torch.dtype = dtype or getattr(torch, config.dtype)
     tensors = open_tensors(path, progress, kind)

@@ -38,6 +38,7 @@ class RopeSpec:
     attention_factor: float = 1.0  # factor of the rotated elements, for yarn and longrope
     short_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies within the trained length
     long_factors: tuple[float, ...] = ()  # longrope: divisors beyond it
+    long_context: bool = False  # longrope: whether the divisors are `long_factors`; set by `ModelSpec.for_context`
     share: float = 1.0  # rotated share of a head's elements (partial RoPE)
     interleaved: bool = False  # the pairs are neighbours in the checkpoint: elements 2i and 2i + 1
 
@@ -127,7 +128,7 @@ class GatedDeltaSpec:
 
 # clamped_swiglu, of gates g and ups u: with g at most SWIGLU_LIMIT and u between -SWIGLU_LIMIT and SWIGLU_LIMIT,
 # g * sigmoid(SWIGLU_ALPHA * g) * (u + 1)
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu"]
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 
 
@@ -283,6 +284,20 @@ class ModelSpec:
         if any(layer != first for layer in self.layers):
             raise UserError("models whose layers differ in shape are not supported")
         return first
+
+    def for_context(self, tokens: int) -> ModelSpec:
+        """Returns the spec of the same model with a context of `tokens` tokens, which decides the factors of
+        longrope."""
+
+        def resolved(mixer: AttentionSpec) -> AttentionSpec:
+            is_long = mixer.rope.kind == "longrope" and tokens > mixer.rope.original_max_position
+            return replace(mixer, rope=replace(mixer.rope, long_context=is_long))
+
+        layers = (
+            replace(layer, mixer=resolved(layer.mixer)) if isinstance(layer.mixer, AttentionSpec) else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     @property
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:

@@ -53,9 +53,12 @@ class TensorNames:
     up: str = "mlp.up_proj"
     gate_up: str = ""  # one module for gate and up, instead of the two before
     down: str = "mlp.down_proj"
-    # of a mixture of experts: the router, and the modules N.gate_proj, N.up_proj and N.down_proj of expert N
+    # of a mixture of experts: the router, and before the modules of expert N, such as N.gate_proj
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
+    expert_gate: str = "gate_proj"
+    expert_up: str = "up_proj"
+    expert_down: str = "down_proj"
     # whether those of all experts may be in two tensors [num_experts, inputs, outputs], with outputs of gate and up
     # alternately
     alternating_experts: bool = False
@@ -83,14 +86,16 @@ class TensorNames:
 
     def found_in(self, tensors: Container[str]) -> TensorNames:
         """Returns these names, or the alternative ones if only those have an embedding in `tensors`."""
-        other = self.alternative
-        has = other is not None and f"{other.embedding}.weight" in tensors
-        return other if other is not None and has and f"{self.embedding}.weight" not in tensors else self
+        if self.alternative is None or f"{self.embedding}.weight" in tensors:
+            return self
+        other = self.alternative.found_in(tensors)
+        return other if f"{other.embedding}.weight" in tensors else self
 
     def of_text(self) -> TensorNames:
         """Returns the names of a text model inside a multimodal checkpoint: those that transformers 5 writes, and as
-        alternative those of earlier versions."""
-        first, *others = (
+        alternatives those of earlier versions, of which Qwen2-VL's are the ones of a model alone."""
+        alone = replace(self, text_prefixes=(f"{self.embedding.partition('.')[0]}.", f"{self.head}."))
+        first, second = (
             replace(
                 self,
                 embedding=f"{root}.embed_tokens",
@@ -107,7 +112,7 @@ class TensorNames:
                 ("language_model.model", "language_model.lm_head"),
             )
         )
-        return replace(first, alternative=others[0])
+        return replace(first, alternative=replace(second, alternative=alone))
 
 
 HF_NAMES = TensorNames()

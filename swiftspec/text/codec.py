@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from swiftspec import file_io
 from swiftspec.errors import UserError, truncated_repr
+from swiftspec.model.end_tokens import MAX_TOKENIZER_BYTES
 from swiftspec.model.gguf.file import GgufFile, is_gguf
 from swiftspec.model.gguf.tokenizer import has_vocabulary, tokenizer_json, tokenizer_settings
 from swiftspec.model.vocabulary import Vocabulary
@@ -45,7 +48,9 @@ TOKENIZER_FILES = (  # all files of a model that its tokenizer reads, and its co
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each tokenizer has one of these
 MAX_TEXT_BYTES = 64 << 20  # limit of a text if the context length is not known
 PATH_FIELDS = {"name_or_path", "tokenizer_file", "vocab_file", "merges_file"}  # of tokenizer_config.json
-FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that read only tokenizer.json
+# classes that read only tokenizer.json; the last two would split a text by GPT-2's rule, whatever that file says
+FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "GPT2Tokenizer", "GPT2TokenizerFast")
+CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([A-Za-z0-9+/=]*)')
 
 
 def locate_model(
@@ -133,6 +138,26 @@ def _byte_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
+TRUNCATION_MARGIN_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Truncation of a prompt to `count` tokens. `side`: the end at which tokens are removed."""
+
+    count: int
+    side: Literal["left", "right"] = "left"
+
+    def apply(self, tokens: list[int]) -> list[int]:
+        return tokens[: self.count] if self.side == "right" else tokens[-self.count :]
+
+    def cut_text(self, text: str, longest_token: int) -> str:
+        """Returns the part of a text that is encoded, which has at least the tokens that are kept. Near the cut tokens
+        can differ from those of the whole text, hence the margin. `longest_token`: length of the longest token."""
+        kept = (self.count + TRUNCATION_MARGIN_TOKENS) * longest_token
+        return text[:kept] if self.side == "right" else text[-kept:]
+
+
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 BYTE_LETTERS = _byte_letters()
 
@@ -151,7 +176,10 @@ class TextCodec:
         try:
             self.tokenizer = _read_tokenizer(path)
             self.vocab: dict[str, int] = self.tokenizer.get_vocab()
-        except Exception as error:  # transformers and tokenizers raise anything on damaged files
+            self.tokenizer.encode("a")  # fails here rather than in the first request
+        except BaseException as error:  # transformers and tokenizers raise anything on damaged files, Rust's panics too
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             if is_gguf(path) and isinstance(error, UserError):  # names the file
                 raise
             if not has_tokenizer(path):
@@ -203,13 +231,26 @@ class TextCodec:
         unknown."""
         return MAX_TEXT_BYTES if context is None else context * self.longest_token_bytes
 
-    def encode(self, text: str, context: int | None = None, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        context: int | None = None,
+        add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
+    ) -> list[int]:
         """Encodes raw text. Raises PromptTooLong if the text has too many bytes to fit `context` tokens. The result may
         have more than `context` tokens nevertheless.
 
         `add_special_tokens`: add those that the tokenizer puts around any text, such as BOS.
+        `truncation`: removes tokens of a text, which may then have any length.
         """
-        return self._encode(text, context, add_special_tokens)
+        return self._encode(text, context, add_special_tokens, truncation)
+
+    def encode_bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Returns the values of `SamplingParams.bad_words_ids`: the tokens of each word at the start of a text, and of
+        the word after a space. They are empty for a word of blanks."""
+        forms = [form for word in words for form in (word.lstrip(), f" {word.lstrip()}" if word.strip() else "")]
+        return [*dict.fromkeys(tuple(self.encode(form, None, add_special_tokens=False)) for form in forms)]
 
     def template_source(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Returns the source of the chat template. If there are several, this is the default one, or with `tools` the
@@ -229,16 +270,22 @@ class TextCodec:
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         add_generation_prompt: bool = True,
+        truncation: Truncation | None = None,
+        template: str | None = None,
     ) -> list[int]:
         """Renders a conversation with the chat template and encodes it.
 
         As in transformers and vLLM the template alone adds special tokens such as BOS.
 
-        `context`: see `encode`. `tools`: JSON schemas of the tools. `variables`: additional variables of the template.
+        `context`, `truncation`: see `encode`. `tools`: JSON schemas of the tools. `variables`: additional variables of
+        the template.
         `continue_final_message`: leave the last message open, instead of beginning the assistant's turn.
-        `add_generation_prompt`: begin the assistant's turn, unless the last message is left open.
+        `add_generation_prompt`: begin the assistant's turn, unless the last message is left open. `template`: source of
+        a template that replaces the model's.
         """
-        template = self.template_source(tools)
+        template = template or self.template_source(tools)
+        if truncation is not None:
+            context = None
         for message in messages:
             for text in message.values():
                 if isinstance(text, str):
@@ -253,7 +300,7 @@ class TextCodec:
             add_generation_prompt and not continue_final_message,
         )  # fmt: skip
         self._check_roles(messages, text)
-        return self._encode(text, context, special=False)
+        return self._encode(text, context, False, truncation)
 
     def _check_roles(self, messages: Sequence[ChatMessage], text: str) -> None:
         """Raises UserError if the template has left out a message with a role that few templates know."""
@@ -300,9 +347,17 @@ class TextCodec:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
-    def _encode(self, text: str, context: int | None, special: bool) -> list[int]:
+    def _encode(self, text: str, context: int | None, special: bool, truncation: Truncation | None) -> list[int]:
+        if truncation is not None:
+            text, context = truncation.cut_text(text, self.longest_token_bytes), None
         self._check_size(text, context)
-        return list(self.tokenizer.encode(text, add_special_tokens=special))
+        try:
+            tokens = list(self.tokenizer.encode(text, add_special_tokens=special))
+        except BaseException as error:  # a panic of Rust is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise UserError(f"the tokenizer cannot encode this text ({file_io.one_line(error)})") from None
+        return tokens if truncation is None else truncation.apply(tokens)
 
     def _check_size(self, text: str, context: int | None) -> None:
         """Raises PromptTooLong if the text has too many bytes to fit `context` tokens. Called before tokenizing, which
@@ -362,6 +417,7 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     set_verbosity_error()
     if is_gguf(path):
         return _gguf_tokenizer(path)
+    _check_charsmap(path / "tokenizer.json")
     if (path / "tokenizer.json").is_file() and (path / "tokenizer_config.json").is_file():
         config = file_io.read_object(path / "tokenizer_config.json")
         if config.get("tokenizer_class") in FAST_TOKENIZER_CLASSES and "auto_map" not in config:
@@ -371,6 +427,17 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _check_charsmap(file: Path) -> None:
+    """Raises UserError if tokenizer.json has a table of characters (SentencePiece's normaliser) that is shorter than
+    its first number says: the library would allocate that many bytes."""
+    if not file_io.is_file(file):
+        return
+    for found in CHARSMAP.finditer(file_io.read_bytes(file, max_bytes=MAX_TOKENIZER_BYTES)):
+        table = base64.b64decode(found[1])
+        if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
+            raise UserError("precompiled_charsmap is damaged")
 
 
 def _gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:

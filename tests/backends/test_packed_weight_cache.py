@@ -29,7 +29,7 @@ from swiftspec.backends.cpu.packing import OPTIONAL_TENSORS
 from swiftspec.builder import model_pair
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
@@ -214,6 +214,24 @@ def test_an_invalid_packed_unit(tmp_path: Path) -> None:
     assert packed_weight_file.read(tmp_path / "none") is None and packed_weight_file.read(tmp_path) is None
     (tmp_path / "text").write_text("a" * 1000)
     assert packed_weight_file.read(tmp_path / "text") is None
+    os.mkfifo(tmp_path / "pipe")
+    assert packed_weight_file.read(tmp_path / "pipe") is None
+
+
+@pytest.mark.parametrize("bend", [lambda norm: norm[:-1].clone(), lambda norm: norm.int()], ids=["short", "integers"])
+def test_a_unit_with_other_contents_is_packed_again(
+    whole: tuple[Path, Transformer], tmp_path: Path, bend: Callable[[Tensor], Tensor]
+) -> None:
+    """The checksum does not tell who wrote a unit."""
+    folder = Path(shutil.copytree(whole[0], tmp_path / "packed"))
+    file = only_entry(folder) / "layer-00001"
+    found = packed_weight_file.read(file)
+    assert found is not None
+    bent = {**found.tensors, "mlp_norm": bend(found.tensors["mlp_norm"])}
+    packed_weight_file.write(file, PackedUnit(bent, found.metadata), lambda: None)
+    model, packed = start(folder)
+    same(model, whole[1])
+    assert packed == {"layer-00001"}
 
 
 @pytest.mark.parametrize("error", [WriterStopped(), OSError(errno.ENOSPC, "No space left on device")])
@@ -260,18 +278,26 @@ def test_a_cache_folder_that_is_not_writable(tmp_path: Path, spoil: str, monkeyp
 
 
 def test_entries_of_other_layouts_and_the_oldest_are_evicted_first(tmp_path: Path) -> None:
-    names = [f"{caches.LAYOUT_VERSION}old", "v0-new", f"{caches.LAYOUT_VERSION}new", f"{caches.LAYOUT_VERSION}mine"]
+    """Nothing else is deleted: folders with like names, and what somebody put into an entry."""
+    names = [f"{version}{digit * 40}" for version, digit in zip((*[caches.LAYOUT_VERSION] * 3, "v0-"), "acdb")]
+    names = [names[0], names[3], names[1], names[2]]
+    others = [tmp_path / "videos" / "film.mkv", tmp_path / "v3-notes" / "a.tmp", tmp_path / names[1] / "mine.txt"]
+    for other in others:
+        other.parent.mkdir()
+        other.write_bytes(bytes(1000))
+        os.utime(other, (0, 0))
     for age, name in enumerate(names):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "head").write_bytes(bytes(100))
         os.utime(tmp_path / name, (age, age))
     cache, mine = PackedWeightCache(tmp_path, max_bytes=400), tmp_path / names[-1]
     cache.writer.used.add(mine)
-    assert cache.make_room(0, mine) and len([*tmp_path.iterdir()]) == 4
-    assert cache.make_room(60, mine) and not (tmp_path / "v0-new").exists()
+    assert cache.make_room(0, mine) and all((tmp_path / name / "head").exists() for name in names)
+    assert cache.make_room(60, mine) and not (tmp_path / names[1] / "head").exists()
     assert cache.make_room(150, mine) and not (tmp_path / names[0]).exists()
     assert not cache.make_room(301, mine) and (tmp_path / names[2]).exists()
-    assert cache.make_room(300, mine) and [*tmp_path.iterdir()] == [mine]
+    assert cache.make_room(300, mine) and not (tmp_path / names[2]).exists() and mine.exists()
+    assert all(other.exists() for other in others)
 
 
 def test_the_writer_pauses_while_a_request_runs() -> None:
@@ -323,15 +349,15 @@ def test_an_engine_writes_its_packed_weights_after_a_response(tmp_path: Path, mo
     monkeypatch.setattr(model_pair, "PackedWeightCache", partial(PackedWeightCache, min_model_bytes=0))
     folder, texts, plan = tmp_path / "packed", list[tuple[int, ...]](), EngineConfig(mode="ar")
     for files in (0, 1):
-        llm = LLM(TARGET, config=plan, dtype=torch.bfloat16, max_model_len=64, packed_cache=folder)
-        assert len([*folder.glob("*")]) == files and llm.load_time > 0
+        llm = LLMEngine(TARGET, config=plan, dtype=torch.bfloat16, max_model_len=64, packed_cache=folder)
+        assert len([*folder.glob("packed/*")]) == files and llm.load_time > 0
         texts.append(tuple(llm.generate([5, 6, 7], SamplingParams(max_tokens=8, temperature=0)).token_ids))
         assert llm.writer is not None
         llm.writer.close(WRITE_TIMEOUT_S)
         llm.close()
         with pytest.raises(UserError, match="closed"):
             llm.generate([5])
-    assert texts[0] == texts[1] and (only_entry(folder) / "head").exists()
+    assert texts[0] == texts[1] and (only_entry(folder / "packed") / "head").exists()
 
 
 def test_small_models_are_not_cached(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ CORE_LIBRARIES = set(sys.stdlib_module_names) | {"torch", "numpy", "safetensors"
 ALLOWED_LIBRARIES = {  # by file or folder
     "distributed/transport/grpc/": {"grpc", "grpc_health", "grpc_reflection", "google"},
     "sampling/grammar.py": {"llguidance"},
+    "sampling/grammar_process.py": {"llguidance"},
     "text/": {"transformers", "tokenizers", "huggingface_hub"},
 }  # fmt: skip
 
@@ -144,7 +145,10 @@ GOOD = [
     ("runtime/drafter.py", "from swiftspec.model.loader import load\nlogits = self.model.forward(batch)"),
     ("distributed/transport/grpc/client.py", "import grpc"),
     ("serve/cli/chat.py", "from swiftspec import demo\nimport typer"),
-    ("__init__.py", "import importlib\nif TYPE_CHECKING:\n    from swiftspec.llm import LLM\n__version__ = '1'"),
+    (
+        "__init__.py",
+        "import importlib\nif TYPE_CHECKING:\n    from swiftspec.llm_engine import LLMEngine\n__version__ = '1'",
+    ),
 ]
 
 

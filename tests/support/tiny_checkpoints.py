@@ -56,6 +56,17 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **SHARED_EXPERT},
     "mistral": {"sliding_window": 6},
+    "ministral": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": None},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 8},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False},
+    "cwm": {"layers": 5, "sliding_window": 5, "rope": ROPES["llama3"]},
+    "arcee": {"mlp_bias": True},
+    "ernie4_5": {"use_bias": True, "tie": True},
+    "gemma2": {
+        "layers": 3, "sliding_window": 5, "query_pre_attn_scalar": 20, "tie": True, "final_logit_softcapping": 3.0,
+        "attn_logit_softcapping": 2.0,
+    },
     "ministral3": {
         "rope": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3},
         "sliding_window": None,

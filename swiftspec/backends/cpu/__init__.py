@@ -149,6 +149,8 @@ def check_spec(spec: ModelSpec, dtype: torch.dtype) -> None:
     for size in (spec.hidden_size, *mixtures) if mixtures else ():
         if size % BLOCK_OUTPUTS:
             raise UserError(f"the CPU operators need experts whose sizes are multiples of {BLOCK_OUTPUTS}, not {size}")
+    if any(layer.mlp.activation == "relu" for layer in spec.layers):
+        raise UserError("the CPU operators have no ReLU")
     missing = unknown_fields(spec, KNOWN_FIELDS)
     if missing is not None:
         raise UserError(f"the CPU operators have no {missing}")

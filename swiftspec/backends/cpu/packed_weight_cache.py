@@ -11,7 +11,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +31,11 @@ from swiftspec.backends.cpu.packing import OPTIONAL_TENSORS, PackedLinear
 from swiftspec.model.packed_model import PackedAttention, PackedLayer, PackedMixture, PackedModel
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
+CACHE_FOLDER = "packed"  # below the folder that a user names, which may contain other things
 LAYOUT_VERSION = "v3-"  # name prefix of entry folders; must change with the packed layout and the files
+ENTRY_NAME = re.compile(r"v[0-9]+-[0-9a-f]{40}")  # of entry folders, whatever their layout
+UNIT_NAME = re.compile(r"layer-[0-9]{5}|head|embedding")
+UNFINISHED_NAME = re.compile(rf"\.({UNIT_NAME.pattern})\.[0-9]+\.[0-9]+\.tmp")  # see `packed_weight_file.write`
 MIN_MODEL_BYTES = 64 << 20  # smaller models are not cached
 MAX_CACHE_BYTES = 32 << 30  # of all entries; beyond, the least recently used are evicted
 MIN_FREE_BYTES = 1 << 30  # left free on the disk
@@ -48,7 +54,7 @@ class WriterStopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PackedWeightCache:
-    """Disk cache of packed weights.
+    """Disk cache of packed weights. It deletes only what has the names of its own folders and files.
 
     `folder`: contains all entries. `max_bytes`: size limit of all entries. `min_model_bytes`: smaller models are not
     cached. `writer`: writes new units in the background.
@@ -68,14 +74,14 @@ class PackedWeightCache:
         """Evicts entries until `size` more bytes fit: those of other layout versions first, then the least recently
         used. Does not evict entries that this process uses. `own`: folder of the entry that will grow. Returns whether
         the bytes fit, in the cache and on the disk."""
-        sizes = {found: _size(found) for found in self.folder.iterdir() if found.name[:1] == "v"}
+        sizes = {found: _size(found) for found in self.folder.iterdir() if _is_entry(found)}
         if sizes.get(own, 0) + size > self.max_bytes:
             return False
         for found in sorted(sizes, key=lambda found: (found.name.startswith(LAYOUT_VERSION), _used(found))):
             if sum(sizes.values()) + size <= self.max_bytes:
                 break
             if found not in self.writer.used:
-                shutil.rmtree(found, ignore_errors=True)
+                _delete(found)
                 del sizes[found]
         return (
             sum(sizes.values()) + size <= self.max_bytes
@@ -91,17 +97,40 @@ def _used(entry: Path) -> float:
         return 0.0
 
 
+def _is_entry(folder: Path) -> bool:
+    return ENTRY_NAME.fullmatch(folder.name) is not None and folder.is_dir() and not folder.is_symlink()
+
+
+def _own_files(entry: Path) -> list[tuple[Path, os.stat_result]]:
+    """Returns the regular files of an entry that have the names of units or of unfinished ones."""
+    found: list[tuple[Path, os.stat_result]] = []
+    with contextlib.suppress(OSError):  # another process has just evicted it
+        for file in [*entry.iterdir()]:
+            state = file.lstat()
+            named = UNIT_NAME.fullmatch(file.name) or UNFINISHED_NAME.fullmatch(file.name)
+            if named and stat.S_ISREG(state.st_mode):
+                found.append((file, state))
+    return found
+
+
 def _size(entry: Path) -> int:
     """Returns the size of an entry in bytes. Deletes its abandoned temporary files."""
     total = 0
     with contextlib.suppress(OSError):
-        for file in [*entry.iterdir()]:
-            state = file.stat()
+        for file, state in _own_files(entry):
             if file.suffix == ".tmp" and time.time() - state.st_mtime > STALE_TEMP_FILE_S:
                 file.unlink()
             else:
                 total += state.st_size
     return total
+
+
+def _delete(entry: Path) -> None:
+    """Deletes the files of an entry, and its folder if nothing else is in it."""
+    with contextlib.suppress(OSError):
+        for file, _ in _own_files(entry):
+            file.unlink(missing_ok=True)
+        entry.rmdir()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +152,10 @@ class CacheEntry:
         self.cache.writer.used.add(self.folder)
         embedding = weights.embedding
         if embedding.dtype != dtype:
-            cached = self._read_unit("embedding", lambda unit: unit.tensors["embedding"])
+            cached = self._read_unit("embedding", lambda unit: _tensor(unit, "embedding", embedding.shape))
             embedding = embedding.to(dtype) if cached is None else cached
-        layers = [partial(self._layer, index, read, skip) for index, read in enumerate(weights.layers)]
+        make = partial(_layer_of, hidden=len(weights.norm))
+        layers = [partial(self._layer, index, make, read, skip) for index, read in enumerate(weights.layers)]
         return replace(weights, embedding=embedding, layers=layers, head=partial(self._head, weights.head, skip))
 
     def store(self, stack: PackedModel) -> None:
@@ -142,8 +172,14 @@ class CacheEntry:
                 size, work = names[name]().nbytes, partial(self._write, name, names[name])
                 self.cache.writer.add(self.folder / name, size, work)
 
-    def _layer(self, index: int, read: Callable[[], LayerWeights], skip: Callable[[int], object]) -> LayerWeights:
-        found = self._read_unit(_name(index), _layer_of)
+    def _layer(
+        self,
+        index: int,
+        make: Callable[[PackedUnit], LayerWeights],
+        read: Callable[[], LayerWeights],
+        skip: Callable[[int], object],
+    ) -> LayerWeights:
+        found = self._read_unit(_name(index), make)
         if found is None:
             return read()
         skip(index)
@@ -177,9 +213,21 @@ def _name(index: int) -> str:
     return f"layer-{index:05}"
 
 
-def _layer_of(unit: PackedUnit) -> LayerWeights:
+def _tensor(unit: PackedUnit, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Returns a tensor of a unit that is not part of a matrix. Raises ValueError if it does not contain floating-point
+    numbers or has another shape. `shape`: None if it is not known here."""
+    tensor = unit.tensors[name]
+    if not tensor.is_floating_point() or (shape is not None and tensor.shape != shape):
+        raise ValueError(f"{name} [{', '.join(map(str, tensor.shape))}] {tensor.dtype}")
+    return tensor
+
+
+def _layer_of(unit: PackedUnit, hidden: int) -> LayerWeights:
+    """Returns the weights of a layer. `hidden`: size of the hidden state."""
+    shapes: dict[str, tuple[int, ...] | None] = dict.fromkeys((*NORMS, "per_layer_norm"), (hidden,))
+    shapes |= dict.fromkeys((*OPTIONAL_WEIGHTS, "sinks"))
     fields: dict[str, Any] = {
-        name: unit.tensors.get(name) for name in (*NORMS, *OPTIONAL_WEIGHTS, "sinks", "per_layer_norm")
+        name: _tensor(unit, name, shape) if name in unit.tensors else None for name, shape in shapes.items()
     }
     matrices = (*MATRICES, *MIXTURE_MATRICES, *PER_LAYER)
     fields |= {name: _packed(unit, name) for name in matrices if name in unit.metadata}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.errors import UserError
-from swiftspec.file_io import parse_json
+from swiftspec.file_io import open_file, parse_json
 
 ALIGNMENT_BYTES = 64  # a cache line
 CHUNK_BYTES = 1 << 20  # bytes written between two calls of `check_stop`
@@ -48,6 +48,7 @@ class PackedUnit:
 def read(file: Path) -> PackedUnit | None:
     """Maps a file and returns its unit. Returns None if the file is missing, damaged or not a unit."""
     try:
+        open_file(file).close()  # a pipe would block `safe_open`
         with safe_open(file, "pt") as opened:
             metadata = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 # not a dict

@@ -25,21 +25,21 @@ def rope_tables(
     """Returns the RoPE tables cos and sin [length, head_dim]. The sine includes the sign of the rotation:
     x' = x * cos + roll(x, head_dim / 2) * sin. Elements that are not rotated have cos 1 and sin 0.
 
-    Angles are computed in float32 for every model dtype, as in transformers' modeling_rope_utils. With longrope,
-    `length` decides whether the factors of the trained length or those beyond it apply.
+    Angles are computed in float32 for every model dtype, as in transformers' modeling_rope_utils. A row depends on its
+    position alone, never on `length`, which includes the slots of trees.
     """
     count = rope.rotated(head_dim)
     if rope.kind == "none":
         angles = torch.zeros(length, count // 2)
     else:
-        angles = torch.outer(torch.arange(length, dtype=torch.float32), _frequencies(rope, count, length))
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), _frequencies(rope, count))
     rest = (head_dim - count) // 2
     cos = F.pad(angles.cos() * rope.attention_factor, (0, rest), value=1.0).to(device, dtype)
     sin = F.pad(angles.sin() * rope.attention_factor, (0, rest)).to(device, dtype)
     return torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
 
 
-def _frequencies(rope: RopeSpec, count: int, length: int) -> Tensor:
+def _frequencies(rope: RopeSpec, count: int) -> Tensor:
     """Returns the frequencies [count / 2] of a head with `count` rotated elements, in radians per position."""
     exponents = torch.arange(0, count, 2, dtype=torch.float32) / count
     frequencies = 1.0 / (rope.theta**exponents)
@@ -52,7 +52,7 @@ def _frequencies(rope: RopeSpec, count: int, length: int) -> Tensor:
     if rope.kind == "yarn":
         return _yarn_frequencies(rope, count)
     if rope.kind == "longrope":
-        factors = rope.short_factors if length <= rope.original_max_position else rope.long_factors
+        factors = rope.long_factors if rope.long_context else rope.short_factors
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponents)
     return frequencies
 

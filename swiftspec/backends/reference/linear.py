@@ -62,7 +62,9 @@ def apply_gate(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """Returns activation(x), of SiLU or of GELU in its approximation by tanh."""
+    """Returns activation(x), of SiLU, ReLU or GELU in its approximation by tanh."""
+    if activation == "relu":
+        return x.relu()
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
 
 

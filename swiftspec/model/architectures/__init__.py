@@ -3,7 +3,8 @@ and an entry in ARCHITECTURES."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -11,19 +12,27 @@ from typing import Any
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import Fields
 from swiftspec.model.architectures import (
+    arcee,
+    cwm,
     draft_heads,
+    ernie4_5,
+    gemma2,
     gemma3,
     gemma4,
     glm4,
     gpt_oss,
     mistral,
+    mixtral,
     olmo,
+    olmoe,
     phi3,
     qwen2_moe,
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen_vl,
+    seed_oss,
     smollm3,
 )
 from swiftspec.model.architectures.granite import granite_spec
@@ -81,6 +90,17 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": Architecture("phi3", phi3.phi3_spec, phi3.NAMES, phi3.DEFAULTS),
     "GlmForCausalLM": Architecture("glm", glm4.glm_spec, glm4.GLM_NAMES, glm4.DEFAULTS),
     "Glm4ForCausalLM": Architecture("glm4", glm4.glm4_spec, glm4.GLM4_NAMES, glm4.DEFAULTS),
+    "MinistralForCausalLM": Architecture("ministral", mistral.ministral_spec, defaults=mistral.MISTRAL_DEFAULTS),
+    "MixtralForCausalLM": Architecture("mixtral", mixtral.mixtral_spec, mixtral.NAMES, mixtral.DEFAULTS),
+    "OlmoeForCausalLM": Architecture("olmoe", olmoe.olmoe_spec, defaults=olmoe.DEFAULTS),
+    "SeedOssForCausalLM": Architecture("seed_oss", seed_oss.seed_oss_spec, defaults=seed_oss.DEFAULTS),
+    "CwmForCausalLM": Architecture("cwm", cwm.cwm_spec, defaults=cwm.DEFAULTS),
+    "ArceeForCausalLM": Architecture("arcee", arcee.arcee_spec, arcee.NAMES, arcee.DEFAULTS),
+    "Ernie4_5ForCausalLM": Architecture("ernie4_5", ernie4_5.ernie4_5_spec, defaults=ernie4_5.DEFAULTS),
+    "Qwen2VLTextModel": Architecture("qwen2_vl_text", qwen_vl.qwen2_vl_spec, defaults=qwen_vl.QWEN2_DEFAULTS),
+    "Qwen2_5_VLTextModel": Architecture("qwen2_5_vl_text", qwen_vl.qwen2_vl_spec, defaults=qwen_vl.QWEN2_DEFAULTS),
+    "Qwen3VLTextModel": Architecture("qwen3_vl_text", qwen_vl.qwen3_vl_spec, defaults=qwen_vl.QWEN3_DEFAULTS),
+    "Gemma2ForCausalLM": Architecture("gemma2", gemma2.gemma2_spec, gemma3.NAMES, gemma2.DEFAULTS),
     "Gemma3ForCausalLM": Architecture("gemma3_text", gemma3.gemma3_spec, gemma3.NAMES, gemma3.DEFAULTS),
     "Gemma4ForCausalLM": Architecture("gemma4_text", gemma4.gemma4_spec, gemma3.NAMES, gemma4.DEFAULTS),
     "Gemma4UnifiedForCausalLM": Architecture(
@@ -110,6 +130,9 @@ MULTIMODAL_ARCHITECTURES = {
     "Mistral3ForConditionalGeneration": MultimodalArchitecture("mistral3", "mistral"),
     "Qwen3_5ForConditionalGeneration": MultimodalArchitecture("qwen3_5", "qwen3_5_text"),
     "Qwen3_5MoeForConditionalGeneration": MultimodalArchitecture("qwen3_5_moe", "qwen3_5_moe_text"),
+    "Qwen2VLForConditionalGeneration": MultimodalArchitecture("qwen2_vl", "qwen2_vl_text"),
+    "Qwen2_5_VLForConditionalGeneration": MultimodalArchitecture("qwen2_5_vl", "qwen2_5_vl_text"),
+    "Qwen3VLForConditionalGeneration": MultimodalArchitecture("qwen3_vl", "qwen3_vl_text"),
     "Gemma3ForConditionalGeneration": MultimodalArchitecture("gemma3", "gemma3_text"),
     "Gemma4ForConditionalGeneration": MultimodalArchitecture("gemma4", "gemma4_text"),
     "Gemma4UnifiedForConditionalGeneration": MultimodalArchitecture("gemma4_unified", "gemma4_unified_text"),
@@ -131,18 +154,24 @@ def architecture_of(fields: Fields) -> Architecture:
     if name in DRAFT_HEADS:
         return DRAFT_HEADS[name]
     if name not in ARCHITECTURES:
-        names = (*ARCHITECTURES, *MULTIMODAL_ARCHITECTURES)
-        *most, last = dict.fromkeys(each.partition("For")[0] for each in names)
-        known = f"{', '.join(most)} and {last}"
-        raise UserError(f"architecture {truncated_repr(name)} is not supported; {known} are")
+        known = relatives(name or "", (*ARCHITECTURES, *MULTIMODAL_ARCHITECTURES))
+        raise UserError(f"architecture {truncated_repr(name)} is not supported; {known}")
     return ARCHITECTURES[name]
+
+
+def relatives(name: str, names: Iterable[str]) -> str:
+    """Returns the end of a refusal: which of the `names` of families begin with the same letters as `name`."""
+    stem = re.match("[a-z]*", name.lower())
+    letters = "" if stem is None else stem[0].partition("for")[0]
+    found = dict.fromkeys(each.partition("For")[0] for each in names if letters and each.lower().startswith(letters))
+    return f"of its relatives {', '.join(found)} are" if found else "README.md lists those that are"
 
 
 def text_model_fields(fields: Fields) -> Fields:
     """Returns the fields that describe the text model: those of `text_config` in a multimodal config.json."""
     if _name_of(fields) not in MULTIMODAL_ARCHITECTURES:
         return fields
-    text = fields.object("text_config")
+    text = fields.object("text_config") if fields.data.get("text_config") is not None else fields  # Qwen2-VL had none
     shared = {name: fields.data[name] for name in SHARED_FIELDS if fields.data.get(name) is not None}
     own = {name: value for name, value in text.data.items() if value is not None or name not in SHARED_FIELDS}
     return replace(text, data={**shared, **own})

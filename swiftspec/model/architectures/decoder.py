@@ -14,7 +14,7 @@ from swiftspec.model.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, 
 MOST_POSITIONS = 2**31 - 1  # the bounds in this file exceed the values of real models and exclude overflow
 LONGEST_ROPE_FACTORS = 2**13  # half of the largest head dimension
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
-ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu"}
 
 
 def decoder_spec(
@@ -132,6 +132,7 @@ def parse_rope(data: Mapping[str, Any], kind: str | None = None) -> RopeSpec:
     scaling = newer if newer.data else older
     both = Fields({**data, **{name: value for name, value in scaling.data.items() if value is not None}})
     name = scaling.string("rope_type", scaling.string("type", "default"))
+    name = "longrope" if name == "su" else name  # of the first files of Phi-3
     named: RopeKind | None = next((each for each in get_args(RopeKind) if each == name and each != "none"), None)
     if named is None:
         known = ", ".join(each for each in get_args(RopeKind)[:-1])
@@ -163,17 +164,22 @@ def _yarn(rope: RopeSpec, scaling: Fields, fields: Fields) -> RopeSpec:
     def weight(name: str) -> float:
         return scaling.number(name, 0.0, ge=0.0, le=1e3)
 
+    def periods(name: str, default: float) -> float:
+        return scaling.number(name, ge=1e-6, le=1e6) if scaling.data.get(name) else default
+
     def scale(weight: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
 
+    if rope.theta <= 1:
+        raise UserError(f"RoPE type 'yarn' needs a rope_theta above 1, not {rope.theta:g}")
     factor = scale(1.0)
     if weight("mscale") and weight("mscale_all_dim"):
         factor = scale(weight("mscale")) / scale(weight("mscale_all_dim"))
     return replace(
         rope,
         original_max_position=_original(scaling, fields),
-        beta_fast=scaling.number("beta_fast", 32.0, ge=0.0, le=1e6) or 32.0,
-        beta_slow=scaling.number("beta_slow", 1.0, ge=0.0, le=1e6) or 1.0,
+        beta_fast=periods("beta_fast", 32.0),
+        beta_slow=periods("beta_slow", 1.0),
         truncate=scaling.boolean("truncate", default=True),
         attention_factor=scaling.number("attention_factor", factor, ge=1e-3, le=1e3),
     )

@@ -6,7 +6,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swiftspec.file_io import Fields
-from swiftspec.model.architectures.decoder import decoder_spec, layer_count, replace_mixers, sliding_window
+from swiftspec.model.architectures.decoder import (
+    FULL,
+    SLIDING,
+    decoder_spec,
+    layer_count,
+    layer_kinds,
+    replace_mixers,
+    sliding_window,
+    windows_of,
+)
 from swiftspec.model.spec import ModelSpec
 
 MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}
@@ -16,6 +25,12 @@ MINISTRAL3_DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "max_position_
 def mistral_spec(fields: Fields) -> ModelSpec:
     """Returns the spec of a MistralForCausalLM."""
     return decoder_spec(fields, windows=[sliding_window(fields)] * layer_count(fields))
+
+
+def ministral_spec(fields: Fields) -> ModelSpec:
+    """Returns the spec of a MinistralForCausalLM, whose layers have a sliding window or not."""
+    usual = [FULL if sliding_window(fields) is None else SLIDING] * layer_count(fields)
+    return decoder_spec(fields, windows=windows_of(fields, layer_kinds(fields, usual)))
 
 
 def ministral3_spec(fields: Fields) -> ModelSpec:

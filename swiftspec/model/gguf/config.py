@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from swiftspec.errors import UserError
+from swiftspec.file_io import damage_reported
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.formats.blocks import FILE_TYPES, GGUF_METHOD
-from swiftspec.model.gguf.families import MTP_LAYERS, GgufArchitecture, gguf_architecture
+from swiftspec.model.gguf.families import MAX_LAYERS, MTP_LAYERS, GgufArchitecture, gguf_architecture
 from swiftspec.model.gguf.fields import GgufFields
 from swiftspec.model.gguf.file import DENSE_BYTES, GgufFile
 from swiftspec.model.gguf.rope import rope_parameters
@@ -35,10 +36,8 @@ CHANGES = (  # names of features that change what a model computes; 0, where the
 
 def gguf_config(file: GgufFile) -> ModelConfig:
     """Returns the configuration of a GGUF file. Raises UserError on unsupported features."""
-    try:
+    with damage_reported(file.path):
         config = parse_config(config_object(file))
-    except UserError as error:
-        raise UserError(f"{file.path}: {error}") from None
     return replace(config, names=gguf_architecture(file).names)
 
 
@@ -76,9 +75,12 @@ def config_object(file: GgufFile) -> dict[str, Any]:
 
 def extra_layers(file: GgufFile, count: int) -> range:
     """Returns the indices of the layers that follow the `count` layers of the model: those of multi-token prediction,
-    which are not used."""
+    which are not used. Raises UserError if their number is none."""
     fields = GgufFields.of(file)
-    return range(count, count + (0 if fields.is_off(MTP_LAYERS) else int(fields.number(MTP_LAYERS))))
+    extra = 0 if fields.is_off(MTP_LAYERS) else fields.number(MTP_LAYERS)
+    if not 0 <= extra <= MAX_LAYERS or extra % 1:
+        raise fields.unsupported(MTP_LAYERS)
+    return range(count, count + int(extra))
 
 
 def _refuse_unsupported(file: GgufFile, fields: GgufFields, architecture: GgufArchitecture) -> None:

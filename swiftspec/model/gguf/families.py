@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from swiftspec.errors import UserError, truncated_repr
+from swiftspec.model.architectures import relatives
 from swiftspec.model.architectures.decoder import FULL, SLIDING
 from swiftspec.model.architectures.gemma3 import GELU
 from swiftspec.model.architectures.qwen3_5 import LINEAR
@@ -218,8 +219,9 @@ def _delta(fields: GgufFields, rope: Json) -> Json:
     size = fields.number("ssm.inner_size")
     if not heads > 0 or size % heads:
         raise fields.unsupported("ssm.inner_size")
-    count = fields.number("block_count") - fields.number(MTP_LAYERS)
-    if not 0 < count <= MAX_LAYERS or count % 1:
+    blocks = fields.number("block_count")
+    count = blocks - fields.number(MTP_LAYERS)
+    if not 0 < count <= blocks <= MAX_LAYERS or count % 1:
         raise fields.unsupported("block_count")
     found: Json = {
         "num_hidden_layers": int(count),
@@ -303,6 +305,6 @@ def gguf_architecture(file: GgufFile) -> GgufArchitecture:
     name = file.metadata.get("general.architecture")
     found = GGUF_ARCHITECTURES.get(name) if isinstance(name, str) else None
     if found is None:
-        *most, last = GGUF_ARCHITECTURES
-        raise UserError(f"GGUF architecture {truncated_repr(name)} is not supported; {', '.join(most)} and {last} are")
+        known = relatives(name if isinstance(name, str) else "", GGUF_ARCHITECTURES)
+        raise UserError(f"GGUF architecture {truncated_repr(name)} is not supported; {known}")
     return found

@@ -47,6 +47,8 @@ def _scaling(file: GgufFile, fields: GgufFields, rotated: float) -> dict[str, An
     """Returns the frequency scaling. Tensors of factors determine it, whatever the type in the metadata: files of
     Phi-3 do not name it."""
     kind = fields.values.get("rope.scaling.type", "linear")
+    if not isinstance(kind, str):
+        raise fields.unsupported("rope.scaling.type")
     own = [name for name in ROPE_TENSORS if name in file.tensors]
     if own and kind == "yarn":
         raise UserError(f"RoPE type 'yarn' with tensor {own[0]} is not supported")

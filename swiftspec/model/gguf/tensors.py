@@ -25,6 +25,12 @@ DENSE_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat1
 NORMS = ("_norm.weight", ".enorm.weight", ".hnorm.weight")
 
 
+def _layer_of(name: str, prefix: str) -> int:
+    """Returns the index of the layer of a tensor; -1 for others. `prefix`: before the index."""
+    index = name.removeprefix(prefix).partition(".")[0]
+    return int(index) if name.startswith(prefix) and index.isascii() and index.isdecimal() else -1
+
+
 class GgufTensors:
     """Tensors of a GGUF file. Each is a mapping of its own, so that its pages are released when it is freed.
 
@@ -47,8 +53,8 @@ class GgufTensors:
         if architecture.rotates_pairs:
             self._heads = {names.q: mixer.num_heads, names.k: mixer.num_kv_heads}
         self._norms_plus_one, self._delta_norm = architecture.norms_plus_one, names.delta_norm
-        beyond = tuple(f"{names.layer(index)}." for index in extra_layers(self._file, len(config.spec.layers)))
-        self._left = {name for name in self._file.tensors if not name.startswith(beyond)} - {*ROPE_TENSORS}
+        extra, prefix = extra_layers(self._file, len(config.spec.layers)), f"{names.layers}."
+        self._left = {name for name in self._file.tensors if _layer_of(name, prefix) not in extra} - {*ROPE_TENSORS}
         self._read, self._bytes = 0, file_facts(path)[0]
 
     def __contains__(self, name: str) -> bool:
@@ -69,6 +75,8 @@ class GgufTensors:
         """Maps the tensor `name` and marks it as taken. A quantised one is dequantised. Raises UserError if it is
         missing, its shape is not `shape`, or its dtype is not in `kinds`."""
         tensor = self._find(name, shape)
+        if tensor.type in FILE_TYPES and len(shape) != 2:
+            raise UserError(f"{self.folder}: damaged: {name}, which is no matrix, has type {tensor.type}")
         if tensor.type in FILE_TYPES:
             return BlockWeight(*self.take_blocks(name, *shape)).dequantize(self._dtype)
         dtype = DENSE_TYPES[tensor.type]

@@ -7,6 +7,7 @@ and the tokenizer.json of the models define what the names mean.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from swiftspec.errors import UserError, truncated_repr
+from swiftspec.file_io import damage_reported
 from swiftspec.model.gguf.file import GgufFile, GgufStrings
 
 KEY = "tokenizer.ggml."
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # kinds of tokens in `token_type`; of the others the text is ordinary
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # kinds of tokens in `token_type`; others are ordinary, too
 SPACE = "\u2581"  # stands for a space in a SentencePiece vocabulary
 MAX_MERGED_CHARS = 256  # longer pieces of a SentencePiece vocabulary are not split into merges
 MAX_MERGES = 1 << 21  # several times those of a vocabulary of 262,144 pieces
@@ -25,6 +27,17 @@ MAX_MERGES = 1 << 21  # several times those of a vocabulary of 262,144 pieces
 PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 SPECIAL_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 TEMPLATE = "tokenizer.chat_template"
+# Texts of tokens that end a generation, as llama.cpp knows them: metadata often name the end of a document only. The
+# last two lines have those that separate the files of a repository.
+END_TEXTS = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
+    "<eos>", "<turn|>", "<|tool_response>", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
+    "<reponame>", "<|file_sep|>",
+))  # fmt: skip
+# a token that chat templates write, whatever its kind in the file
+MARKER = re.compile(r"<\|[^\s<>|]+\|>|<\uff5c[^\s<>\uff5c]+\uff5c>|<(start|end)_of_[a-z]+>")
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -40,6 +53,13 @@ CAPITALS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{L
 REST_WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT4O = rf"{CAPITALISED}{CONTRACTIONS}?|{CAPITALS}{CONTRACTIONS}?|\p{{N}}{{1,3}}|{REST_WITH_SLASH}"
 TEKKEN = rf"{CAPITALISED}|{CAPITALS}|\p{{N}}|{REST_WITH_SLASH}"
+SEED = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+PUNCTUATION = r"[!\x22#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
+DEEPSEEK3 = (
+    rf"{PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHINESE_JAPANESE = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 CHINESE_KOREAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
@@ -65,15 +85,21 @@ PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer((GPT2,)),
     "olmo": PreTokenizer((GPT2,)),
     "llama-bpe": PreTokenizer((LLAMA3,), whole_words=True, bos=True),
-    "llama3": PreTokenizer((LLAMA3,), whole_words=True, bos=True),
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), PreTokenizer((LLAMA3,), whole_words=True, bos=True)
+    ),
     "smaug-bpe": PreTokenizer((LLAMA3,)),
     "dbrx": PreTokenizer((LLAMA3,)),
-    "glm4": PreTokenizer((LLAMA3,), whole_words=True),
+    **dict.fromkeys(("glm4", "glm5"), PreTokenizer((LLAMA3,), whole_words=True)),
     "chatglm-bpe": PreTokenizer((LLAMA3,)),
-    "gpt-4o": PreTokenizer((GPT4O,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), PreTokenizer((GPT4O,))),
     "qwen2": PreTokenizer((QWEN2,), nfc=True),
     "qwen35": PreTokenizer((QWEN35,), nfc=True),
     "deepseek-r1-qwen": PreTokenizer((QWEN2,), nfc=True),
+    **dict.fromkeys(("stablelm2", "hunyuan", "megrez"), PreTokenizer((QWEN2,))),
+    "hunyuan-dense": PreTokenizer((r"\p{N}{1,3}", CHINESE_JAPANESE, DEEPSEEK3)),
+    "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", CHINESE_JAPANESE, DEEPSEEK3)),
+    "seed-coder": PreTokenizer((SEED,)),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CHINESE_KOREAN, r"\p{N}")),
     "tekken": PreTokenizer((TEKKEN,), whole_words=True, bos=True),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), BY_DIGIT),
@@ -82,16 +108,49 @@ PRE_TOKENIZERS = {
 
 def has_vocabulary(file: GgufFile) -> bool:
     """Returns whether a file contains a tokenizer. A file without one has the kind "no_vocab" or no tokens."""
-    return f"{KEY}tokens" in file.metadata and file.metadata.get(f"{KEY}model") != "no_vocab"
+    return f"{KEY}tokens" in file.metadata and _kind(file.metadata) != "no_vocab"
+
+
+def _kind(metadata: Mapping[str, Any]) -> str | None:
+    """Returns the kind of the vocabulary; None if it is missing or no string."""
+    kind = metadata.get(f"{KEY}model")
+    return kind if isinstance(kind, str) else None
+
+
+def end_token_ids(file: GgufFile) -> list[int]:
+    """Returns the ids of the tokens of a file that end a generation by their text. Raises UserError if the vocabulary
+    is damaged."""
+    if not has_vocabulary(file):
+        return []
+    with damage_reported(file.path):
+        tokens = _strings(file.metadata, "tokens")
+    ends = _end_texts(tokens)
+    return [number for number, token in enumerate(tokens) if token in ends]
+
+
+def missing_rule(file: GgufFile) -> str | None:
+    """Returns a notice for a byte-level vocabulary whose file does not say how a text is split; None for others."""
+    if _kind(file.metadata) != "gpt2" or f"{KEY}pre" in file.metadata:
+        return None
+    return (
+        f"{file.path} does not name its pre-tokenizer ({KEY}pre), so that texts, above all code, may get other tokens"
+        " than in training; convert the model again"
+    )
+
+
+def _end_texts(tokens: Sequence[str]) -> frozenset[str]:
+    """Returns the texts in a vocabulary that end a generation."""
+    found = END_TEXTS.intersection(tokens)
+    if {"<|return|>", "<|call|>"} <= found or {"<|flush|>", "<|calls|>"} <= found:
+        found -= {"<|end|>"}  # harmony: of a message, after which others follow
+    return found - {"</s>"} if "<eos>" in found else found  # Gemma: the end of struck text in HTML
 
 
 def tokenizer_json(file: GgufFile) -> str:
     """Returns the tokenizer of a file in the format of tokenizer.json. Raises UserError if there is none, or one of a
     kind that is not supported."""
-    try:
+    with damage_reported(file.path):
         return json.dumps(_tokenizer(file))
-    except UserError as error:
-        raise UserError(f"{file.path}: {error}") from None
 
 
 def tokenizer_settings(file: GgufFile) -> dict[str, Any]:
@@ -116,21 +175,18 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
     if not has_vocabulary(file):
         raise UserError("no tokenizer in the metadata")
     metadata = file.metadata
-    tokens, kind = _strings(metadata, "tokens"), metadata.get(f"{KEY}model")
+    tokens, kind = _strings(metadata, "tokens"), _kind(metadata)
     vocab = {token: number for number, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise UserError("damaged: the vocabulary contains a token twice")
-    types = metadata.get(f"{KEY}token_type", np.ones(len(tokens)))
-    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
-        raise UserError(f"damaged: {KEY}token_type does not fit the {len(tokens)} tokens")
+    types = _token_types(metadata, tokens)
     if kind == "gpt2":
         parts, bos = _byte_level(metadata, vocab)
     elif kind == "llama":
         parts, bos = _sentence_piece(metadata, tokens, vocab)
     else:
-        raise UserError(
-            f"tokenizer of kind {truncated_repr(kind)} is not supported; 'gpt2' (BPE) and 'llama' (SPM) are"
-        )
+        found = truncated_repr(metadata.get(f"{KEY}model"))
+        raise UserError(f"tokenizer of kind {found} is not supported; 'gpt2' (BPE) and 'llama' (SPM) are")
     strips = kind == "llama" and metadata.get("general.architecture") == "phi3"
     ends = {"add_bos_token": ("bos", bos), "add_eos_token": ("eos", False)}
     around = {
@@ -154,6 +210,19 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
         "post_processor": _post_processor({name: n for name, n in around.items() if n is not None}, tokens),
         **parts,
     }
+
+
+def _token_types(metadata: Mapping[str, Any], tokens: Sequence[str]) -> np.ndarray:
+    """Returns the kinds of the tokens. Those that end a generation, and ordinary ones that look like the markers of
+    chat templates, are control tokens, as in llama.cpp."""
+    types = metadata.get(f"{KEY}token_type", np.ones(len(tokens)))
+    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
+        raise UserError(f"damaged: {KEY}token_type does not fit the {len(tokens)} tokens")
+    types, ends = types.copy(), _end_texts(tokens)
+    for number, token in enumerate(tokens):
+        if token in ends or (types[number] == NORMAL and token[:1] == "<" and MARKER.fullmatch(token)):
+            types[number] = CONTROL
+    return types
 
 
 def _byte_level(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> tuple[dict[str, Any], bool]:

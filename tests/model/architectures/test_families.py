@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from swiftspec.backends import reference, unfused
 from swiftspec.cache.delta import DeltaCache
@@ -21,7 +22,7 @@ from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
 from swiftspec.model.tensor_parallel import TensorParallelGroup
@@ -121,7 +122,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, family: str) -> None
 
 
 def test_longrope_beyond_the_trained_length(tmp_path: Path) -> None:
-    """The length of the tables decides, not that of a text."""
+    """The context decides, not the length of a text."""
     theirs = make_checkpoint(tmp_path, family="phi3", dtype=torch.float64)
     tokens = [(7 * i * i + i) % 64 for i in range(70)]
     model = load_model(tmp_path, dtype=torch.float64, ops=reference, max_positions=128)
@@ -163,6 +164,40 @@ def test_the_text_model_of_a_multimodal_checkpoint(tmp_path: Path, architecture:
         logits(path, reference)
 
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_text_in_a_vision_model(tmp_path: Path, kind: str) -> None:
+    """As transformers writes it, and with the text model's fields and tensors as the first files of Qwen2-VL have them:
+    as those of a model alone."""
+    sections = [2, 1, 1]
+    text = {**SMALL, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}}
+    text |= {"head_dim": 8} if kind == "qwen3_vl" else {}
+    vision = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    theirs = AutoModelForImageTextToText.from_config(config).to(torch.float64).eval()
+    theirs.save_pretrained(tmp_path / "new")
+    want = expected(theirs, TOKENS)
+    torch.testing.assert_close(logits(tmp_path / "new", reference), want, rtol=0, atol=1e-9)
+    (tmp_path / "old").mkdir()
+    data = json.loads((tmp_path / "new" / "config.json").read_text())
+    flat = {key: value for key, value in data.pop("text_config").items() if key != "model_type"}
+    flat |= {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": sections}}
+    del flat["rope_parameters"]
+    (tmp_path / "old" / "config.json").write_text(json.dumps({**flat, **data}))
+    tensors = load_file(tmp_path / "new" / "model.safetensors")
+    named = {name.replace("model.language_model.", "model.").replace("model.visual", "visual"): tensor
+             for name, tensor in tensors.items()}  # fmt: skip
+    save_file(named, tmp_path / "old" / "model.safetensors")
+    assert any(name.startswith("model.layers.0") for name in named)
+    torch.testing.assert_close(logits(tmp_path / "old", reference), want, rtol=0, atol=1e-9)
+
+
 def text_by_transformers(model: Any, count: int) -> list[int]:
     """Greedy text without a cache."""
     tokens = list(TOKENS)
@@ -183,8 +218,8 @@ def test_greedy_text_in_every_mode(tmp_path: Path, family: str) -> None:
     want = text_by_transformers(theirs, 48)
     options: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 96}
     for ops in ("reference", "unfused"):
-        assert LLM(target, ops=ops, **options).generate(TOKENS, GREEDY).token_ids == want
-        answer = LLM(target, draft, EngineConfig("serial"), ops=ops, **options).generate(TOKENS, GREEDY)
+        assert LLMEngine(target, ops=ops, **options).generate(TOKENS, GREEDY).token_ids == want
+        answer = LLMEngine(target, draft, EngineConfig("serial"), ops=ops, **options).generate(TOKENS, GREEDY)
         assert answer.token_ids == want and answer.stats.accepted > 5 and len(set(want)) > 5
     assert on_ranks(2, lambda group: greedy_text(target, group, 48)) == [want, want]
 
@@ -197,7 +232,7 @@ def test_a_float8_cache_holds_every_key_and_value(tmp_path: Path, family: str) -
     if family.startswith("olmo") or family in HYBRIDS:
         reason = "gated delta layers" if family in HYBRIDS else "needs a norm before attention"
         with pytest.raises(UserError, match=reason):
-            LLM(target, **options)
+            LLMEngine(target, **options)
         return
-    want = LLM(target, **options).generate(TOKENS, GREEDY).token_ids
-    assert LLM(target, draft, EngineConfig("serial"), **options).generate(TOKENS, GREEDY).token_ids == want
+    want = LLMEngine(target, **options).generate(TOKENS, GREEDY).token_ids
+    assert LLMEngine(target, draft, EngineConfig("serial"), **options).generate(TOKENS, GREEDY).token_ids == want

@@ -16,7 +16,15 @@ from tokenizers.trainers import BpeTrainer
 
 from swiftspec.errors import UserError
 from swiftspec.model.gguf.file import GgufFile
-from swiftspec.model.gguf.tokenizer import PRE_TOKENIZERS, SPACE, has_vocabulary, tokenizer_json, tokenizer_settings
+from swiftspec.model.gguf.tokenizer import (
+    PRE_TOKENIZERS,
+    SPACE,
+    end_token_ids,
+    has_vocabulary,
+    missing_rule,
+    tokenizer_json,
+    tokenizer_settings,
+)
 from swiftspec.text.codec import TextCodec, has_tokenizer
 
 TEXTS = [
@@ -70,13 +78,14 @@ def byte_level(name: str) -> Tokenizer:
 
 def write(
     path: Path, made: Tokenizer, pre: str | None, architecture: str = "llama", defined: tuple[str, ...] = (),
-    **metadata: Any,
+    ordinary: bool = False,    **metadata: Any,
 ) -> Path:  # fmt: skip
-    """A GGUF file with the vocabulary of a tokenizer, and nothing else. `defined`: tokens that users defined."""
+    """A GGUF file with the vocabulary of a tokenizer, and nothing else. `defined`: tokens that users defined.
+    `ordinary`: none is a control token."""
     data = json.loads(made.to_str())
     vocab: dict[str, int] = data["model"]["vocab"]
     tokens = sorted(vocab, key=lambda token: vocab[token])
-    types = [TokenType.CONTROL] * 3 + [TokenType.NORMAL] * (len(tokens) - 3)
+    types = [TokenType.NORMAL if ordinary else TokenType.CONTROL] * 3 + [TokenType.NORMAL] * (len(tokens) - 3)
     for token in defined:
         types[vocab[token]] = TokenType.USER_DEFINED
     writer = GGUFWriter(path, architecture)
@@ -179,6 +188,35 @@ def test_white_space_after_the_special_tokens_of_phi3(tmp_path: Path) -> None:
         codec = TextCodec(path)
         assert (codec.encode("</s>\n") != codec.encode("</s>")) == space
         assert codec.encode("<s>\n") != codec.encode("<s>")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], [0, 2]),
+        (["<|endoftext|>", "<|end|>", "<|user|>"], [0, 1]),
+        (["<|return|>", "<|end|>", "<|call|>"], [0, 2]),  # harmony: more messages follow <|end|>
+        (["<eos>", "</s>", "<end_of_turn>"], [0, 2]),  # Gemma has HTML's </s>
+        (["<s>", "</s>", "[INST]"], [1]),
+    ],
+)
+def test_end_tokens_and_markers_by_their_text(tmp_path: Path, tokens: list[str], ends: list[int]) -> None:
+    """Whatever the metadata say of the kinds of the tokens: those of the file are ordinary here."""
+    made = byte_level("gpt-2")
+    data = json.loads(made.to_str())
+    names = sorted(data["model"]["vocab"], key=data["model"]["vocab"].get)
+    data["model"]["vocab"] = {token: number for number, token in enumerate([*tokens, *names[3:]])}
+    data["added_tokens"] = []
+    path = write(tmp_path / "a.gguf", Tokenizer.from_str(json.dumps(data)), "gpt-2", ordinary=True)
+    file = GgufFile.read(path)
+    assert end_token_ids(file) == ends and missing_rule(file) is None
+    codec = TextCodec(path)
+    marked = [number for number, token in enumerate(tokens) if number in ends or token.startswith("<|")]
+    assert codec.special == {0, 1, *marked}  # the metadata name the first two
+    for number in marked:
+        assert codec.encode(f"A{tokens[number]}") == [*codec.encode("A"), number]
+    unnamed = {key: value for key, value in file.metadata.items() if key != "tokenizer.ggml.pre"}
+    assert "does not name its pre-tokenizer" in str(missing_rule(GgufFile(path, unnamed, {})))
 
 
 def test_special_tokens_and_templates(tmp_path: Path) -> None:

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from swiftspec.backends import reference
 from swiftspec.config import EngineConfig
 from swiftspec.lab import latency_model, results, timeline
 from swiftspec.lab.profile import read_prompts
 from swiftspec.lab.simulation import RecordedAcceptance
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.fingerprint import fingerprint
-from swiftspec.model.gguf.file import GgufFile
+from swiftspec.model.gguf.config import extra_layers, gguf_config
+from swiftspec.model.gguf.file import GgufFile, GgufStrings
+from swiftspec.model.gguf.tokenizer import end_token_ids, has_vocabulary, tokenizer_json, tokenizer_settings
 from swiftspec.params import SamplingParams
 from swiftspec.profiles import emulation, store
-from swiftspec.serve.model_resolution import generation_defaults
-from swiftspec.serve.settings import config_sources
-from swiftspec.serve.settings.settings import Settings
+from swiftspec.serve.cli import config_sources
+from swiftspec.settings.settings import Settings
+from swiftspec.startup.model_resolution import generation_defaults
 from swiftspec.text.codec import TextCodec
 from tests.support.fuzz import Target
 from tests.support.fuzz.json_text import SCALARS, damaged, mutated, texts, written
 from tests.support.gguf_files import write_gguf
 from tests.support.profiles import KEY, profile, run
 from tests.support.tiny_checkpoints import LONGROPE, make_model
+from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG: dict[str, Any] = {
@@ -84,7 +90,9 @@ def decode(folder: Path) -> None:
     """Loads a model and generates four tokens."""
     config = read_config(folder)
     fingerprint(folder)
-    llm = LLM(folder, None, EngineConfig("ar"), max_model_len=min(64, config.max_position_embeddings), ops="reference")
+    llm = LLMEngine(
+        folder, None, EngineConfig("ar"), max_model_len=min(64, config.max_position_embeddings), ops="reference"
+    )
     sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     assert 1 <= len(llm.generate([1], sampling).token_ids) <= 4
     llm.close()
@@ -139,6 +147,7 @@ def _safetensors(data: bytes, folder: Path) -> None:
 
 GGUF_FAMILIES = {
     "llama": {}, "gemma3_text": {}, "phi3": {"rope": LONGROPE | {"attention_factor": 1.5}}, "ministral3": {},
+    "qwen3_5_text": {"layer_types": ["full_attention"]},
 }  # fmt: skip
 
 
@@ -181,11 +190,85 @@ GGUF_KEYS = [
     b".rope.dimension_count", b".attention.sliding_window", b".attention.sliding_window_pattern",
     b".final_logit_softcapping", b".rope.freq_base_swa", b".rope.scaling.type", b".rope.scaling.factor",
     b".rope.scaling.original_context_length", b".rope.scaling.attn_factor", b".rope.scaling.yarn_beta_fast",
-    b".rope.scaling.yarn_log_multiplier", b".attention.temperature_scale", b"rope_factors_long.weight",
+    b".rope.scaling.yarn_log_multiplier", b".attention.temperature_scale", b".nextn_predict_layers",
+    b"rope_factors_long.weight",
     b"tokenizer.ggml.model", b"tokenizer.ggml.pre", b"tokenizer.ggml.tokens", b"tokenizer.ggml.token_type",
     b"tokenizer.ggml.merges", b"tokenizer.ggml.bos_token_id", b"tokenizer.ggml.eos_token_id", b"token_embd.weight",
     b"blk.0.attn_q.weight", b"blk.0.ffn_up.weight", b"blk.0.ffn_down.weight", b"output_norm.weight",
 ]  # fmt: skip
+
+
+VALUES: list[Any] = [
+    np.arange(3, dtype=np.int32), np.ones(0, np.float32), np.full(70, 2**63 - 1, np.uint64), 1.0, 0.0, -1, 0, 1, 2**40,
+    2**63 - 1, math.inf, math.nan, 5e-324, 3.5, "x", "", True, GgufStrings(b"", 0),
+    GgufStrings(b"\1" + bytes(7) + b"a", 1),
+]  # fmt: skip
+ADDED_KEYS = [
+    "ARCH.rope.scaling.type", "ARCH.rope.scaling.factor", "ARCH.nextn_predict_layers", "ARCH.rope.dimension_count",
+    "ARCH.attention.key_length", "ARCH.rope.scaling.original_context_length", "ARCH.rope.dimension_sections",
+    "tokenizer.ggml.token_type", "tokenizer.ggml.scores",
+]  # fmt: skip
+
+
+@st.composite
+def gguf_metadata(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    """A family, and values of any type for some entries of the metadata."""
+    family = draw(st.sampled_from([*GGUF_FAMILIES]))
+    metadata = _gguf_header(family).metadata
+    added = [key.replace("ARCH", metadata["general.architecture"]) for key in ADDED_KEYS]
+    keys = st.sampled_from(sorted({*metadata, *added}))
+    return family, draw(st.dictionaries(keys, st.sampled_from(VALUES), min_size=1, max_size=3))
+
+
+@functools.cache
+def _gguf_header(family: str) -> GgufFile:
+    file = Path(tempfile.mkdtemp()) / "model.gguf"
+    file.write_bytes(_gguf(family)[0])
+    return GgufFile.read(file)
+
+
+def _gguf_metadata(given: tuple[str, dict[str, Any]], folder: Path) -> None:
+    family, changes = given
+    header = _gguf_header(family)
+    file = GgufFile(header.path, {**header.metadata, **changes}, header.tensors)
+    for mixer in gguf_config(file).spec.attention_mixers:
+        reference.rope_tables(mixer.rope, mixer.head_dim, 8, torch.float32, "cpu")
+    extra_layers(file, 1)
+    end_token_ids(file)
+    if has_vocabulary(file):
+        tokenizer_json(file)
+        tokenizer_settings(file)
+
+
+@functools.cache
+def _tokenizer() -> tuple[dict[str, Any], dict[str, Any]]:
+    """tokenizer.json and tokenizer_config.json of a small tokenizer."""
+    folder = write_tokenizer(Path(tempfile.mkdtemp()), byte_level_tokenizer())
+    data = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    data["model"] |= {"merges": data["model"]["merges"][:3]}
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    return data, settings | {"model_max_length": 100, "clean_up_tokenization_spaces": False}
+
+
+NORMALIZERS = [{"type": "Precompiled", "precompiled_charsmap": text} for text in ("AAAA", "/////w==", "", "AAAAAA==")]
+
+
+@st.composite
+def tokenizers(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    """Both files of a tokenizer, one of which is damaged."""
+    data, settings = _tokenizer()
+    kind = draw(st.integers(0, 2))
+    if kind == 0:
+        return written(data), draw(texts(settings))
+    if kind == 1:
+        return written(data | {"normalizer": draw(st.sampled_from(NORMALIZERS))}), written(settings)
+    return draw(texts(data)), written(settings)
+
+
+def _tokenizer_files(given: tuple[bytes, bytes], folder: Path) -> None:
+    for name, text in zip(("tokenizer.json", "tokenizer_config.json"), given, strict=True):
+        (folder / name).write_bytes(text)
+    TextCodec(folder).encode("AB")
 
 
 def _gguf_model(data: bytes, folder: Path) -> None:
@@ -331,6 +414,8 @@ TARGETS = [
     Target("generation_config.json", texts(GENERATION), _generation),
     Target("safetensors header", safetensors(), _safetensors),
     Target("GGUF", gguf_files(), _gguf_model, cost=2),
+    Target("GGUF metadata", gguf_metadata(), _gguf_metadata, cost=2),
+    Target("tokenizer", tokenizers(), _tokenizer_files, cost=2),
     Target("safetensors index", texts({"metadata": {}, "weight_map": {"model.norm.weight": "a.safetensors"}}), _index),
     Target("profile", texts(PROFILE), _profile),
     Target("report of a profile", texts(PROFILE), _report, cost=8),
