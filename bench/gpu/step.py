@@ -278,7 +278,7 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
             config = EngineConfig("serial", draft_steps=d, verify_batch=bs)
             options = options_of(args, shared)
             options["share_device"] = bool(texts)
-            llm = LLM(paths[0], paths[1], config, **options)
+            llm = LLMEngine(paths[0], paths[1], config, **options)
             found, speed = decode(llm, prompts, args.tokens)
             same = {"same text": agreement(found, said)}
             result.setdefault("trees", {})[f"{d},{bs}"] = speed | same
