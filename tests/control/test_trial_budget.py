@@ -26,7 +26,7 @@ from swiftspec.control.trial_budget import (
     TrialBudget,
     TrialBudgets,
 )
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from tests.control.test_policy import FakeRounds
 from tests.support.tiny_checkpoints import make_pair
@@ -148,7 +148,7 @@ def test_a_later_start_continues_with_the_budget_of_each_kind(tmp_path: Path) ->
     config = EngineConfig(self_switch=True, drafter="model")
 
     def budgets(temperature: float | None) -> Callable[[], dict[str, TrialBudget]]:
-        llm = LLM(target, draft, config, dtype=torch.float32, device="cpu", packed_cache=tmp_path / "packed")
+        llm = LLMEngine(target, draft, config, dtype=torch.float32, device="cpu", packed_cache=tmp_path / "packed")
         if temperature is not None:
             llm.generate([1, 2, 3], SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True))
         (file,) = (tmp_path / "packed").glob("trial-budgets-*")
