@@ -27,7 +27,7 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 COMPILE_CPU_S = 150  # of the C++ files, on the machine of bench/log/2026-11-28.md
 POLL_INTERVAL_S = 0.2
 MAX_ERROR_LINES = 40
-BUILD_NOTES = ("swiftspec: CUDA kernels ", "swiftspec: compiling ")  # lines of setup.py that are no errors
+BUILD_NOTES = ("swiftspec: CUDA kernels ", "swiftspec: compiling ")  # of setup.py, where nothing is wrong
 
 
 def pip(*arguments: str, quiet: bool = True) -> None:
