@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plan == "questions":
         whole["decisions"] = decisions.table(results_of(whole))
         write(file, whole)
-        print(f"\n{decisions.formatted(whole['decisions'])}")
+        print(f"\nexpected of an H100, and thresholds for it\n{decisions.formatted(whole['decisions'])}")
     print(f"{file}: {sum(entry['state'] == 'ok' for entry in whole['steps'])} of {len(whole['steps'])} steps done")
     return 1 if any(entry["state"] in ("failed", "out of time") for entry in whole["steps"]) else 0
 

@@ -80,7 +80,7 @@ def grown_pair(shapes: list[str], positions: int, seed: int = 0) -> Iterator[tup
             allow_positions(Path(folder) / role / "config.json", positions)
 
         def load(path: Path, /, **options: Any) -> Transformer:
-            for name in ("progress", "packed_cache", "hidden_layers", "vocab_rows"):
+            for name in ("progress", "packed_cache", "hidden_layers", "vocab_rows", "context"):
                 del options[name]
             sizes = read_shape(str(path / "config.json"))
             return load_grown(smalls[path], sizes, "int4", seed=seed, **options)

@@ -199,8 +199,11 @@ def one_line_if_memory_ends() -> Iterator[None]:
 def _warm_up(llm: LLMEngine, sampling: SamplingParams, phases: StartupReporter) -> None:
     """Decodes two tokens with the sampling parameters that requests have by default. Raises NonFiniteLogits if the
     target's logits are not finite; prints a warning if it must be the draft's, because it proposes nothing."""
-    stats = llm.generate([0], replace(sampling, max_tokens=2, ignore_eos=True)).stats
     trees = llm.config.mode in ("serial", "async") and llm.config.verify_batch > 1 and llm.config.has_draft_model
+    sampling = replace(sampling, max_tokens=2, ignore_eos=True)
+    if trees:  # a given shape keeps the draft in use, whatever was measured
+        sampling = replace(sampling, verify_batch=llm.config.verify_batch)
+    stats = llm.generate([0], sampling).stats
     if trees and stats.drafted == 0 and stats.drafter_lost is None:
         phases.warn(f"{llm.draft_model} proposes no tokens, so its logits are not finite: check the draft's weights")
 

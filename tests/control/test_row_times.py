@@ -234,7 +234,7 @@ def test_a_later_start_reads_the_times_of_an_earlier_one(
     assert measured is not None and measured.target.rows == (1, 4, 8, 16, 32) and measured.draft.rows == (1, 4)
     monkeypatch.setattr("swiftspec.builder.model_pair.measure_pair_times", lambda *_: pytest.fail("measured again"))
     assert times_of_a_start() == measured
-    for file in tmp_path.glob("row-times-*"):
+    for file in tmp_path.rglob("row-times-*"):
         file.write_text("{}")
     monkeypatch.setattr("swiftspec.builder.model_pair.measure_pair_times", lambda *_: None)
     assert times_of_a_start() is None
@@ -250,7 +250,7 @@ def test_a_later_start_with_suffix_lookup_reads_the_times_of_the_target(
         return [drafter.row_seconds(rows) for rows in range(1, MAX_ADAPTED_NODES + 1)]
 
     measured = times_of_a_start()
-    assert [*tmp_path.glob("row-times-*")] and sorted(measured) == measured
+    assert [*tmp_path.rglob("row-times-*")] and sorted(measured) == measured
     monkeypatch.setattr("swiftspec.builder.model_pair.measure_target_times", lambda *_: pytest.fail("measured again"))
     assert times_of_a_start() == measured
 

@@ -151,7 +151,7 @@ def test_a_later_start_continues_with_the_budget_of_each_kind(tmp_path: Path) ->
         llm = LLMEngine(target, draft, config, dtype=torch.float32, device="cpu", packed_cache=tmp_path / "packed")
         if temperature is not None:
             llm.generate([1, 2, 3], SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True))
-        (file,) = (tmp_path / "packed").glob("trial-budgets-*")
+        (file,) = tmp_path.rglob("trial-budgets-*")
         return json.loads(file.read_text())
 
     greedy = budgets(0.0)

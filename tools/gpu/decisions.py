@@ -1,6 +1,7 @@
 """What each figure of tools/gpu_queue.py decides: a figure, what is expected of an H100, a threshold, and the decision.
 
-Expectations are estimates for an H100 (docs/benchmarks/gpu-estimates.md); other GPUs differ mainly by their memory.
+Expectations are figures measured on an H100 (profiles/h100-*.json) and estimates from them; other GPUs differ mainly by
+their memory.
 A rule whose step has no result decides nothing.
 """
 
