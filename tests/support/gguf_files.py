@@ -17,7 +17,10 @@ from transformers import PreTrainedModel
 from swiftspec.model.formats.blocks import FILE_TYPES, FLOAT4, BlockType
 from swiftspec.model.gguf.families import GGUF_ARCHITECTURES
 
-HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # byte positions
+HALVES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "IQ4_NL": (0,), "Q8_0": (0,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # byte positions  # fmt: skip
 SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}  # whole super-blocks
 # what convert_hf_to_gguf.py of llama.cpp does to the tensors of an architecture
 PAIRS = ("llama", "smollm3", "granite", "mistral3")  # rows of queries and keys for a RoPE of adjacent rows
