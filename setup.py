@@ -2,9 +2,10 @@
 
 Environment:
 
-- SWIFTSPEC_CUDA: 0 skips CUDA, 1 fails if CUDA cannot be built; unset builds CUDA if nvcc works.
+- SWIFTSPEC_CUDA: 0 skips CUDA, 1 fails if CUDA cannot be built; unset builds CUDA if there is an NVIDIA GPU and nvcc
+  works.
 - SWIFTSPEC_CUDA_ARCHS: all, or some of 80, 86, 89, 90, 100, 120; fails if CUDA cannot be built. Unset builds for the
-  GPUs of this machine, or for 90 without a GPU.
+  GPUs of this machine; without a GPU and with SWIFTSPEC_CUDA=1, for 90.
 - SWIFTSPEC_WERROR: 1 turns compiler warnings into errors.
 - CXX, CUDACXX: the compilers.
 """
@@ -121,12 +122,15 @@ def choose_cuda() -> tuple[str | None, list[int], str]:
     requested, named = (os.environ.get(name, "").strip().lower() for name in ("SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS"))
     if requested in ("0", "off", "no", "false"):
         return None, [], "CUDA kernels left out: SWIFTSPEC_CUDA=0"
+    required = named != "" or requested in ("1", "on", "yes", "true")
     gpus = [] if named else capabilities()
+    if not gpus and not required:
+        return None, [], "CUDA kernels left out: no NVIDIA GPU at build time (SWIFTSPEC_CUDA=1 builds them anyway)"
     nvcc, archs = find_nvcc(), select_archs(named, gpus)
     problem = cuda_problem(nvcc, archs, gpus)
     if problem is None:
         return nvcc, archs, f"CUDA kernels built for {', '.join(f'sm_{arch}' for arch in archs)}"
-    if named or requested in ("1", "on", "yes", "true"):
+    if required:
         raise SystemExit(f"swiftspec: {'SWIFTSPEC_CUDA_ARCHS' if named else 'SWIFTSPEC_CUDA'} is set, but {problem}")
     return None, [], f"CUDA kernels left out: {problem}"
 

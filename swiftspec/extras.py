@@ -36,7 +36,12 @@ def require_extra(name: ExtraName, needed_by: str) -> None:
     """Raises UserError unless the extra `name` is installed; imports none of its modules. `needed_by`: the flag or
     command that needs it."""
     if not has_extra(name):
-        raise UserError(f"{needed_by} needs {EXTRAS[name].library}: pip install 'swiftspec[{name}]'")
+        raise UserError(f"{needed_by} needs {EXTRAS[name].library}: {install_hint(name)}")
+
+
+def install_hint(name: ExtraName) -> str:
+    """Returns what installs the extra `name`."""
+    return f"run pip install '.[{name}]' in SwiftSpec's source directory"
 
 
 def has_extra(name: ExtraName) -> bool:

@@ -12,6 +12,7 @@
 namespace swiftspec::binding {
 
 inline constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
+inline constexpr int64_t kBlock = 16;  // outputs of a block; host/ops/product.h has the layouts
 
 inline void check(bool ok, const char* message) {
   if (!ok) throw py::value_error(message);

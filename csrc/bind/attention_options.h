@@ -40,7 +40,6 @@ using MlpArgs = std::tuple<const host::Weights*, const host::Weights*, std::stri
                            MaybeWeights, MaybeWeights>;
 
 inline host::Mlp mlp_of(const MlpArgs& args, int64_t hidden, bool is_f32) {
-  constexpr int64_t kBlock = 16;  // outputs
   const auto& [gate_up, down, gate, router, experts_per_token, norm_topk_prob, shared_gate_up, shared_down] = args;
   const host::Mlp mlp{gate_up, down, gate_of(gate), router.value_or(nullptr), experts_per_token, norm_topk_prob,
                       shared_gate_up.value_or(nullptr), shared_down.value_or(nullptr)};

@@ -13,7 +13,7 @@ namespace swiftspec::binding {
 
 namespace {
 
-Cache make_cache(const Array& k, const Array& v) { return {kCpu, k, v}; }
+Cache make_kv_cache(const Array& k, const Array& v) { return {kCpu, k, v}; }
 
 ModelCache make_model_cache(const std::vector<const Cache*>& kv, std::optional<const host::DeltaCache*> delta) {
   check(!kv.empty(), "a model needs a KV cache");
@@ -53,7 +53,7 @@ void bind_cache(py::module_& m) {
   py::class_<Cache>(m, "Cache",
                     "A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], which it keeps "
                     "alive.")
-      .def(py::init(&make_cache), py::arg("k"), py::arg("v"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def(py::init(&make_kv_cache), py::arg("k"), py::arg("v"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("move", &move, py::arg("sequence"), py::arg("source"), py::arg("start"),
            "Moves slots source[i] to start + i, in place and in every layer; see MoveArgs in common/arguments.h.");
   py::class_<ModelCache>(m, "ModelCache",

@@ -12,7 +12,7 @@ namespace swiftspec::binding {
 
 namespace {
 
-CudaCache make_cache(const Array& k, const Array& v) {
+CudaCache make_cuda_cache(const Array& k, const Array& v) {
   const CudaCache cache(gpu(), k, v);
   check(cache.layers >= 1 && cache.layers < 65536 && cache.kv_heads >= 1, "between 1 and 65535 layers");
   check(cache.slot_bytes() >= 16 && cache.slot_bytes() % 16 == 0, "slots must be multiples of 16 bytes");
@@ -44,7 +44,7 @@ void bind_cuda_cache(py::module_& m) {
       m, "CudaCache",
       "A cache [layers, sequences, kv_heads, capacity, head_dim] on a GPU, which it keeps alive; float8 "
       "comes as uint8.")
-      .def(py::init(&make_cache), py::arg("k"), py::arg("v"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def(py::init(&make_cuda_cache), py::arg("k"), py::arg("v"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("move", &move, py::arg("sequence"), py::arg("source"), py::arg("start"), py::arg("stream"),
            "Moves slots source[i] to start + i, in place and in every layer. Nothing is copied to the GPU: the slots "
            "are arguments of the launch.");

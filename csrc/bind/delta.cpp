@@ -10,7 +10,7 @@ namespace swiftspec::binding {
 
 namespace {
 
-host::DeltaCache make_cache(const Array& state, const Array& keys, const Array& updates, const Array& decays,
+host::DeltaCache make_delta_cache(const Array& state, const Array& keys, const Array& updates, const Array& decays,
                             const Array& inputs, const Array& folded, int64_t conv_width) {
   host::DeltaCache cache{};
   cache.layers = state.size(0), cache.sequences = state.size(1), cache.slots = keys.size(2);
@@ -87,7 +87,7 @@ void multiply_sigmoid(const Array& gate, const Array& into) {
 void bind_delta(py::module_& m) {
   py::class_<host::DeltaCache>(m, "DeltaCache",
                                "Buffers of a delta cache, which it keeps alive; see swiftspec/cache/delta.py.")
-      .def(py::init(&make_cache), py::arg("state"), py::arg("keys"), py::arg("updates"), py::arg("decays"),
+      .def(py::init(&make_delta_cache), py::arg("state"), py::arg("keys"), py::arg("updates"), py::arg("decays"),
            py::arg("inputs"), py::arg("folded"), py::arg("conv_width"), py::keep_alive<1, 2>(),
            py::keep_alive<1, 3>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
            py::keep_alive<1, 7>());

@@ -17,8 +17,6 @@ namespace {
 using host::Format;
 using host::Weights;
 
-constexpr int64_t kBlock = 16;  // outputs of a block; host/ops/product.h has the layouts
-
 host::ScaleType scale_type_of(const Array& scales) {
   if (scales.type() == kFloat16) return host::ScaleType::f16;
   if (scales.type() == kUint8) return host::ScaleType::u8;

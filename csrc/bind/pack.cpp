@@ -16,7 +16,7 @@ namespace {
 
 using host::CodeOrder;
 
-constexpr int64_t kBlock = 16, kEight = 8;
+constexpr int64_t kEight = 8;
 
 CodeOrder order_of(const std::string& name) {
   if (name == "gptq") return CodeOrder::gptq;

@@ -18,7 +18,7 @@ from swiftspec.backends.cuda.devices import build_info, driver_version, require_
 from swiftspec.builder.hardware import matrix_tiles_refused
 from swiftspec.distributed.collectives.torch_dist import nccl_version
 from swiftspec.errors import UserError
-from swiftspec.extras import EXTRAS, has_extra
+from swiftspec.extras import EXTRAS, has_extra, install_hint
 from swiftspec.lab import machine
 from swiftspec.profiles.store import hardware
 
@@ -194,7 +194,7 @@ def _gpu_findings() -> Iterator[Finding]:
 def _extra_findings() -> Iterator[Finding]:
     for name, extra in EXTRAS.items():
         if not has_extra(name):
-            yield Finding(extra.purpose, f"{extra.library} is not installed", f"pip install 'swiftspec[{name}]'")
+            yield Finding(extra.purpose, f"{extra.library} is not installed", install_hint(name))
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "swiftspec doctor") -> int:

@@ -7,6 +7,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.errors import RequestFailed, UserError
+from swiftspec.sampling import grammar_process
 from swiftspec.sampling.sampler import Paths
 from swiftspec.settings_schema import require
 
@@ -36,6 +38,28 @@ PARSER_LIMITS: dict[str, Any] = {
 class GrammarTooComplex(RequestFailed):
     """Raised if the parser exceeds its limits or cannot continue. All ranks raise it at the same token, because they
     read the same tokens."""
+
+
+def check_untrusted_grammar(text: str) -> None:
+    """Compiles the grammar of a client in a process with limits on time, memory and depth of recursion. Raises
+    ValueError with a one-line message if it is invalid or exceeds them."""
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise ValueError(f"a grammar of {len(text)} characters exceeds the limit of {MAX_GRAMMAR_CHARS}")
+    try:
+        run = subprocess.run(
+            grammar_process.COMMAND,
+            input=grammar_process.encode_request("converted", text),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=grammar_process.TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"invalid grammar: {grammar_process.TIMEOUT_MESSAGE}") from None
+    try:
+        grammar_process.decode_reply(run.stdout)
+    except ValueError as error:
+        raise ValueError(f"invalid grammar: {error}") from None
 
 
 class GrammarCompiler:
@@ -76,15 +100,14 @@ class GrammarCompiler:
 
         if self._tokenizer is None:
             require(bool(self.eos_token_ids), "a grammar needs an end-of-text token, but the target's files name none")
-            file = self._folder
+            file = self._folder / "tokenizer.json"
             if self._tokenizer_text is None:
-                file = self._folder / "tokenizer.json"
-                require(file.is_file(), f"a grammar needs the target's tokenizer, but {file} does not exist")
+                require(file.is_file(), "a grammar needs the target's tokenizer.json, which the model does not have")
             text = str(file) if self._tokenizer_text is None else self._tokenizer_text()
             try:
                 self._tokenizer = LLTokenizer(text, eos_token=list(self.eos_token_ids))
             except Exception as error:  # the type depends on the contents of the file
-                raise UserError(f"{file} cannot be used for grammars: {_reason(error)}") from None
+                raise UserError(f"the tokenizer cannot be used for grammars: {_reason(error)}") from None
         return self._tokenizer
 
 

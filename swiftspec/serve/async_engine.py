@@ -115,11 +115,11 @@ class AsyncEngine(RequestQueue):
 
     async def _chunks(self, group: PendingGroup) -> AsyncGenerator[TokenChunk]:
         """Yields the output of a request, converted from frames."""
-        prompt_logprobs = None
+        prompt_logprobs: tuple[Logprob, ...] | None = None
         async with aclosing(self._frames(group)) as received:
             async for _, frame in received:
                 if isinstance(frame, frames.PromptLogprobsFrame):
-                    prompt_logprobs = to_logprobs(frame.logprobs)
+                    prompt_logprobs = (prompt_logprobs or ()) + to_logprobs(frame.logprobs)
                 elif isinstance(frame, frames.TokensFrame):
                     logprobs = None if frame.logprobs is None else to_logprobs(frame.logprobs)
                     yield TokenChunk(

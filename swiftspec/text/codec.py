@@ -7,9 +7,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from swiftspec import file_io
 from swiftspec.errors import UserError, truncated_repr
@@ -137,6 +138,26 @@ def _byte_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
+TRUNCATION_MARGIN_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Truncation of a prompt to `count` tokens. `side`: the end at which tokens are removed."""
+
+    count: int
+    side: Literal["left", "right"] = "left"
+
+    def apply(self, tokens: list[int]) -> list[int]:
+        return tokens[: self.count] if self.side == "right" else tokens[-self.count :]
+
+    def cut_text(self, text: str, longest_token: int) -> str:
+        """Returns the part of a text that is encoded, which has at least the tokens that are kept. Near the cut tokens
+        can differ from those of the whole text, hence the margin. `longest_token`: length of the longest token."""
+        kept = (self.count + TRUNCATION_MARGIN_TOKENS) * longest_token
+        return text[:kept] if self.side == "right" else text[-kept:]
+
+
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 BYTE_LETTERS = _byte_letters()
 
@@ -210,13 +231,20 @@ class TextCodec:
         unknown."""
         return MAX_TEXT_BYTES if context is None else context * self.longest_token_bytes
 
-    def encode(self, text: str, context: int | None = None, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        context: int | None = None,
+        add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
+    ) -> list[int]:
         """Encodes raw text. Raises PromptTooLong if the text has too many bytes to fit `context` tokens. The result may
         have more than `context` tokens nevertheless.
 
         `add_special_tokens`: add those that the tokenizer puts around any text, such as BOS.
+        `truncation`: removes tokens of a text, which may then have any length.
         """
-        return self._encode(text, context, add_special_tokens)
+        return self._encode(text, context, add_special_tokens, truncation)
 
     def template_source(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Returns the source of the chat template. If there are several, this is the default one, or with `tools` the
@@ -236,16 +264,20 @@ class TextCodec:
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         add_generation_prompt: bool = True,
+        truncation: Truncation | None = None,
     ) -> list[int]:
         """Renders a conversation with the chat template and encodes it.
 
         As in transformers and vLLM the template alone adds special tokens such as BOS.
 
-        `context`: see `encode`. `tools`: JSON schemas of the tools. `variables`: additional variables of the template.
+        `context`, `truncation`: see `encode`. `tools`: JSON schemas of the tools. `variables`: additional variables of
+        the template.
         `continue_final_message`: leave the last message open, instead of beginning the assistant's turn.
         `add_generation_prompt`: begin the assistant's turn, unless the last message is left open.
         """
         template = self.template_source(tools)
+        if truncation is not None:
+            context = None
         for message in messages:
             for text in message.values():
                 if isinstance(text, str):
@@ -260,7 +292,7 @@ class TextCodec:
             add_generation_prompt and not continue_final_message,
         )  # fmt: skip
         self._check_roles(messages, text)
-        return self._encode(text, context, special=False)
+        return self._encode(text, context, False, truncation)
 
     def _check_roles(self, messages: Sequence[ChatMessage], text: str) -> None:
         """Raises UserError if the template has left out a message with a role that few templates know."""
@@ -307,14 +339,17 @@ class TextCodec:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
-    def _encode(self, text: str, context: int | None, special: bool) -> list[int]:
+    def _encode(self, text: str, context: int | None, special: bool, truncation: Truncation | None) -> list[int]:
+        if truncation is not None:
+            text, context = truncation.cut_text(text, self.longest_token_bytes), None
         self._check_size(text, context)
         try:
-            return list(self.tokenizer.encode(text, add_special_tokens=special))
+            tokens = list(self.tokenizer.encode(text, add_special_tokens=special))
         except BaseException as error:  # a panic of Rust is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise UserError(f"the tokenizer cannot encode this text ({file_io.one_line(error)})") from None
+        return tokens if truncation is None else truncation.apply(tokens)
 
     def _check_size(self, text: str, context: int | None) -> None:
         """Raises PromptTooLong if the text has too many bytes to fit `context` tokens. Called before tokenizing, which

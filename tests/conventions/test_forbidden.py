@@ -29,7 +29,8 @@ MUTATORS = {
     "append", "add", "extend", "insert", "pop", "popitem", "remove", "discard", "clear", "update",
     "setdefault", "appendleft", "popleft",
 }  # fmt: skip
-GPU_TRIAL = "backends/cuda/trial.py"  # a program of its own, whose process runs nothing else
+GPU_TRIAL = "backends/cuda/trial.py"
+PROGRAMS = (GPU_TRIAL, "sampling/grammar_process.py")  # run in a process of their own
 CACHES = {"functools.cache", "functools.lru_cache"}
 
 
@@ -64,9 +65,9 @@ def no_device_synchronisation(path: str, source: str) -> list[str]:
 
 
 def no_environment_and_no_output(path: str, source: str) -> list[str]:
-    """Below the user interface only the variables of the launcher, Gloo and tokenizers are used, in ENVIRONMENT_USERS, and nothing
-    writes to the standard streams, except the program of the GPU trial. Ruff bans `print` there."""
-    banned = set() if is_user_interface(path) or path == GPU_TRIAL else ENVIRONMENT | OUTPUT
+    """Below the user interface only the variables of the launcher, Gloo and tokenizers are used, in ENVIRONMENT_USERS,
+    and nothing writes to the standard streams, except the programs in PROGRAMS. Ruff bans `print` there."""
+    banned = set() if is_user_interface(path) or path in PROGRAMS else ENVIRONMENT | OUTPUT
     if path in ENVIRONMENT_USERS:
         banned -= ENVIRONMENT
     return [f"{path} uses {name}" for name in uses(path, source, banned)]

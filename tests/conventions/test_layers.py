@@ -22,6 +22,7 @@ CORE_LIBRARIES = set(sys.stdlib_module_names) | {"torch", "numpy", "safetensors"
 ALLOWED_LIBRARIES = {  # by file or folder
     "distributed/transport/grpc/": {"grpc", "grpc_health", "grpc_reflection", "google"},
     "sampling/grammar.py": {"llguidance"},
+    "sampling/grammar_process.py": {"llguidance"},
     "text/": {"transformers", "tokenizers", "huggingface_hub"},
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 from swiftspec.__main__ import main
 from swiftspec.backends import cpu
 from swiftspec.errors import UserError
-from swiftspec.extras import EXTRAS
+from swiftspec.extras import EXTRAS, install_hint
 from swiftspec.lab import doctor, machine
 from swiftspec.lab.latency_model import GPUS
 from swiftspec.lab.machine import MemorySizes
@@ -84,7 +84,7 @@ def test_each_problem_has_one_line_with_its_fix(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = patched(monkeypatch, tmp_path, extras=False)
-    assert "workers: gRPC is not installed; pip install 'swiftspec[network]'" in found and len(found) == len(EXTRAS)
+    assert f"workers: gRPC is not installed; {install_hint('network')}" in found and len(found) == len(EXTRAS)
 
 
 def test_problems_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -60,7 +60,6 @@ def choose(build: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[.
 @pytest.mark.parametrize(
     ("gpus", "named", "archs"),
     [
-        ([], None, [90]),
         ([90, 90], None, [90]),
         ([86], None, [86]),
         ([87, 121], None, [86, 120]),
@@ -75,6 +74,12 @@ def test_a_build_is_for_the_present_or_named_gpus(
 ) -> None:
     message = choose(gpus, **({} if named is None else {"SWIFTSPEC_CUDA_ARCHS": named}))
     assert message == "CUDA kernels built for " + ", ".join(f"sm_{arch}" for arch in archs)
+
+
+def test_without_a_gpu_kernels_are_built_only_if_requested(choose: Callable[..., str]) -> None:
+    assert choose([]).startswith("CUDA kernels left out: no NVIDIA GPU at build time (SWIFTSPEC_CUDA=1 ")
+    assert choose([], SWIFTSPEC_CUDA="1") == "CUDA kernels built for sm_90"
+    assert choose([], SWIFTSPEC_CUDA_ARCHS="100") == "CUDA kernels built for sm_100"
 
 
 def test_a_gpu_without_kernels_is_refused_with_the_reason(choose: Callable[..., str]) -> None:

@@ -192,7 +192,7 @@ def test_an_invalid_grammar_is_reported_in_one_line(plain: LLM, text: str) -> No
 
 
 def test_a_target_without_a_tokenizer_or_end_token_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    for folder, eos, reason in ((tmp_path, (0,), "does not exist"), (pair[0], (), "name none")):
+    for folder, eos, reason in ((tmp_path, (0,), "does not have"), (pair[0], (), "name none")):
         with pytest.raises(UserError, match=reason):
             GrammarCompiler(folder, eos, VOCAB).compile(LIST)
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')

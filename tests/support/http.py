@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp
 
+from swiftspec.sampling.grammar_process import build_grammar
 from swiftspec.serve.http.app import create_app
 from swiftspec.serve.http.engine_link.engine_client import EngineRequest, EngineState, RequestFrame
 from swiftspec.serve.http.engine_link.frames import (
@@ -28,7 +29,6 @@ from swiftspec.serve.http.engine_link.frames import (
     TokensFrame,
 )
 from swiftspec.serve.http.engine_link.trace_events import TraceEventBuffer
-from swiftspec.serve.http.grammar import build_grammar
 from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
 from swiftspec.text.codec import TextCodec
 

@@ -37,6 +37,7 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.tree_delta_sender import AdjustableDrafter, TreeDeltaSender
 from swiftspec.runtime.verifier import Verifier
+from swiftspec.sampling.grammar import check_untrusted_grammar
 from swiftspec.tree.replica import TreeDelta
 
 Execute = Callable[[], list[Answer]]  # executes a message and returns the answers
@@ -85,6 +86,7 @@ class ServedRole(ABC):
         self.work_due = False
         self._role = role
         self._reported_us = 0  # microseconds of forwards that the client knows
+        self._checked_grammar: str | None = None  # the last one that passed the check
 
     @abstractmethod
     def decode(self, kind: int, words: Words, *, answered: bool = False) -> Execute:
@@ -113,9 +115,16 @@ class ServedRole(ABC):
                 self.shape.check_request(start.sampling)
             except UserError as error:
                 raise ValueError(str(error)) from None
+            self._check_grammar(start.sampling.grammar)
         start = replace(start, executor="", num_cached_tokens=None)  # the leader of this role's group chooses its own
         self.state.open(start)
         return start
+
+    def _check_grammar(self, grammar: str | None) -> None:
+        """Raises ValueError if the grammar of a client is invalid or would exceed the limits of this process."""
+        if grammar is not None and grammar != self._checked_grammar:
+            check_untrusted_grammar(grammar)
+            self._checked_grammar = grammar
 
     def _finish_work(self) -> None:
         """Executes or discards the work that is due, before a request starts or ends."""

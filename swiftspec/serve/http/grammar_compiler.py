@@ -1,27 +1,22 @@
-"""Compiler for untrusted grammars: each grammar is compiled in a process with limits on time and memory."""
+"""Compiler for untrusted grammars: each is compiled in a process with limits, `sampling/grammar_process.py`."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from collections import OrderedDict
 from contextlib import suppress
 
-from swiftspec.serve.http import grammar
+from swiftspec.sampling import grammar_process
 
-COMPILE_TIMEOUT_S = 5.0
-COMPILE_MEMORY_BYTES = 4 << 30  # address space of one process
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_CACHED_GRAMMARS = 64
 MAX_PROCESSES = 2
 
 
 class SandboxedGrammarCompiler:
-    """Grammar compiler that runs `grammar.build_grammar` in a process with limits, with an LRU cache of the results."""
+    """Grammar compiler that runs `grammar_process` for each grammar, with an LRU cache of the results."""
 
-    def __init__(self, timeout_s: float = COMPILE_TIMEOUT_S, memory_bytes: int = COMPILE_MEMORY_BYTES) -> None:
-        self._timeout_s, self._memory_bytes = timeout_s, memory_bytes
+    def __init__(self) -> None:
         self._cache: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._semaphore = asyncio.Semaphore(MAX_PROCESSES)
 
@@ -40,23 +35,19 @@ class SandboxedGrammarCompiler:
         return self._cache[key]
 
     async def _compile(self, kind: str, text: str) -> str:
-        limits = str(int(self._timeout_s) + 1), str(self._memory_bytes)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", grammar.__file__, *limits,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
+            *grammar_process.COMMAND,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
         try:
-            async with asyncio.timeout(self._timeout_s):
-                stdout, _ = await process.communicate(json.dumps({"kind": kind, "text": text}).encode())
-            reply = json.loads(stdout)
+            async with asyncio.timeout(grammar_process.TIMEOUT_S):
+                reply, _ = await process.communicate(grammar_process.encode_request(kind, text))
         except TimeoutError:
-            raise ValueError(f"compilation took longer than {self._timeout_s:g} s: simplify it") from None
-        except ValueError:
-            raise ValueError("compilation exceeded the limits on time and memory: simplify it") from None
+            raise ValueError(grammar_process.TIMEOUT_MESSAGE) from None
         finally:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-        if "error" in reply:
-            raise ValueError(reply["error"])
-        return reply["grammar"]
+        return grammar_process.decode_reply(reply)

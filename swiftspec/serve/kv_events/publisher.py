@@ -22,6 +22,7 @@ from swiftspec.serve.stdio import warn
 MAX_REPLAY_BATCHES = 10_000  # vLLM's default
 MAX_REPLAY_BYTES = 64 << 20
 SUBSCRIBER_QUEUE = 100_000  # batches for a slow subscriber, vLLM's default; ZeroMQ drops further ones
+MAX_REQUEST_BYTES = 1024  # of a subscriber that asks for a replay, which sends one number
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 LINGER_MS = 500  # time at the end for the last batch
 
@@ -91,6 +92,7 @@ class KvEventPublisher:
     def _open(self, kind: int, address: str, flag: str, *, binds: bool) -> zmq.Socket[bytes]:
         opened = self._context.socket(kind)
         opened.set(zmq.SNDHWM, SUBSCRIBER_QUEUE)
+        opened.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         opened.set(zmq.IPV6, int("[" in address))
         try:
             if binds:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,7 +26,13 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.remote import session_messages
 from swiftspec.distributed.remote.session_messages import ModelInfo, unpack_error
 from swiftspec.distributed.remote.sessions import FairLock, SessionGone, WorkerFull, WorkerSessions
-from swiftspec.distributed.transport.codec import pack_message, text_to_words, unpack_scored_result, unpack_tree_delta
+from swiftspec.distributed.transport.codec import (
+    Frame,
+    pack_message,
+    text_to_words,
+    unpack_scored_result,
+    unpack_tree_delta,
+)
 from swiftspec.distributed.transport.grpc.client import GrpcConnection
 from swiftspec.distributed.transport.grpc.endpoint import (
     DRAFT_SERVICE,
@@ -33,7 +41,10 @@ from swiftspec.distributed.transport.grpc.endpoint import (
     Endpoint,
     RpcSecurity,
 )
+from swiftspec.distributed.transport.grpc.frames import pack_grpc_frame
+from swiftspec.distributed.transport.grpc.server import FIRST_MESSAGE_TIMEOUT_S, RpcServer
 from swiftspec.distributed.transport.opcodes import Opcode
+from swiftspec.distributed.transport.transport import Receiver
 from swiftspec.errors import UserError
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
@@ -340,3 +351,44 @@ def test_the_lock_is_fair() -> None:
     assert turns.try_acquire() and not turns.try_acquire()
     turns.release()
     assert turns.try_acquire()
+
+
+def test_streams_that_send_nothing_do_not_lock_others_out() -> None:
+    began: SimpleQueue[None] = SimpleQueue()
+
+    def serve(receiver: Receiver, cancelled: Callable[[], bool]) -> Iterator[Frame]:
+        began.put(None)
+        with suppress(ConnectionError):
+            yield receiver.recv()
+
+    server = RpcServer(TARGET_SERVICE, serve, "{}", Endpoint("127.0.0.1", 0), RpcSecurity(), 2)
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        call: Any = channel.stream_stream(f"/{TARGET_SERVICE}/VerifyDrafts")
+        end_of_messages = threading.Event()
+
+        def no_messages() -> Iterator[bytes]:
+            end_of_messages.wait()
+            yield from ()
+
+        silent = [call(no_messages(), timeout=60) for _ in range(4)]
+        for _ in silent:
+            began.get(timeout=60)
+        message = pack_grpc_frame(Opcode.VERIFY, [1])
+        assert call(iter([message]), timeout=60).code() == Code.RESOURCE_EXHAUSTED
+        ping: Any = channel.unary_unary(f"/{TARGET_SERVICE}/Ping")
+        assert ping(b"", timeout=60)
+        server.cancel_silent_streams(time.monotonic() + FIRST_MESSAGE_TIMEOUT_S + 1)
+        assert {each.code() for each in silent} == {Code.CANCELLED}
+        assert next(call(iter([message]), timeout=60))
+        end_of_messages.set()
+    server.stop()
+
+
+@pytest.mark.slow
+def test_a_grammar_that_overflows_the_stack_is_refused(target: StartedWorker) -> None:
+    chain = "\n".join(f"r{number}: r{number + 1}" for number in range(6000))
+    start = RequestStart(1, TEXT, replace(GREEDY, grammar=f'start: r0\n{chain}\nr6000: "x"'), len(TEXT))
+    client = RawClient(target, SHAPE)
+    client.attach()
+    assert "nesting" in client.refused(Opcode.VERIFIER_OPEN, pack_message(start))
+    client.close()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from swiftspec.sampling.grammar_process import bound_whitespace
 from swiftspec.serve.http.engine_link.engine_client import GenerationFailedError, RequestRejectedError
-from swiftspec.serve.http.grammar import bound_whitespace
 from tests.support.clients import anthropic, openai
 from tests.support.http import TIMINGS, Player
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
+from pydantic import ValidationError
 
+from swiftspec.serve.http.schema import Body
 from tests.support.http import Player, application
 
 PATHS = {
@@ -91,3 +93,24 @@ def test_random_requests_from_the_document(plain_player: Player) -> None:
                 each()
             except Unsatisfiable:  # nothing that it forbids
                 assert not operation.body
+
+
+def models(base: type[Body]) -> Iterator[type[Body]]:
+    for model in base.__subclasses__():
+        yield model
+        yield from models(model)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[-1] * 2000, [[]] * 2000, [{}] * 2000, [""] * 2000, {str(i): -1e9 for i in range(2000)}, [[[-1] * 50] * 50]],
+    ids=["numbers", "lists", "objects", "texts", "object", "nested"],
+)
+def test_validation_ends_at_the_first_invalid_item(document: dict[str, Any], value: Any) -> None:
+    """An error for each of a million items would take seconds, during which the server serves nobody."""
+    for model in {*models(Body)}:
+        for name, field in model.model_fields.items():
+            try:
+                model.model_validate({field.alias or name: value})
+            except ValidationError as error:
+                assert error.error_count() < 80, (model.__name__, name)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hmac
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, Full, Queue, SimpleQueue
-from threading import Thread
+from threading import BoundedSemaphore, Thread
 from typing import Any
 
 import grpc
@@ -29,6 +30,7 @@ from swiftspec.distributed.transport.transport import Receiver
 from swiftspec.errors import UserError
 
 EXTRA_CALLS = 16  # concurrent calls in addition to the sessions' streams, such as pings and health checks
+FIRST_MESSAGE_TIMEOUT_S = 30.0  # streams without a message are cancelled, since each occupies a thread
 SWEEP_INTERVAL_S = 5.0  # seconds between two calls of `sweep`
 MAX_BUFFERED_REQUESTS = 16  # requests read ahead; beyond that, the client blocks
 POLL_S = 1.0  # seconds between two checks whether the call has ended
@@ -55,6 +57,8 @@ class RpcServer:
         security.check_worker(endpoint)
         self._serve = serve
         self._ping_answer = pb.PingAnswer(protocol=PROTOCOL_VERSION, model_info=model_info).SerializeToString()
+        self._free_streams = BoundedSemaphore(2 * max_sessions)
+        self._silent_streams: dict[int, tuple[Any, float]] = {}  # context and start of those without a message
         calls = 2 * max_sessions + EXTRA_CALLS
         guards: list[grpc.ServerInterceptor] = [] if security.token is None else [TokenInterceptor(security.token)]
         self._server = grpc.server(
@@ -74,14 +78,22 @@ class RpcServer:
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)  # type: ignore[attr-defined]
 
     def run(self, stop_queue: SimpleQueue[int], sweep: Callable[[], None]) -> None:
-        """Blocks until `stop_queue` receives an item; calls are served in other threads. Calls `sweep` every
-        SWEEP_INTERVAL_S."""
+        """Blocks until `stop_queue` receives an item; calls are served in other threads. Calls `sweep` and
+        `cancel_silent_streams` every SWEEP_INTERVAL_S."""
         while True:
             try:
                 stop_queue.get(timeout=SWEEP_INTERVAL_S)
                 return
             except Empty:
                 sweep()
+                self.cancel_silent_streams(time.monotonic())
+
+    def cancel_silent_streams(self, now: float) -> None:
+        """Cancels the streams whose client has sent no message within FIRST_MESSAGE_TIMEOUT_S. `now`: seconds of
+        `time.monotonic`."""
+        for context, since in [*self._silent_streams.values()]:
+            if now - since > FIRST_MESSAGE_TIMEOUT_S:
+                context.cancel()
 
     def stop(self, grace: float = 0.0) -> None:
         """Refuses new calls and waits up to `grace` seconds for calls in progress, such as the stream of a request."""
@@ -89,8 +101,22 @@ class RpcServer:
         self._server.stop(grace).wait()
 
     def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        for kind, words in self._serve(GrpcReceiver(requests, context), lambda: not context.is_active()):
-            yield pack_grpc_frame(kind, words)
+        if not self._free_streams.acquire(blocking=False):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the worker serves its maximum number of streams")
+        self._silent_streams[id(context)] = context, time.monotonic()
+        try:
+            receiver = GrpcReceiver(self._watched(requests, context), context)
+            for kind, words in self._serve(receiver, lambda: not context.is_active()):
+                yield pack_grpc_frame(kind, words)
+        finally:
+            self._silent_streams.pop(id(context), None)
+            self._free_streams.release()
+
+    def _watched(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Yields the messages of a stream, and notes that there was one."""
+        for data in requests:
+            self._silent_streams.pop(id(context), None)
+            yield data
 
 
 class GrpcReceiver:

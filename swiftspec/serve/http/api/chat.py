@@ -141,7 +141,7 @@ class ChatWriter(ChoiceWriter):
             "id": new_id("chatcmpl-"), "object": "chat.completion.chunk", "created": int(time.time()), "model": model,
             "system_fingerprint": fingerprint,
         }  # fmt: skip
-        super().__init__(outputs, usage, common_fields)
+        super().__init__(outputs, usage, common_fields, top is not None or token_fields.has_prompt_logprobs)
         self._logprob_formatter, self._top = logprob_formatter, top
         self._role, self._echo, self._token_fields = role, echo, token_fields
         self._with_reasoning = with_reasoning

@@ -15,9 +15,13 @@ class ChoiceWriter:
 
     `usage`: the usage that a stream contains.
     `common_fields`: fields of the response and of each chunk.
+    `has_logprobs`: whether it contains log-probabilities, which can take seconds to format.
     """
 
-    def __init__(self, outputs: RequestOutputs, usage: StreamUsage, common_fields: Mapping[str, Any]) -> None:
+    def __init__(
+        self, outputs: RequestOutputs, usage: StreamUsage, common_fields: Mapping[str, Any], has_logprobs: bool
+    ) -> None:
+        self.has_logprobs = has_logprobs
         self._outputs, self._usage, self._common_fields = outputs, usage, common_fields
         self._streaming = False
 

@@ -20,10 +20,9 @@ from swiftspec.serve.http.api.token_fields import (
     check_logprob_size,
     listed_logprobs,
     logprob_formatter,
+    prompt_truncation,
     response_fields,
     scoring_params,
-    truncate_prompt,
-    truncates,
 )
 from swiftspec.serve.http.app_context import AppContext, check_tokens, new_id
 from swiftspec.serve.http.engine_link.engine_client import EngineRequest
@@ -113,18 +112,20 @@ async def encode_prompt(
 ) -> list[int]:
     """Returns the token ids of a prompt. With a suffix they have the fill-in-the-middle format of the model. Raises
     ApiError on a prompt that is empty or invalid. `limit`: maximum number of output tokens."""
+    truncation = prompt_truncation(body, info, limit)
     if body.suffix:
-        if truncates(body):
+        if truncation is not None:
             raise unsupported("truncate_prompt_tokens", "not supported with suffix; omit it")
         return await _encode_fill_in_the_middle(context, info, codec, prompt, body.suffix)
     if not isinstance(prompt, str):
         check_tokens(prompt, info, "prompt")
-        return truncate_prompt(prompt, body, info, limit)
-    longest = None if truncates(body) else info.max_model_len
-    tokens = await context.run_in_tokenizer_thread(codec.encode, prompt, longest, body.add_special_tokens is not False)
+        return prompt if truncation is None else truncation.apply(prompt)
+    tokens = await context.run_in_tokenizer_thread(
+        codec.encode, prompt, info.max_model_len, body.add_special_tokens is not False, truncation
+    )
     if not tokens:
         raise ApiError(400, "prompt: must not be empty", "prompt")
-    return truncate_prompt(tokens, body, info, limit)
+    return tokens
 
 
 async def _encode_fill_in_the_middle(
@@ -153,7 +154,8 @@ def prompt_text_and_offsets(
     `tokens`: the prompt's token ids.
     `truncated`: whether some of them may have been removed.
     """
-    if isinstance(prompt, str):
+    was_cut = truncated and len(prompt) > len(tokens) * codec.longest_token_bytes
+    if isinstance(prompt, str) and not was_cut:
         sent = codec.encode(prompt, None, add_special_tokens=False)
         added = len(tokens) - len(sent)  # such as BOS, which the text does not contain
         for before in (added, 0):
@@ -197,7 +199,7 @@ class CompletionWriter(ChoiceWriter):
             "id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": model,
             "system_fingerprint": fingerprint,
         }  # fmt: skip
-        super().__init__(outputs, usage, common_fields)
+        super().__init__(outputs, usage, common_fields, top is not None or token_fields.has_prompt_logprobs)
         self._logprob_formatter, self._top = logprob_formatter, top
         self._echoes, self._token_fields = echoes, token_fields
         self._begun: set[int] = set()  # choices of which a chunk was sent
@@ -321,7 +323,7 @@ async def prompt_echo(
     if not body.echo:
         return Echo()
     text, offsets = await context.run_in_tokenizer_thread(
-        prompt_text_and_offsets, codec, prompt, tokens, truncates(body)
+        prompt_text_and_offsets, codec, prompt, tokens, body.truncate_prompt_tokens is not None
     )
     return Echo(text, None if body.logprobs is None else offsets)
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
 
 from swiftspec.errors import UserError
 from swiftspec.serve.http import errors
 from swiftspec.serve.http.api.output_format import conversation_output
 from swiftspec.serve.http.api.sampling import GrammarRequest, sampling_params
-from swiftspec.serve.http.api.token_fields import bad_word_ids, scoring_params, truncate_prompt, truncates
+from swiftspec.serve.http.api.token_fields import bad_word_ids, prompt_truncation, scoring_params
 from swiftspec.serve.http.app_context import AppContext
 from swiftspec.serve.http.engine_link.engine_client import EngineClient, EngineRequest
 from swiftspec.serve.http.errors import ApiError, to_api_error
@@ -23,6 +25,7 @@ from swiftspec.serve.http.format.generation_output import GenerationRequest, Out
 from swiftspec.serve.http.format.harmony import harmony_messages, harmony_tools
 from swiftspec.serve.http.schema import SamplingFields, ScoringFields
 from swiftspec.serve.http.sse import ENCODER, EventStream, cancel_on_disconnect, sse_event
+from swiftspec.text.codec import Truncation
 from swiftspec.text.harmony import harmony_markers
 from swiftspec.text.template import PromptTooLong
 
@@ -53,7 +56,13 @@ class OutputSource(Protocol):
 
 
 class OutputWriter(Protocol):
-    """Formatter of the outputs of a request in the schema of one endpoint."""
+    """Formatter of the outputs of a request in the schema of one endpoint.
+
+    `has_logprobs`: whether the response contains log-probabilities, which are formatted in a thread: those of the whole
+    vocabulary take seconds, in which the event loop serves other clients.
+    """
+
+    has_logprobs: bool
 
     def start_events(self) -> bytes:
         """Returns the events before the first delta."""
@@ -83,11 +92,11 @@ def replace_key(request: Request, body: SamplingFields) -> str | None:
 
 
 async def encode_conversation(
-    context: AppContext, conversation: Conversation, *, any_length: bool = False
+    context: AppContext, conversation: Conversation, truncation: Truncation | None = None
 ) -> list[int]:
     """Renders a conversation with the model's chat template and tokenizes it. Raises ApiError if the
-    conversation is invalid, too long, or rejected by the template. `any_length`: whether it may be longer than the
-    context."""
+    conversation is invalid, too long, or rejected by the template. `truncation`: removes tokens of a conversation that
+    may be longer than the context."""
     info, codec = context.require_ready()
     conversation.validate()
     if not codec.has_template:
@@ -100,11 +109,12 @@ async def encode_conversation(
         return await context.run_in_tokenizer_thread(
             codec.encode_chat,
             messages,
-            None if any_length else info.max_model_len,
+            info.max_model_len,
             tools,
             conversation.template_variables,
             conversation.continues_last_message,
             conversation.add_generation_prompt,
+            truncation,
         )
     except UserError as error:  # the path of the model is not shown to clients
         message = str(error).replace(f"{codec.path}: ", "")
@@ -131,8 +141,7 @@ async def chat_generation_request(
     Raises ApiError on an unsupported combination of fields.
     """
     info, codec = context.require_ready()
-    prompt = await encode_conversation(context, conversation, any_length=truncates(body))
-    prompt = truncate_prompt(prompt, body, info, limit)
+    prompt = await encode_conversation(context, conversation, prompt_truncation(body, info, limit))
     negative = await _negative_prompt(context, body, conversation)
     sampling = sampling_params(body, info, prompt, negative, limit) | await bad_word_ids(context, codec, body)
     sampling |= scoring_params(scoring or ScoringFields.model_validate({}), info, logprobs, stream=stream)
@@ -177,7 +186,8 @@ async def respond(
                     writer.delta_events(delta)
 
         await cancel_on_disconnect(request.receive, run_to_end())
-        return Response(ENCODER.encode(writer.full_response()), media_type="application/json")
+        data = await _format(writer, lambda: ENCODER.encode(writer.full_response()))
+        return Response(data, media_type="application/json")
     anthropic = errors.uses_anthropic_schema(request.scope)
 
     def error_event(error: Exception) -> bytes:
@@ -194,11 +204,16 @@ async def respond(
     return EventStream(_events(context, output, writer), error_event, comment, context.keep_alive_s)
 
 
+async def _format(writer: OutputWriter, encode: Callable[[], bytes]) -> bytes:
+    """Returns the result of `encode`, a part of the response of `writer`."""
+    return await run_in_threadpool(encode) if writer.has_logprobs else encode()
+
+
 async def _events(context: AppContext, output: OutputSource, writer: OutputWriter) -> AsyncGenerator[bytes]:
     start_events = writer.start_events
     async with contextlib.aclosing(output.deltas(context.engine)) as deltas:
         async for delta in deltas:
-            data = start_events() + writer.delta_events(delta)
+            data = start_events() + await _format(writer, partial(writer.delta_events, delta))
             start_events = bytes  # returns b"": the start events are sent once
             if data:
                 yield data

@@ -59,7 +59,10 @@ def info_router(context: AppContext) -> APIRouter:
 
     @router.get("/health/generate")
     async def health_generate(request: Request) -> dict[str, Any]:
-        """Generates one token, which checks that the engine decodes."""
+        """Generates one token, which checks that the engine decodes. Refuses pages of other sites, which a browser lets
+        send a GET request to a server without a key."""
+        if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+            raise ApiError(403, "/health/generate does not answer pages of other sites")
         info = _require_up(context)
         began = time.monotonic()
         prompt = [info.eos_token_ids[0] if info.eos_token_ids else 0]

@@ -242,6 +242,8 @@ def anthropic_usage(input_tokens: int, output_tokens: int, cached_tokens: int) -
 class MessageWriter:
     """Formatter of a generation as an Anthropic message: a sequence of thinking, text and tool_use blocks."""
 
+    has_logprobs = False
+
     def __init__(self, output: GenerationOutput, model: str) -> None:
         self._output = output
         self._common_fields = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}

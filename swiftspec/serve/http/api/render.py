@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from swiftspec.serve.http.api.chat import ChatRequest, chat_to_conversation
 from swiftspec.serve.http.api.completions import DEFAULT_MAX_TOKENS, CompletionRequest, encode_prompt, prompt_list
 from swiftspec.serve.http.api.generation import encode_conversation
-from swiftspec.serve.http.api.token_fields import truncate_prompt, truncates
+from swiftspec.serve.http.api.token_fields import prompt_truncation
 from swiftspec.serve.http.app_context import AppContext
 
 
@@ -33,8 +33,8 @@ def render_router(context: AppContext) -> APIRouter:
     async def render_chat(body: ChatRequest) -> dict[str, Any]:
         info, _ = context.require_ready()
         model = context.resolve_model_name(body.model)
-        tokens = await encode_conversation(context, chat_to_conversation(body), any_length=truncates(body))
-        limit = body.max_completion_tokens or body.max_tokens
-        return {"model": model, "token_ids": truncate_prompt(tokens, body, info, limit)}
+        truncation = prompt_truncation(body, info, body.max_completion_tokens or body.max_tokens)
+        tokens = await encode_conversation(context, chat_to_conversation(body), truncation)
+        return {"model": model, "token_ids": tokens}
 
     return router

@@ -16,7 +16,7 @@ from swiftspec.serve.http.api.response_store import ResponseStore, StoredRespons
 from swiftspec.serve.http.api.responses_writer import ResponsesWriter
 from swiftspec.serve.http.api.sampling import GrammarRequest, grammar_request
 from swiftspec.serve.http.api.stored_responses import NOT_FOUND, stored_response
-from swiftspec.serve.http.api.token_fields import truncate_prompt, truncates
+from swiftspec.serve.http.api.token_fields import prompt_truncation
 from swiftspec.serve.http.app_context import AppContext
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.format.conversation import (
@@ -299,8 +299,8 @@ def responses_router(context: AppContext, store: ResponseStore) -> APIRouter:
         reject_unsupported(body, ["best_of"])
         full_body = with_previous_items(body, previous_items(body, store))
         conversation = responses_to_conversation(full_body)
-        tokens = await encode_conversation(context, conversation, any_length=truncates(body))
-        tokens = truncate_prompt(tokens, body, info, body.max_output_tokens)
+        truncation = prompt_truncation(body, info, body.max_output_tokens)
+        tokens = await encode_conversation(context, conversation, truncation)
         return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
     return router

@@ -30,6 +30,8 @@ class ResponsesWriter:
     `on_end`: called when `response` has reached its last state.
     """
 
+    has_logprobs = False  # at most 20 per token, which take no noticeable time
+
     def __init__(
         self,
         output: GenerationOutput,

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swiftspec.params import MIN_TEMPERATURE
+from swiftspec.sampling.grammar_process import ANY_OBJECT
 from swiftspec.serve.http.app_context import check_tokens
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError, unsupported
-from swiftspec.serve.http.grammar import ANY_OBJECT
 from swiftspec.serve.http.schema import (
     ConstraintFields,
     JsonObject,

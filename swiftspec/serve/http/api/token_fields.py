@@ -12,23 +12,18 @@ from swiftspec.serve.http.errors import ApiError
 from swiftspec.serve.http.format.generation_output import GenerationRequest
 from swiftspec.serve.http.format.logprobs import LogprobFormatter, TokenFields
 from swiftspec.serve.http.schema import SamplingFields, ScoringFields
-from swiftspec.text.codec import TextCodec
+from swiftspec.text.codec import TextCodec, Truncation
 
 EVERY_TOKEN = 1 << 31  # number of top log-probabilities in a response that lists all that the engine returns
 
 
-def truncates(body: SamplingFields) -> bool:
-    """Returns whether a request truncates its prompt."""
-    return body.truncate_prompt_tokens is not None
-
-
-def truncate_prompt(prompt: list[int], body: SamplingFields, info: EngineInfo, limit: int | None) -> list[int]:
-    """Returns the prompt without the tokens that `truncate_prompt_tokens` removes. `limit`: maximum number of output
-    tokens, for which -1 leaves room; None: the server's default, or one token. Raises ApiError if nothing would be
-    left of the prompt."""
+def prompt_truncation(body: SamplingFields, info: EngineInfo, limit: int | None) -> Truncation | None:
+    """Returns the truncation of the prompt that `truncate_prompt_tokens` requests, or None. `limit`: maximum number of
+    output tokens, for which -1 leaves room; None: the server's default, or one token. Raises ApiError if nothing would
+    be left of the prompt."""
     count = body.truncate_prompt_tokens
     if count is None:
-        return prompt
+        return None
     if count == 0:
         raise ApiError(400, "truncate_prompt_tokens: must be -1 or at least 1", "truncate_prompt_tokens")
     if count < 0:
@@ -36,7 +31,7 @@ def truncate_prompt(prompt: list[int], body: SamplingFields, info: EngineInfo, l
         if count < 1:
             message = f"-1 leaves no room for a prompt in the context of {info.max_model_len}: use a smaller max_tokens"
             raise ApiError(400, f"truncate_prompt_tokens: {message}", "truncate_prompt_tokens")
-    return prompt[:count] if body.truncation_side == "right" else prompt[-count:]
+    return Truncation(count, body.truncation_side or "left")
 
 
 async def bad_word_ids(context: AppContext, codec: TextCodec, body: SamplingFields) -> dict[str, Any]:

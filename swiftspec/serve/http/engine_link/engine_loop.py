@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -178,7 +178,8 @@ class EngineLoop:
         """Sends the tokens of a round, and after the last round also the `DoneFrame` or `FailedFrame`."""
         number = request.number
         if chunk.prompt_logprobs is not None:
-            self._link.send(frames.PromptLogprobsFrame(number, to_token_logprobs(chunk.prompt_logprobs)))
+            for part in prompt_logprob_parts(chunk.prompt_logprobs):
+                self._link.send(frames.PromptLogprobsFrame(number, to_token_logprobs(part)))
         logprobs = None if chunk.logprobs is None else to_token_logprobs(chunk.logprobs)
         if chunk.token_ids or chunk.finish_reason in (None, "stop", "length"):
             tokens, rpc_records = list(chunk.token_ids), [*self._rpc_records]
@@ -213,6 +214,14 @@ class EngineLoop:
             choice_frames = [frames.Choice([*each.tokens], "stop" if each.stopped else "length", each.weight)
                     for each in stats.population.choices(*choices)]  # fmt: skip
         return frames.DoneFrame(request.number, timings, metrics, extra, choice_frames, stats.verified)
+
+
+def prompt_logprob_parts(logprobs: Sequence[Logprob]) -> Iterator[Sequence[Logprob]]:
+    """Yields the log-probabilities of a prompt in parts that each fit a frame."""
+    values = max((len(one.top) for one in logprobs), default=0) + 1
+    step = max(frames.MAX_LOGPROBS_PER_FRAME // values, 1)
+    for start in range(0, max(len(logprobs), 1), step):
+        yield logprobs[start : start + step]
 
 
 def to_token_logprobs(logprobs: Sequence[Logprob]) -> list[frames.TokenLogprob]:

@@ -15,7 +15,8 @@ from swiftspec.errors import UserError
 from swiftspec.messages import VerifiedRound
 from swiftspec.observe.rpc_latency import RpcRecord
 
-MAX_FRAME_BYTES = 64 << 20  # enough for a prompt of millions of tokens, or for its log-probabilities
+MAX_FRAME_BYTES = 64 << 20  # enough for a prompt of millions of tokens
+MAX_LOGPROBS_PER_FRAME = 1 << 18  # each takes at most 16 bytes; a prompt with more takes several frames
 LENGTH_PREFIX_BYTES = 4  # big-endian
 
 
@@ -166,7 +167,8 @@ class TokensFrame(Frame, frozen=True):
 
 
 class PromptLogprobsFrame(Frame, frozen=True):
-    """Log-probabilities of the prompt's tokens except the first, if requested; sent before the first `TokensFrame`."""
+    """Log-probabilities of the prompt's tokens except the first, if requested; sent before the first `TokensFrame`.
+    Those of a long prompt are sent in several frames."""
 
     request: int
     logprobs: list[TokenLogprob]

@@ -210,9 +210,11 @@ class RequestQueue(ABC):
 
     def _retry_or_fail(self, pending: PendingRequest, reason: str) -> None:
         """Handles a request that was running when the engine was lost. Puts it at the front of the queue, or fails its
-        group if the caller has received a frame of it, it was retried before, or the engine does not restart."""
+        group if the caller has received a frame of it, it was retried before, or the engine does not restart. A request
+        with a grammar, which runs in a foreign library, is not retried: it may be what ended the engine."""
         group = pending.group
-        if pending.has_output or pending.retried or self._phase == "dead":
+        suspect = pending.retried or pending.request.sampling.get("grammar") is not None
+        if pending.has_output or suspect or self._phase == "dead":
             plural = "s" * (group.num_tokens != 1)
             group.fail(
                 GenerationFailedError(

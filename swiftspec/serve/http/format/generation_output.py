@@ -214,7 +214,7 @@ class GenerationOutput:
         """Adds a frame. Returns the output that it adds, and whether the engine is to end the request early."""
         self.started = True
         if isinstance(frame, PromptLogprobsFrame):
-            self.prompt_logprobs = frame.logprobs
+            self.prompt_logprobs += frame.logprobs
         elif isinstance(frame, DoneFrame):
             self.done = frame
             answer_stats.cut_statistics(frame.timings, frame.metrics, frame.rounds, len(self.tokens))

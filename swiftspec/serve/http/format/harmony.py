@@ -7,9 +7,9 @@ import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from swiftspec.sampling.grammar_process import ANY_OBJECT, bound_whitespace
 from swiftspec.serve.http.format.output_parser import OutputPart, OutputText
 from swiftspec.serve.http.format.tools import STRICT_JSON, TOOL_NAME, ParsedToolCall
-from swiftspec.serve.http.grammar import ANY_OBJECT, bound_whitespace
 from swiftspec.text.harmony import (
     CHANNEL,
     CONSTRAIN,

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from swiftspec.serve.http.engine_link.frames import TokenLogprob
 from swiftspec.text.codec import TextCodec
 from swiftspec.text.stream import REPLACEMENT_CHARACTER
 
 MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
+
+
+def _encoded(value: Any) -> msgspec.Raw:
+    """Encodes the log-probabilities of one position as JSON. With those of the whole vocabulary the objects take
+    gigabytes, if all positions are kept as objects until the response is encoded."""
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 class LogprobFormatter:
@@ -50,7 +58,7 @@ class LogprobFormatter:
         return [
             {
                 **self._entry(token, logprob.logprob),
-                "top_logprobs": [self._entry(*one) for one in self._listed(token, logprob, top)],
+                "top_logprobs": _encoded([self._entry(*one) for one in self._listed(token, logprob, top)]),
             }
             for token, logprob in zip(tokens, logprobs)
         ]
@@ -72,13 +80,14 @@ class LogprobFormatter:
         `text_offsets`: position of each token in the text, in characters.
         """
         texts = [self._name(token) for token in tokens]
-        top_logprobs: list[dict[str, float] | None] = []
+        top_logprobs: list[msgspec.Raw | None] = []
         for text, logprob in zip(texts, logprobs):
             if logprob is None:
                 top_logprobs.append(None)
                 continue
             best = {self._name(token): max(value, MIN_LOGPROB) for token, value in logprob.top[:top]}
-            top_logprobs.append({text: max(logprob.logprob, MIN_LOGPROB), **best})  # the token itself first, as in vLLM
+            own = {text: max(logprob.logprob, MIN_LOGPROB)}
+            top_logprobs.append(_encoded({**own, **best}))  # the token itself first, as in vLLM
         return {
             "tokens": texts,
             "token_logprobs": [None if logprob is None else max(logprob.logprob, MIN_LOGPROB) for logprob in logprobs],
@@ -88,20 +97,20 @@ class LogprobFormatter:
 
     def prompt_logprobs(
         self, prompt: Sequence[int], logprobs: Sequence[TokenLogprob], top: int
-    ) -> list[dict[str, dict[str, Any]] | None]:
+    ) -> list[msgspec.Raw | None]:
         """Returns vLLM's `prompt_logprobs`: None for the first token, and for each other one, by token id, the
         log-probability, rank and text of the token and of the `top` most likely ones.
 
         `logprobs`: one item per token except the first.
         """
-        items: list[dict[str, dict[str, Any]] | None] = [None]
+        items: list[msgspec.Raw | None] = [None]
         for token, one in zip(prompt[1:], logprobs):
             entries: dict[str, dict[str, Any]] = {}
             best = [(other, value, rank) for rank, (other, value) in enumerate(one.top[:top], 1)]
             for other, value, rank in [(token, one.logprob, one.rank), *best]:
                 entry = {"logprob": max(value, MIN_LOGPROB), "rank": rank, "decoded_token": self._token(other)[0]}
                 entries.setdefault(str(other), entry)
-            items.append(entries)
+            items.append(_encoded(entries))
         return items
 
 
@@ -114,6 +123,10 @@ class TokenFields:
 
     def __init__(self, formatter: LogprobFormatter, token_ids: bool = False, prompt_top: int | None = None) -> None:
         self._formatter, self.token_ids, self._prompt_top = formatter, token_ids, prompt_top
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        return self._prompt_top is not None
 
     def prompt_chunk(self, prompt: Sequence[int]) -> dict[str, Any]:
         """Returns the fields of the prompt in a stream: its token ids, if requested."""

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from swiftspec.sampling.grammar_process import ANY_OBJECT, bound_whitespace
 from swiftspec.serve.http.format.reasoning import partial_marker_length
-from swiftspec.serve.http.grammar import ANY_OBJECT, bound_whitespace
 
 TOOL_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 

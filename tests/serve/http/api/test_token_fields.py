@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from swiftspec.serve.http.engine_link.frames import TokenLogprob
@@ -57,6 +58,25 @@ def test_all_invalid_keys_of_logit_bias_are_named(player: Player, client: httpx.
     assert engine_request(client, player, logit_bias={"319": -100, "007": 100})["logit_bias"] == {319: -100, 7: 100}
     message = refused(client, TEXT, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias.5")
     assert "less than or equal to 100" in message
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_long_text_is_cut_before_it_is_encoded(
+    player: Player, client: httpx.Client, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer, which serves one client at a time, sees no more text than the longest prompt that fits."""
+    text, encoded = "".join(f"{number} " for number in range(100_000)), list[int]()
+    whole, encode = player.codec.encode(text), player.codec.tokenizer.encode
+    kept = whole[:5] if side == "right" else whole[-5:]
+
+    def measured(text: str, **options: Any) -> Any:
+        encoded.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(player.codec.tokenizer, "encode", measured)
+    answer(client, TEXT, prompt=text, max_tokens=1, truncate_prompt_tokens=5, truncation_side=side, echo=True)
+    assert player.requests[-1].prompt == kept
+    assert max(encoded) <= 256 * player.codec.longest_token_bytes < len(text)
 
 
 @PATHS
@@ -156,7 +176,8 @@ def test_the_sampled_token_is_listed_beside_the_requested_ones(player: Player) -
     listed = TokenLogprob(-0.5, [(7, -1.0), (9, -2.0)], 1)
     for token, others in ((7, [7, 9]), (8, [8, 7, 9])):
         (item,) = formatter.chat_logprobs([token], [listed], 99)
-        assert [each["logprob"] for each in item["top_logprobs"]] == [-0.5, -1.0, -2.0][-len(others) :]
+        top = msgspec.json.decode(item["top_logprobs"])
+        assert [each["logprob"] for each in top] == [-0.5, -1.0, -2.0][-len(others) :]
 
 
 def test_one_choice_computes_the_prompt(player: Player, client: httpx.Client) -> None:

@@ -30,7 +30,7 @@ async def started(rank0: Rank0) -> frames.StartFrame:
 @pytest.mark.parametrize("last_frames", [[], [LOST]], ids=["gone", "Lost"])
 def test_a_request_without_output_is_retried_before_all_others(last_frames: list[Any]) -> None:
     async def scene(link: Link) -> None:
-        sampling = {"grammar": "x", "seed": 3}
+        sampling = {"temperature": 0.5, "seed": 3}
         first = asyncio.create_task(anext(link.engine.stream_frames(EngineRequest([1], sampling))))
         other = start_request(link.engine, 2)
         before = await started(link.rank0)
@@ -52,6 +52,20 @@ def test_a_request_without_output_is_retried_before_all_others(last_frames: list
         rank0.finish(again.request)
         rank0.finish((await started(rank0)).request)
         assert len(await other) == 1
+
+    run_link(scene, READY)
+
+
+def test_a_request_with_a_grammar_is_not_retried() -> None:
+    """A grammar that overflows the stack of rank 0 would end it again."""
+
+    async def scene(link: Link) -> None:
+        first = asyncio.create_task(anext(link.engine.stream_frames(EngineRequest([1], {"grammar": "x"}))))
+        await started(link.rank0)
+        await link.lose_rank0()
+        with pytest.raises(GenerationFailedError, match="after 0 tokens"):
+            await first
+        assert link.engine.state.waiting == 0
 
     run_link(scene, READY)
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from swiftspec.sampling.grammar_process import build_grammar
 from swiftspec.serve.http.format.harmony import HarmonyParser, harmony_grammar, harmony_messages, harmony_tools
 from swiftspec.serve.http.format.output_parser import OutputPart, OutputText
 from swiftspec.serve.http.format.tools import ParsedToolCall
-from swiftspec.serve.http.grammar import build_grammar
 from swiftspec.text.harmony import MARKER_TOKENS
 from tests.support.harmony import EOS, SPECIAL, marked
 from tests.support.toy_pair import byte_level_tokenizer

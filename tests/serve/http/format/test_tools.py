@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from swiftspec.sampling.grammar_process import build_grammar
 from swiftspec.serve.http.format.tools import (
     HERMES,
     LLAMA,
@@ -20,7 +21,6 @@ from swiftspec.serve.http.format.tools import (
     detect_tool_format,
     tool_call_grammar,
 )
-from swiftspec.serve.http.grammar import build_grammar
 from tests.support.grammars import accepts
 
 ONE, OTHER = '{"name": "f", "arguments": {"a": "</tool_call>"}}', '{"name": "g", "arguments": {}}'

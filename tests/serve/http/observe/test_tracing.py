@@ -169,5 +169,5 @@ def test_addresses() -> None:
 
 def test_without_the_extra_one_line_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
-    with pytest.raises(UserError, match=r"pip install 'swiftspec\[otel\]'"):
+    with pytest.raises(UserError, match=r"run pip install '\.\[otel\]'"):
         RequestTracing("http://collector:4318", "m")

@@ -1,10 +1,14 @@
 """llguidance grammars from request constraints."""
 
+import asyncio
 import json
+from collections.abc import Callable
 
 import pytest
 
-from swiftspec.serve.http.grammar import build_grammar
+from swiftspec.sampling.grammar import check_untrusted_grammar
+from swiftspec.sampling.grammar_process import build_grammar
+from swiftspec.serve.http.grammar_compiler import SandboxedGrammarCompiler
 from tests.support.grammars import accepts
 
 
@@ -53,3 +57,32 @@ def test_an_invalid_grammar_is_one_line(kind: str, text: str, why: str | None) -
     with pytest.raises(ValueError, match=why) as caught:
         build_grammar(kind, text)
     assert "\n" not in str(caught.value) and len(str(caught.value)) <= 300
+
+
+def rules(links: int) -> str:
+    chain = "\n".join(f"r{i}: r{i + 1}" for i in range(links))
+    return f'start: r0\n{chain}\nr{links}: "x"'
+
+
+def references(links: int) -> str:
+    chain = {f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(links)}
+    return json.dumps({"$ref": "#/$defs/a0", "$defs": {**chain, f"a{links}": {"type": "integer"}}})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "make", "deepest"), [("grammar", rules, 2600), ("json_schema", references, 900)], ids=["rules", "schema"]
+)
+def test_the_process_refuses_what_overflows_an_ordinary_stack(
+    kind: str, make: Callable[[int], str], deepest: int
+) -> None:
+    """`deepest`: links that an 8 MiB stack still holds. The process has a quarter of it."""
+    compile_ = SandboxedGrammarCompiler()
+    assert asyncio.run(compile_(kind, make(20)))
+    for links in (deepest // 2, deepest, 3 * deepest):
+        with pytest.raises(ValueError, match="limits on time, memory and nesting"):
+            asyncio.run(compile_(kind, make(links)))
+    grammar = build_grammar(kind, make(20))
+    check_untrusted_grammar(grammar)
+    with pytest.raises(ValueError, match="nesting"):
+        check_untrusted_grammar(rules(4 * deepest))
