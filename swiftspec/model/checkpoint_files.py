@@ -28,8 +28,8 @@ LARGEST_INDEX = 64 << 20  # bytes; about ten times the index of the largest mixt
 WHICH_GGUF = "GGUF files are loaded one at a time: name the file instead of its directory"
 MAX_SHARDS = 10000
 MAX_POINTER_BYTES, LFS_POINTER = 1024, b"version https://git-lfs.github.com/spec/"
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_SHARD = re.compile(r"(model)-([0-9]{5})-of-([0-9]{5})\.safetensors")
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+SHARD = re.compile(r"(model)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -160,11 +160,11 @@ def open_tensors(
 def weight_files(folder: Path) -> list[str]:
     """Returns the names of the safetensors files of a checkpoint directory: the single one, as in transformers also
     next to an index; those in the index; or without an index all shards. Raises UserError if one is missing."""
-    if is_file(folder / _SINGLE):
-        return [_SINGLE]
-    if is_file(folder / _INDEX):
-        return _indexed_files(folder)
-    if shards := [found for file in folder.glob("*.safetensors") if (found := _SHARD.fullmatch(file.name))]:
+    if is_file(folder / SINGLE_FILE):
+        return [SINGLE_FILE]
+    if is_file(folder / INDEX_FILE):
+        return _existing(folder, indexed_files(folder))
+    if shards := [found for file in folder.glob("*.safetensors") if (found := SHARD.fullmatch(file.name))]:
         return _all_shards(folder, shards)
     if any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")):
         raise UserError(f"{folder}: pickle weights can execute code and are not loaded; convert them to safetensors")
@@ -172,7 +172,7 @@ def weight_files(folder: Path) -> list[str]:
         raise UserError(f"{folder}: {WHICH_GGUF}")
     others = sorted(file.name for file in folder.glob("*.safetensors"))
     seen = f", not {truncated_repr(others[0])}" if others else ""
-    raise UserError(f"{folder}: no weights; expected {_SINGLE} or {_INDEX}{seen}")
+    raise UserError(f"{folder}: no weights; expected {SINGLE_FILE} or {INDEX_FILE}{seen}")
 
 
 def _all_shards(folder: Path, shards: Sequence[re.Match[str]]) -> list[str]:
@@ -196,17 +196,24 @@ def _not_a_model(folder: Path) -> str:
     return WHICH_GGUF if any(folder.glob("*.gguf")) else "no config.json; expected a Hugging Face model directory"
 
 
-def _indexed_files(folder: Path) -> list[str]:
-    """Returns the sorted names of the files in model.safetensors.index.json. Raises UserError if one does not exist."""
-    index = Fields(read_object(folder / _INDEX, max_bytes=LARGEST_INDEX), f"{folder / _INDEX}: ").object("weight_map")
-    if not index.data:
-        raise UserError(f"{folder / _INDEX}: not a safetensors index (weight_map is empty or missing)")
-    files = sorted({index.string(tensor) for tensor in index.data})
+def indexed_files(folder: Path) -> list[str]:
+    """Returns the sorted names of the files in model.safetensors.index.json. Raises UserError if it is damaged."""
+    index = Fields(read_object(folder / INDEX_FILE, max_bytes=LARGEST_INDEX), f"{folder / INDEX_FILE}: ")
+    tensors = index.object("weight_map")
+    if not tensors.data:
+        raise UserError(f"{folder / INDEX_FILE}: not a safetensors index (weight_map is empty or missing)")
+    files = sorted({tensors.string(tensor) for tensor in tensors.data})
     for file in files:
         if Path(file).name != file or not file.isprintable() or len(file) > 255:
-            raise UserError(f"{folder / _INDEX}: {truncated_repr(file)} is not a plain file name")
+            raise UserError(f"{folder / INDEX_FILE}: {truncated_repr(file)} is not a plain file name")
+    return files
+
+
+def _existing(folder: Path, files: list[str]) -> list[str]:
+    """Returns the names of the files in the index. Raises UserError if one does not exist."""
+    for file in files:
         if not is_file(folder / file):
-            raise UserError(f"{folder / file}: not found, but listed in {_INDEX}")
+            raise UserError(f"{folder / file}: not found, but listed in {INDEX_FILE}")
     return files
 
 

@@ -22,12 +22,8 @@ from swiftspec.serve.session import (
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.serve.worker_endpoints import draft_worker, target_worker
-from swiftspec.text.codec import (
-    TOKENIZER_FILES,
-    TextCodec,
-    locate_model,
-    template_renderer,
-)
+from swiftspec.text.codec import TOKENIZER_FILES, TextCodec, template_renderer
+from swiftspec.text.hub import locate_model
 
 if TYPE_CHECKING:
     from swiftspec.builder.remote_roles import RemoteTarget

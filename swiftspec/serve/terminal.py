@@ -21,6 +21,7 @@ from swiftspec.serve.word_wrap import WordWrap
 if TYPE_CHECKING:
     from swiftspec.engine import TokenChunk
 
+DOWNLOAD = "download"  # the phase in which the hub's client shows its own progress
 ACCEPTED_STYLE = "underline green"
 C0_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # control code -> its picture
 VISIBLE_CONTROLS = C0_PICTURES | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
@@ -166,7 +167,10 @@ class StartupProgress:
             self._phase, self._phase_began = phase, time.monotonic()
             if self._lines and self._status is None:
                 print(f"swiftspec: {phase}", file=sys.stderr, flush=True)
-        if self._status is not None:
+        if self._status is not None and phase == DOWNLOAD:
+            self._status.stop()  # leaves the terminal to the bars of the hub's client
+        elif self._status is not None:
+            self._status.start()
             self._status.update(f"{phase} {step}".rstrip())
 
     def warn(self, text: str) -> None:

@@ -302,7 +302,11 @@ GGUF_ARCHITECTURES = {
 
 def gguf_architecture(file: GgufFile) -> GgufArchitecture:
     """Returns the family of a GGUF file. Raises UserError if it is not supported."""
-    name = file.metadata.get("general.architecture")
+    return architecture_named(file.metadata.get("general.architecture"))
+
+
+def architecture_named(name: object) -> GgufArchitecture:
+    """Returns the family of a name in the metadata. Raises UserError if it is not supported."""
     found = GGUF_ARCHITECTURES.get(name) if isinstance(name, str) else None
     if found is None:
         known = relatives(name if isinstance(name, str) else "", GGUF_ARCHITECTURES)

@@ -25,7 +25,8 @@ from swiftspec.serve.settings.settings import Settings, UsageError
 from swiftspec.serve.signals import GracefulStop, ignore_signals
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.serve.worker_endpoints import load_security
-from swiftspec.text.codec import TOKENIZER_FILES, TextCodec, locate_model, write_tokenizer_files
+from swiftspec.text.codec import TOKENIZER_FILES, TextCodec, write_tokenizer_files
+from swiftspec.text.hub import locate_model
 
 if TYPE_CHECKING:
     from swiftspec.builder.worker_model import WorkerModel
