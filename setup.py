@@ -6,6 +6,8 @@ Environment:
   works.
 - SWIFTSPEC_CUDA_ARCHS: all, or some of 80, 86, 89, 90, 100, 120; fails if CUDA cannot be built. Unset builds for the
   GPUs of this machine; without a GPU and with SWIFTSPEC_CUDA=1, for 90.
+- SWIFTSPEC_STAMPS: 1 builds CUDA kernels that record clocks, for `bench.gpu.stamps`; use it with `--build-lib`, so that
+  it does not replace the usual extension.
 - SWIFTSPEC_WERROR: 1 turns compiler warnings into errors.
 - CXX, CUDACXX: the compilers.
 """
@@ -159,7 +161,9 @@ class CMakeBuild(build_ext):
         if nvcc:
             print(f"swiftspec: compiling with {nvcc}, which takes minutes", file=sys.stderr, flush=True)
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        tag = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}-{'cuda' if nvcc else 'host'}"
+        stamps = bool(nvcc) and os.environ.get("SWIFTSPEC_STAMPS") == "1"
+        kind = "stamps" if stamps else "cuda" if nvcc else "host"
+        tag = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}-{kind}"
         build_dir = ROOT / "build" / f"cmake-{tag}"
         flags = {
             "CMAKE_BUILD_TYPE": "Release",
@@ -169,6 +173,7 @@ class CMakeBuild(build_ext):
             "pybind11_DIR": pybind11.get_cmake_dir(),
             "SWIFTSPEC_CUDA": "ON" if nvcc else "OFF",
             "SWIFTSPEC_BUILD_INFO": info,
+            "SWIFTSPEC_STAMPS": "ON" if stamps else "OFF",
             "SWIFTSPEC_WERROR": "ON" if os.environ.get("SWIFTSPEC_WERROR") == "1" else "OFF",
         }
         if nvcc:

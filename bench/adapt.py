@@ -28,7 +28,7 @@ from swiftspec.control.controller import Controller
 from swiftspec.control.round_stats import RoundStats
 from swiftspec.control.step_times import DraftTimes, steps_for
 from swiftspec.decode import decode
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
@@ -200,7 +200,7 @@ def speed(
     clock = verifier.clock
     began, count = clock.now, 0
     for number, prompt in enumerate(half.prompts):
-        drafter: Drafter = timed if measured is None else Controller(timed, lambda: measured, clock)
+        drafter: Drafter = timed if measured is None else Controller(timed, lambda kind: measured, clock=clock)
         start = RequestStart(number, tuple(prompt), half.sampling, len(prompt))
         drafter.open(start)
         verifier.open(start)
@@ -219,7 +219,7 @@ def run(
 ) -> list[tuple[float, str]]:
     """Decodes every half and returns its tokens per second and its final tree shape (empty without adaptation)."""
     alone = replace(plan, mode="serial", adapt_steps=True)  # a tree with slots for any d
-    llm = LLM(DEMO / "target", DEMO / "draft", alone, dtype=torch.bfloat16, device="cpu", threads=1)
+    llm = LLMEngine(DEMO / "target", DEMO / "draft", alone, dtype=torch.bfloat16, device="cpu", threads=1)
     clock = Clock(*times)
     drafter, verifier = local_roles(llm)
     timed = TimedDrafter(drafter, clock)

@@ -26,10 +26,10 @@ from bench.workload import COMMON_SAMPLING
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.world import available_cores
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.loader import load_model
 from swiftspec.runtime.runner import Runner
-from swiftspec.serve.built_in_models import SMOLLM2_DRAFT, smollm2_file
+from swiftspec.startup.built_in_models import SMOLLM2_DRAFT, smollm2_file
 from swiftspec.text.codec import TextCodec
 
 QUESTIONS = (
@@ -67,7 +67,9 @@ def build(args: argparse.Namespace) -> dict[str, Generate]:
     given = {name: argparse.Namespace(**{**vars(args), **asdict(values)}) for name, values in SAMPLINGS.items()}
     for mode in args.modes.split(","):
         draft = None if mode == "ar" else args.draft_model
-        llm = LLM(args.model, draft, config(mode, args), device="cpu", threads=args.threads, set_torch_threads=False)
+        llm = LLMEngine(
+            args.model, draft, config(mode, args), device="cpu", threads=args.threads, set_torch_threads=False
+        )
         systems |= {f"{name} {mode}": our_system(llm, given[name], every) for name in SAMPLINGS}
     if has_llama_cpp():
         for name, values in SAMPLINGS.items():

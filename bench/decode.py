@@ -41,7 +41,7 @@ from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import PROPOSAL_METHODS, VERIFY_METHODS, EngineConfig
 from swiftspec.distributed.launch.world import available_cores, join_world, pin_to_cores
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM, serve_rank
+from swiftspec.llm_engine import LLMEngine, serve_rank
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
 
@@ -135,7 +135,7 @@ def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace
     return generate
 
 
-def our_system(llm: LLM, args: argparse.Namespace, cores: set[int]) -> Generate:
+def our_system(llm: LLMEngine, args: argparse.Namespace, cores: set[int]) -> Generate:
     """Returns a system that decodes with the engine `llm` on the CPU cores `cores`."""
     sampling = SamplingParams(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, repetition_penalty=args.repetition_penalty,
@@ -224,7 +224,9 @@ def build(args: argparse.Namespace) -> dict[str, Generate]:
         for what, model in models.items():
             for mode in args.modes.split(","):
                 draft_path = args.draft_model if mode != "ar" else None
-                llm = LLM(model, draft_path, config_of(mode, args, together=mode == "async"), **load_options(args))
+                llm = LLMEngine(
+                    model, draft_path, config_of(mode, args, together=mode == "async"), **load_options(args)
+                )
                 systems[f"swiftspec {mode}{what}"] = our_system(llm, args, every)
     return systems | (llama_cpp_systems(args) if args.device == "cpu" else {})
 
@@ -353,7 +355,7 @@ def main() -> None:
     systems, together = build(args), None
     if world is not None:
         config = config_of("async", args)
-        together = LLM(args.model, args.draft_model, config, world=world, **load_options(args))
+        together = LLMEngine(args.model, args.draft_model, config, world=world, **load_options(args))
         systems["swiftspec async 1 + 1"] = our_system(together, args, world.own_cores())
     result = report(measure(systems, prompts, args.repeats), args, len(prompts))
     if together is not None:

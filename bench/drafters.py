@@ -26,7 +26,7 @@ from bench.common.roles import decode_on, local_roles
 from bench.workload import COMMON_SAMPLING
 from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.distributed.launch.world import available_cores
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.text.codec import TextCodec
 
@@ -117,7 +117,7 @@ class Total:
     seconds: float = 0.0
 
 
-def engines(args: argparse.Namespace) -> dict[str, LLM]:
+def engines(args: argparse.Namespace) -> dict[str, LLMEngine]:
     adaptive = config("serial", args)
     drafts: dict[str, tuple[str | Path | None, EngineConfig]] = {
         "none": (None, EngineConfig("ar")),
@@ -133,16 +133,16 @@ def engines(args: argparse.Namespace) -> dict[str, LLM]:
     unknown = {*chosen} - {*drafts, HEAD_AND_MODEL}
     if unknown:
         raise SystemExit(f"--drafters: {min(unknown)!r} is not one of {', '.join(drafts)}, {HEAD_AND_MODEL}")
-    llms = {name: LLM(args.model, *drafts[name], **options) for name in dict.fromkeys(chosen) if name in drafts}
+    llms = {name: LLMEngine(args.model, *drafts[name], **options) for name in dict.fromkeys(chosen) if name in drafts}
     if args.head is not None and args.draft_steps is not None and (args.drafters is None or HEAD_AND_MODEL in chosen):
-        of_head, of_model = (LLM(args.model, *drafts[name], **options) for name in ("head", "model"))
+        of_head, of_model = (LLMEngine(args.model, *drafts[name], **options) for name in ("head", "model"))
         (head, verifier), (model, _) = local_roles(of_head), local_roles(of_model)
         decode_on(of_head, MergedDrafter(model, head, args.verify_batch), verifier)
         llms[HEAD_AND_MODEL] = of_head
     return llms
 
 
-def run(llms: dict[str, LLM], prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Total]:
+def run(llms: dict[str, LLMEngine], prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Total]:
     """Returns the totals of each drafter. Raises AssertionError if two texts differ."""
     values: dict[str, Any] = {**COMMON_SAMPLING, "seed": 1} if args.sampled else {"temperature": 0}
     totals, sampling = defaultdict[str, Total](Total), SamplingParams(**values, max_tokens=args.max_tokens)

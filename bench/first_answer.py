@@ -24,7 +24,7 @@ from swiftspec.control.controller import Controller
 from swiftspec.control.policy import initial_stats
 from swiftspec.control.row_times import PairTimes, RowTimes
 from swiftspec.decode import decode
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 
@@ -52,14 +52,14 @@ def run(times: tuple[float, ...], expansion: float, work: Work, *, known: bool) 
     autoregressive rounds of each answer. `known`: whether the row times are known before the first round."""
     config = EngineConfig("serial", self_switch=True, adapt_steps=True, adapt_batch=True)
     config = config.for_device("cpu") if known else config
-    llm = LLM(DEMO / "target", DEMO / "draft", config, dtype=torch.bfloat16, device="cpu", threads=1)
+    llm = LLMEngine(DEMO / "target", DEMO / "draft", config, dtype=torch.bfloat16, device="cpu", threads=1)
     drafter, verifier = local_roles(llm)
     table = PairTimes(RowTimes(ROWS, times), RowTimes((1, 4), (expansion, expansion))) if known else None
     stats, clock = initial_stats(config, table), Clock(0.0, 0.0, expansion)
     drafter.max_nodes = max(stats.batch_sizes)
     timed = TableVerifier(verifier, clock)
     timed.times = times
-    controller = Controller(TimedDrafter(drafter, clock), lambda: stats, clock)
+    controller = Controller(TimedDrafter(drafter, clock), lambda kind: stats, clock=clock)
     rates, plain = list[float](), list[int]()
     for number, prompt in enumerate([*work.short, work.short[0]]):
         start = RequestStart(number, tuple(prompt), SamplingParams(temperature=0), len(prompt))

@@ -20,9 +20,9 @@ from functools import cache
 from pathlib import Path
 
 from swiftspec.config import EngineConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
-from swiftspec.serve.built_in_models import smollm2_file
+from swiftspec.startup.built_in_models import smollm2_file
 from swiftspec.text.codec import TextCodec
 
 # two questions, each with words of which a right answer has one; no word where many answers are right
@@ -92,7 +92,7 @@ def parse_candidate(text: str, max_tokens: int) -> Candidate:
 
 
 def ask(
-    llm: LLM, codec: TextCodec, messages: Sequence[dict[str, str]], sampling: SamplingParams, expected: str
+    llm: LLMEngine, codec: TextCodec, messages: Sequence[dict[str, str]], sampling: SamplingParams, expected: str
 ) -> Answer:
     """Decodes the answer to a conversation."""
     prompt = codec.encode_chat(messages, llm.max_model_len)
@@ -108,7 +108,7 @@ def ask(
     return Answer(text, tuple(name for name, found in marks.items() if found))
 
 
-def answers(candidate: Candidate, llm: LLM, codec: TextCodec) -> list[Answer]:
+def answers(candidate: Candidate, llm: LLMEngine, codec: TextCodec) -> list[Answer]:
     """Returns a candidate's answers to all questions."""
     found = list[Answer]()
     for conversation in CONVERSATIONS:
@@ -150,9 +150,9 @@ def main() -> None:
     codec = TextCodec(args.model)
 
     @cache
-    def load(dtype: str, activations: str | None) -> LLM:
+    def load(dtype: str, activations: str | None) -> LLMEngine:
         options = {} if activations is None else {"activations": activations}
-        return LLM(args.model, None, EngineConfig("ar"), dtype=dtype, device="cpu", **options)
+        return LLMEngine(args.model, None, EngineConfig("ar"), dtype=dtype, device="cpu", **options)
 
     chosen = [parse_candidate(text, args.max_tokens) for text in args.candidates or ["t=0.2", "greedy,penalty=1.1"]]
     found = [answers(each, load(each.dtype, each.activations), codec) for each in chosen]

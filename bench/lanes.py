@@ -32,7 +32,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.supervision import SupervisorLink
 from swiftspec.distributed.launch.world import World, join_world
 from swiftspec.distributed.transport.shm import ShmTransport
-from swiftspec.llm import LLM, serve_rank
+from swiftspec.llm_engine import LLMEngine, serve_rank
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph_expansions import GraphExpansionExecutor
 from swiftspec.runtime.executors.graph_verifications import GraphVerificationExecutor
@@ -122,10 +122,10 @@ def table(lane: str, spans: list[Span], spots: list[tuple[float, float]]) -> Non
 
 def decode(
     world: World, config: EngineConfig, options: LoadOptions, limit: int, temperature: float
-) -> tuple[LLM, float, float]:
+) -> tuple[LLMEngine, float, float]:
     """Decodes the prompts on rank 0. Returns the engine, the share of time in which the target is busy, and the tokens
     per round."""
-    llm = LLM(*MODELS, config, world=world, **options)
+    llm = LLMEngine(*MODELS, config, world=world, **options)
     prompts = read_prompts(AutoTokenizer.from_pretrained(MODELS[0]))[: limit + 1]
     sampling = SamplingParams(temperature=temperature, max_tokens=128, ignore_eos=True)
     busy = spent = tokens = count = 0.0

@@ -44,8 +44,8 @@ from bench.large_report import FIRST, OURS, PEER, SECOND, Row
 from bench.width_expanded import Model, check_room, warm
 from bench.workload import Measured, Task, Work
 from swiftspec.errors import UserError
-from swiftspec.serve.settings.flags import FLAGS
-from swiftspec.serve.settings.settings import flag_name
+from swiftspec.settings.flags import FLAGS
+from swiftspec.settings.settings import flag_name
 
 PARTS = ("starts", "decode", "llama", "server")
 KINDS = ("q4_1", "q4_0")  # weight types of llama.cpp's files

@@ -28,8 +28,8 @@ from swiftspec.lab import network_prediction, predict
 from swiftspec.lab.network_link import Link
 from swiftspec.lab.simulation import RecordedAcceptance, SimulatedTimes
 from swiftspec.serve.cli.arguments import parse_command
-from swiftspec.serve.remote_session import open_local_or_remote
 from swiftspec.serve.terminal import StartupProgress
+from swiftspec.startup.remote_session import open_local_or_remote
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

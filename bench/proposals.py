@@ -29,7 +29,7 @@ from bench.data.heldout import DEMO, read_prompts
 from bench.figure import svg_axes
 from swiftspec.config import PROPOSAL_METHODS, EngineConfig
 from swiftspec.decode import decode
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
@@ -52,19 +52,21 @@ class Point:
     ratio: float
 
 
-def engine(proposal: str, ahead: bool, calibration: float | None, args: argparse.Namespace) -> LLM:
+def engine(proposal: str, ahead: bool, calibration: float | None, args: argparse.Namespace) -> LLMEngine:
     """Builds the engine of the demo models with a serial or a lookahead drafter."""
     verify = "reject" if proposal == "sample" else "match"
     config = EngineConfig(draft_steps=args.ahead_steps if ahead else args.steps, proposal=proposal, verify=verify,
                 calibration=calibration)  # fmt: skip
-    llm = LLM(DEMO / "target", DEMO / "draft", config, dtype=torch.bfloat16, device="cpu", threads=1)
+    llm = LLMEngine(DEMO / "target", DEMO / "draft", config, dtype=torch.bfloat16, device="cpu", threads=1)
     if ahead:
         drafter, verifier = local_roles(llm)
         decode_on(llm, growing_ahead(drafter, config, LookaheadDrafter), verifier)
     return llm
 
 
-def ratio(llm: LLM, prompts: Sequence[list[int]], temperature: float, top_p: float, args: argparse.Namespace) -> float:
+def ratio(
+    llm: LLMEngine, prompts: Sequence[list[int]], temperature: float, top_p: float, args: argparse.Namespace
+) -> float:
     """Returns the tokens per round over all prompts and seeds."""
     tokens = rounds = 0
     for seed, prompt in product(range(args.seeds), prompts):

@@ -37,7 +37,7 @@ from bench.sandbox import Sandbox
 from bench.smc import scorer
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.text.codec import TextCodec
 
@@ -54,7 +54,7 @@ class System:
     """One decoding configuration and its answers: one row of `texts` per task, one text per seed."""
 
     name: str
-    llm: LLM
+    llm: LLMEngine
     temperature: float
     texts: list[list[str]] = field(default_factory=list)
     particles: list[list[list[str]]] = field(default_factory=list)  # all particles of each text's request
@@ -87,12 +87,12 @@ def systems(args: argparse.Namespace) -> list[System]:
     hot, paths = args.temperature, (args.model, args.draft_model)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "max_model_len": args.context, "device": args.device}
     options |= {"threads": args.threads, "gpu_trial": "off"}
-    plain = LLM(args.model, config=EngineConfig("ar"), **options)
+    plain = LLMEngine(args.model, config=EngineConfig("ar"), **options)
     made = [System(f"plain, T = {hot / power:g}", plain, hot / power) for power in (1, 2, 4)]
-    made.append(System("exact speculation", LLM(*paths, EngineConfig("serial"), **options), hot))
+    made.append(System("exact speculation", LLMEngine(*paths, EngineConfig("serial"), **options), hot))
     for n, k, power in SHAPES:
         config = EngineConfig("smc", population=PopulationConfig(n, k, power=power))
-        made.append(System(f"smc N = {n}, K = {k}, alpha = {power:g}", LLM(*paths, config, **options), hot))
+        made.append(System(f"smc N = {n}, K = {k}, alpha = {power:g}", LLMEngine(*paths, config, **options), hot))
     return made
 
 

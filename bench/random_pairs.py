@@ -43,7 +43,7 @@ from swiftspec.backends import cpu as host
 from swiftspec.builder.load_options import Side
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import Runner
@@ -190,14 +190,14 @@ def prompt_speed(runner: Runner) -> float:
     return PROMPT / seconds(lambda: runner.open(prompt))
 
 
-def runners(llm: LLM) -> Iterator[tuple[Side, Runner]]:
+def runners(llm: LLMEngine) -> Iterator[tuple[Side, Runner]]:
     """Yields the runners of a serial engine."""
     roles: Any = llm.roles.inner_roles
     yield "target", roles.verifier.runner
     yield "draft", roles.drafter.runner
 
 
-def report_rows(llm: LLM, names: Iterable[str], rows: list[int], repeats: int) -> None:
+def report_rows(llm: LLMEngine, names: Iterable[str], rows: list[int], repeats: int) -> None:
     print(f"| forward, ms | {' | '.join(map(str, rows))} | prompt tok/s |")
     print(f"|---|{'---|' * (len(rows) + 1)}")
     for (side, runner), shape in zip(runners(llm), names, strict=True):
@@ -206,7 +206,7 @@ def report_rows(llm: LLM, names: Iterable[str], rows: list[int], repeats: int) -
         print(f"| {shape} ({side}) | {' | '.join(cells)} | {speed:.0f} |")
 
 
-def report_speed(engines: dict[str, LLM], vocab: int, tokens: int, repeats: int) -> None:
+def report_speed(engines: dict[str, LLMEngine], vocab: int, tokens: int, repeats: int) -> None:
     found, lengths = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for turn in range(repeats):
         prompt = torch.randint(0, vocab, (CONTEXT,)).tolist()
@@ -223,11 +223,11 @@ def report_ours(paths: list[Path], args: argparse.Namespace) -> None:
     target, draft = paths
     packed = target.parent / "packed"
     options: dict[str, Any] = {"max_model_len": 2048, "threads": args.threads, "packed_cache": packed}
-    engines = dict[str, LLM]()
+    engines = dict[str, LLMEngine]()
     if "serial" in args.modes:
-        engines["serial"] = LLM(target, draft, EngineConfig("serial"), **options)
+        engines["serial"] = LLMEngine(target, draft, EngineConfig("serial"), **options)
     if "ar" in args.modes:
-        engines["ar"] = LLM(target, **options)
+        engines["ar"] = LLMEngine(target, **options)
     print(f"ISA level {host.level()}, {host.threads()} threads\n")
     pair = PAIRS[args.pair]
     vocab = min(fields["vocab_size"] for fields in pair.values())

@@ -22,7 +22,7 @@ from bench.data.heldout import DEMO, read_prompts
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.world import World, join_world, pin_to_cores
-from swiftspec.llm import LLM, serve_rank
+from swiftspec.llm_engine import LLMEngine, serve_rank
 from swiftspec.params import SamplingParams
 
 # without a GPU trial: what is measured are the operators that are asked for
@@ -61,7 +61,7 @@ def systems(size: int) -> list[System]:
     ]
 
 
-def measure(llm: LLM, prompts: list[list[int]]) -> tuple[float, float, float, float]:
+def measure(llm: LLMEngine, prompts: list[list[int]]) -> tuple[float, float, float, float]:
     """Runs one pass over the prompts and returns its entry of `System.passes`."""
     sampling = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
     tokens = rounds = 0
@@ -81,7 +81,7 @@ def run(system: System, world: World, prompts: list[list[int]], device: str) -> 
     if not system.alone:
         world.store.set(f"turn {len(system.passes)} of {system.name}", "")
     options: LoadOptions = {**OPTIONS, "device": device}
-    llm = LLM(*system.models, system.config, world=None if system.alone else world, **options)
+    llm = LLMEngine(*system.models, system.config, world=None if system.alone else world, **options)
     system.passes.append(measure(llm, prompts))
     llm.close()
 

@@ -21,7 +21,7 @@ from bench.data.heldout import DEMO, read_prompts
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.tree import acceptance as tree_walk
@@ -44,7 +44,7 @@ PARTS: list[tuple[Any, str]] = [
 ]
 
 
-def decode(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> dict[str, float]:
+def decode(llm: LLMEngine, prompts: list[list[int]], sampling: SamplingParams) -> dict[str, float]:
     """Returns the mean milliseconds per round in target, draft and host, the tokens per round, and the number of
     rounds."""
     total: defaultdict[str, float] = defaultdict(float)
@@ -59,7 +59,7 @@ def decode(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> dict
     return {**per_round, "tokens": total["tokens"] / total["rounds"], "rounds": total["rounds"]}
 
 
-def breakdown(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> list[tuple[str, float, float]]:
+def breakdown(llm: LLMEngine, prompts: list[list[int]], sampling: SamplingParams) -> list[tuple[str, float, float]]:
     """Returns name, calls per round and milliseconds per round of each function in PARTS, the slowest first."""
     spent: defaultdict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
@@ -99,7 +99,7 @@ def main() -> None:
     prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
     sampling = SamplingParams(temperature=args.temperature, max_tokens=128, ignore_eos=True)
     for d in map(int, args.steps.split(",")):
-        llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig(draft_steps=d), **OPTIONS)
+        llm = LLMEngine(DEMO / "target", DEMO / "draft", EngineConfig(draft_steps=d), **OPTIONS)
         decode(llm, prompts[:1], sampling)
         best = min((decode(llm, prompts, sampling) for _ in range(3)), key=lambda r: r["host"])
         budget = 0.4 + 0.15 * d
@@ -107,7 +107,7 @@ def main() -> None:
             f"d={d}: {best['tokens']:.2f} tok/round; ms per round: target {best['target']:.2f},"
             f" draft {best['draft']:.2f}, host {best['host']:.2f} (budget {budget:.2f})"
         )
-    llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig(draft_steps=4), **OPTIONS)
+    llm = LLMEngine(DEMO / "target", DEMO / "draft", EngineConfig(draft_steps=4), **OPTIONS)
     for name, count, milliseconds in breakdown(llm, prompts, sampling):
         print(f"  {name:24} {count:5.2f} per round  {milliseconds:.3f} ms")
 

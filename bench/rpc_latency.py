@@ -36,9 +36,9 @@ from swiftspec.distributed.transport.codec import Frame, unpack_tree_delta
 from swiftspec.distributed.transport.grpc.client import GrpcTransport
 from swiftspec.distributed.transport.grpc.endpoint import TARGET_SERVICE, RpcSecurity
 from swiftspec.distributed.transport.opcodes import Opcode
-from swiftspec.llm import LLMBase
+from swiftspec.llm_engine import TokenEngine
 from swiftspec.params import SamplingParams
-from swiftspec.serve.built_in_models import DEMO_MODELS
+from swiftspec.startup.built_in_models import DEMO_MODELS
 from swiftspec.text.codec import TextCodec
 
 MEASURED = (Opcode.DRAFTER_OPEN, Opcode.OBSERVE, Opcode.VERIFIER_OPEN, Opcode.VERIFY)  # messages with an answer
@@ -122,7 +122,7 @@ def rounds(mode: str, urls: dict[str, str], tokens: int) -> tuple[dict[str, RpcT
     plan = EngineConfig(mode, verify_batch=NODES, draft_leaves=LEAVES, target_remote=True, draft_remote=True)
     with tempfile.TemporaryDirectory() as folder:
         target = RemoteTarget(remote["target"])
-        running = LLMBase(build_remote_roles(target, None, plan, Path(folder), draft_worker=remote["draft"]))
+        running = TokenEngine(build_remote_roles(target, None, plan, Path(folder), draft_worker=remote["draft"]))
         for prompt in prompts:
             times = {side: RpcTimes() for side in PACES}
             with measured(times):

@@ -79,8 +79,8 @@ def answer_here(flags: list[str]) -> None:
     """
     from swiftspec.params import SamplingParams
     from swiftspec.serve.cli.arguments import parse_command
-    from swiftspec.serve.session import open_session
     from swiftspec.serve.terminal import StartupProgress
+    from swiftspec.startup.session import open_session
     from swiftspec.text.stream import TextStream
 
     opened = open_session(parse_command(flags).settings, StartupProgress(quiet=True), warm_up=True)

@@ -18,14 +18,14 @@ from bench.data.heldout import texts
 from bench.workers import NODES, PACES
 from swiftspec.builder.model_pair import ModelPair, build_drafter, draft_tree_slots
 from swiftspec.config import EngineConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.replica_drafter import ReplicaDrafter
 from swiftspec.runtime.tree_delta_sender import TreeDeltaSender
-from swiftspec.serve.built_in_models import DEMO_MODELS
+from swiftspec.startup.built_in_models import DEMO_MODELS
 from swiftspec.text.codec import TextCodec
 from swiftspec.tree.replica import TreeDelta, TreeReplica
 from swiftspec.tree.tree import DraftTree
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--host", type=float, default=1.0)
     args = parser.parse_args()
     target = DEMO_MODELS.target
-    codec, llm = TextCodec(target), LLM(target, None, EngineConfig("ar"), device="cpu", threads=1)
+    codec, llm = TextCodec(target), LLMEngine(target, None, EngineConfig("ar"), device="cpu", threads=1)
     known: list[Text] = []
     for prompt in texts()[:PROMPTS]:
         tokens = codec.encode(prompt, 1024)

@@ -33,7 +33,7 @@ from swiftspec.backends import reference
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import RequestStart
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
@@ -100,13 +100,13 @@ def scorer(temperature: float) -> Callable[[Sequence[int], Sequence[int]], float
     return score
 
 
-def build(particles: int, steps: int, args: argparse.Namespace) -> LLM:
+def build(particles: int, steps: int, args: argparse.Namespace) -> LLMEngine:
     kind: Any = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": CONTEXT, "device": args.device}
     kind["threads"] = args.threads
     if particles == 0:
-        return LLM(DEMO / "target", config=EngineConfig("ar"), **kind)
+        return LLMEngine(DEMO / "target", config=EngineConfig("ar"), **kind)
     population = PopulationConfig(particles, steps, args.ess_threshold, args.power)
-    return LLM(DEMO / "target", DEMO / "draft", EngineConfig("smc", population=population), **kind)
+    return LLMEngine(DEMO / "target", DEMO / "draft", EngineConfig("smc", population=population), **kind)
 
 
 def measure(args: argparse.Namespace) -> list[Result]:

@@ -28,7 +28,7 @@ from bench.figure import svg_axes
 from swiftspec.batching.decoding import BatchRequest
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph import CudaCapture
@@ -64,7 +64,7 @@ class Total:
         return "-" if self.forwards <= 0 else f"{100 * (self.seconds / self.forwards - 1):.1f} %"
 
 
-def build(kind: str, particles: int, steps: int, without: str, args: argparse.Namespace) -> LLM:
+def build(kind: str, particles: int, steps: int, without: str, args: argparse.Namespace) -> LLMEngine:
     """Builds an engine with room for the largest number of requests. `without`: one of ABLATED, or empty."""
     most = max(2, *args.groups)  # with one sequence the engine would decode trees
     options: dict[str, Any] = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": 1536, "device": args.device}
@@ -75,7 +75,7 @@ def build(kind: str, particles: int, steps: int, without: str, args: argparse.Na
         config = EngineConfig("smc", population=shape)
     else:
         config = EngineConfig("serial", draft_steps=steps, verify=kind, max_num_seqs=most)
-    llm = LLM(args.target, args.draft, config, **options)
+    llm = LLMEngine(args.target, args.draft, config, **options)
     population = llm.roles.inner_roles
     assert isinstance(population, BatchScheduler)
     rounds = "eager" if without == "round in one call" else args.rounds
@@ -87,7 +87,7 @@ def build(kind: str, particles: int, steps: int, without: str, args: argparse.Na
     return llm
 
 
-def run(llm: LLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at_once: int, total: Total) -> None:
+def run(llm: LLMEngine, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at_once: int, total: Total) -> None:
     """Decodes the requests, at most `at_once` at a time, and adds the measurements to `total`."""
     sampling = [
         SamplingParams(args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=i)
@@ -119,7 +119,7 @@ def run(llm: LLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at
     total.rounds += sum(request.stats.rounds for request in requests)
 
 
-def plain(llm: LLM, at_once: int, forwards: int = 8) -> float:
+def plain(llm: LLMEngine, at_once: int, forwards: int = 8) -> float:
     """Returns the tokens per second of target forwards with one row for each of `at_once` requests.
 
     The prompts are those that earlier requests left in the cache. The time is the median of `forwards` forwards.

@@ -14,8 +14,8 @@ from bench.workload import COMMON_SAMPLING, WARM_UP, Measured, Task, answer, pea
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
 from swiftspec.serve.cli.arguments import parse_command
-from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.terminal import StartupProgress
+from swiftspec.startup.session import Session, open_session
 
 QUIET, LONGEST = 3.0, 300.0  # seconds without a change after which a folder counts as complete, and the timeout
 
@@ -24,7 +24,7 @@ def main() -> None:
     """Runs a task and prints its measurements."""
     task = Task.given()
     settings = parse_command(task.what["flags"]).settings
-    import swiftspec.llm  # noqa: F401 # torch, and all that the models need: what comes after is loading
+    import swiftspec.llm_engine  # noqa: F401 # torch, and all that the models need: what comes after is loading
 
     began = time.monotonic()
     session = open_session(settings, StartupProgress(quiet=True))

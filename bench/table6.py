@@ -25,7 +25,7 @@ from swiftspec.distributed.launch.world import join_world
 from swiftspec.lab import measurement, timeline
 from swiftspec.lab.timeline import Trace
 from swiftspec.lab.worker_pool import EngineBuild, Pair, RankPool
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.profiles import emulation
 
 DEPTHS = (1, 2, 3, 4)
@@ -82,7 +82,7 @@ def main() -> None:
     pool.dismiss()
     options["emulate"] = emulation.parse_emulation(spec("serial")[0])
     for d in DEPTHS:
-        llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig("serial", draft_steps=d), **options)
+        llm = LLMEngine(DEMO / "target", DEMO / "draft", EngineConfig("serial", draft_steps=d), **options)
         in_turn.append(show("serial", d, measurement.decode_all(llm, prompts, args.max_tokens)))
     paper = emulation.paper_figures()["table6"]
     print(f"ratio of the best {max(ahead) / max(in_turn):.2f}; in the paper (quoted)"

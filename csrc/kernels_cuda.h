@@ -116,6 +116,9 @@ struct AttentionSetup {
   int32_t heads_per_kv_head, group_rows;  // group_rows: rows of a full group, attention_group_rows()
   int32_t most_parts;                     // of a sequence, attention_most_parts()
   bool float8;       // keys and values of the cache are e4m3, else bfloat16
+#ifdef SWIFTSPEC_STAMPS
+  uint64_t* stamps = nullptr;  // records of this launch, or null; see cuda/stamps.h
+#endif
 };
 int64_t attention_group_rows(int64_t heads, int64_t kv_heads);
 int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one_sequence);

@@ -1,4 +1,4 @@
-"""Offline generation: one prompt, one completion.
+"""Offline generation: several prompts, their outputs, and what they cost.
 
 python examples/offline.py
 python examples/offline.py --model TARGET --draft-model DRAFT --prompt "def fib(n):"
@@ -6,21 +6,18 @@ python examples/offline.py --model TARGET --draft-model DRAFT --prompt "def fib(
 
 import argparse
 
-from transformers import AutoTokenizer
-
-from swiftspec import LLM, EngineConfig, SamplingParams
+from swiftspec import LLM, SamplingParams
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--model", default="swiftspec/demo/target")
-parser.add_argument("--draft-model", default="swiftspec/demo/draft")
-parser.add_argument("--prompt", default="def read_lines(path):\n")
+parser.add_argument("--model", default="demo")
+parser.add_argument("--draft-model")
+parser.add_argument("--prompt", action="append")
 args = parser.parse_args()
+prompts = args.prompt or ["def read_lines(path):\n", "import os\n"]
 
-tokenizer = AutoTokenizer.from_pretrained(args.model)
-llm = LLM(args.model, args.draft_model, EngineConfig(draft_steps=4, verify_batch=8))
-completion = llm.generate(tokenizer(args.prompt).input_ids, SamplingParams(temperature=0.0, max_tokens=48))
-llm.close()
-
-print(args.prompt + tokenizer.decode(completion.token_ids))
-stats = completion.stats
-print(f"{len(completion.token_ids)} tokens in {stats.rounds} rounds, {stats.accepted} of them proposed by the draft")
+with LLM(args.model, args.draft_model, draft_steps=4, verify_batch=8) as llm:
+    for output in llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48)):
+        answer = output.outputs[0]
+        print(f"{output.prompt}{answer.text}")
+        stats = answer.stats
+        print(f"{stats.tokens} tokens in {stats.rounds} rounds, {stats.accepted} of them proposed by the draft")

@@ -1,20 +1,14 @@
-"""Streaming: prints each chunk when it is verified. Accepted draft tokens are in brackets, bonus tokens are not.
+"""Streaming: prints the text as it is verified, round by round.
 
 python examples/streaming.py
 """
 
-from transformers import AutoTokenizer
+from swiftspec import LLM, SamplingParams
 
-from swiftspec import LLM, EngineConfig, SamplingParams
-
-TARGET, DRAFT = "swiftspec/demo/target", "swiftspec/demo/draft"
-
-tokenizer = AutoTokenizer.from_pretrained(TARGET)
-llm = LLM(TARGET, DRAFT, EngineConfig(draft_steps=4, verify_batch=8))
 prompt = "def read_lines(path):\n"
 print(prompt, end="")
-for chunk in llm.stream(tokenizer(prompt).input_ids, SamplingParams(temperature=0.8, seed=1, max_tokens=48)):
-    accepted, bonus = chunk.token_ids[: chunk.accepted], chunk.token_ids[chunk.accepted :]
-    print(f"[{tokenizer.decode(accepted)}]" if accepted else "", tokenizer.decode(bonus), sep="", end="", flush=True)
-print()
-llm.close()
+with LLM("demo", draft_steps=4, verify_batch=8) as llm:
+    for piece in llm.stream(prompt, SamplingParams(temperature=0.8, seed=1, max_tokens=48)):
+        print(piece.text, end="", flush=True)  # piece.accepted of its tokens were proposed by the draft
+        if piece.stats is not None:  # the last piece
+            print(f"\n{piece.finish_reason}: {piece.stats.tokens} tokens in {piece.stats.rounds} rounds")

@@ -9,14 +9,15 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from swiftspec import LLM, EngineConfig, SamplingParams
+from swiftspec import EngineConfig, SamplingParams
+from swiftspec.llm_engine import LLMEngine
 
 TARGET, DRAFT = "swiftspec/demo/target", "swiftspec/demo/draft"
 
 tokenizer = AutoTokenizer.from_pretrained(TARGET)
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "trace.jsonl"
-    llm = LLM(TARGET, DRAFT, EngineConfig(draft_steps=3, verify_batch=8), trace=path)
+    llm = LLMEngine(TARGET, DRAFT, EngineConfig(draft_steps=3, verify_batch=8), trace=path)
     llm.generate(tokenizer("def read_lines(path):\n").input_ids, SamplingParams(temperature=0.0, max_tokens=32))
     llm.close()
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

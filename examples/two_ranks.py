@@ -5,19 +5,19 @@ torchrun --standalone --nproc-per-node 2 examples/two_ranks.py
 
 from transformers import AutoTokenizer
 
-from swiftspec import LLM, EngineConfig, SamplingParams
+from swiftspec import EngineConfig, SamplingParams
 from swiftspec.distributed.launch.world import join_world
-from swiftspec.llm import serve_rank
+from swiftspec.llm_engine import LLMEngine, serve_rank
 
 TARGET, DRAFT = "swiftspec/demo/target", "swiftspec/demo/draft"
 
 world = join_world()
 config = EngineConfig(mode="async", target_tp=1, draft_tp=1, draft_steps=2)
 if world.rank:
-    serve_rank(world, TARGET, DRAFT, config)  # returns when rank 0 closes its LLM
+    serve_rank(world, TARGET, DRAFT, config)  # returns when rank 0 closes its engine
 else:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    llm = LLM(TARGET, DRAFT, config, world=world)
+    llm = LLMEngine(TARGET, DRAFT, config, world=world)
     prompt = "def read_lines(path):\n"
     completion = llm.generate(tokenizer(prompt).input_ids, SamplingParams(temperature=0.0, max_tokens=48))
     llm.close()

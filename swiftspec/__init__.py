@@ -1,6 +1,6 @@
 """SwiftSpec: low-latency speculative decoding of one request.
 
-from swiftspec import LLM, AsyncEngine, EngineConfig, SamplingParams
+from swiftspec import LLM, AsyncEngine, SamplingParams
 """
 
 from __future__ import annotations
@@ -12,34 +12,43 @@ if TYPE_CHECKING:
     from swiftspec.config import EngineConfig
     from swiftspec.errors import UserError
     from swiftspec.llm import LLM
-    from swiftspec.params import SamplingParams
+    from swiftspec.params import SamplingParams, StructuredOutputsParams
     from swiftspec.serve.async_engine import AsyncEngine
     from swiftspec.serve.http.engine_link.engine_client import (
         GenerationFailedError,
         InvalidRequestError,
         RequestRejectedError,
     )
+    from swiftspec.text.outputs import CompletionOutput, RequestOutput, TextChunk
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "CompletionOutput",
     "EngineConfig",
     "GenerationFailedError",
     "InvalidRequestError",
+    "RequestOutput",
     "RequestRejectedError",
     "SamplingParams",
+    "StructuredOutputsParams",
+    "TextChunk",
     "UserError",
     "__version__",
 ]
 _MODULES = {
     "LLM": "swiftspec.llm",
     "AsyncEngine": "swiftspec.serve.async_engine",
+    "CompletionOutput": "swiftspec.text.outputs",
     "EngineConfig": "swiftspec.config",
     "GenerationFailedError": "swiftspec.serve.http.engine_link.engine_client",
     "InvalidRequestError": "swiftspec.serve.http.engine_link.engine_client",
+    "RequestOutput": "swiftspec.text.outputs",
     "RequestRejectedError": "swiftspec.serve.http.engine_link.engine_client",
     "SamplingParams": "swiftspec.params",
+    "StructuredOutputsParams": "swiftspec.params",
+    "TextChunk": "swiftspec.text.outputs",
     "UserError": "swiftspec.errors",
 }
 

@@ -30,6 +30,14 @@ LAB_MODULES = {  # modules with the `main` of the sub-commands that serve nothin
     "quantize": "swiftspec.lab.quantize",
     "doctor": "swiftspec.lab.doctor",
 }
+OTHER_COMMANDS = {  # commands of Ollama and vLLM: what does the same here
+    "run": "use `swiftspec chat MODEL`, or `swiftspec generate MODEL --prompt TEXT`",
+    "pull": "a model is downloaded when it is first used, as by `swiftspec chat ORG/NAME`",
+    "list": "`swiftspec pair TARGET` lists the models on this machine that can draft for a target",
+    "ls": "`swiftspec pair TARGET` lists the models on this machine that can draft for a target",
+    "bench": "use `swiftspec profile MODEL --draft-model DRAFT`",
+    "complete": "use `swiftspec generate MODEL --raw --prompt TEXT`",
+}
 USAGE_EXIT_CODE = 2
 INTERRUPT_EXIT_CODE = 130
 
@@ -70,11 +78,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return serve_main(arguments)
     if name not in SUBCOMMANDS:
-        near = difflib.get_close_matches(name[:80], SUBCOMMANDS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else "--help lists the commands"
-        print(f"swiftspec: error: unknown command {name[:80]!r} ({hint})", file=sys.stderr)
+        print(f"swiftspec: error: unknown command {name[:80]!r} ({_command_hint(name[:80])})", file=sys.stderr)
         return USAGE_EXIT_CODE
     return run_subcommand(name, rest)
+
+
+def _command_hint(name: str) -> str:
+    """Returns what the user may have meant with an unknown command."""
+    if name in OTHER_COMMANDS:
+        return OTHER_COMMANDS[name]
+    near = difflib.get_close_matches(name, SUBCOMMANDS, 1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return "for a chat with this model: `swiftspec chat MODEL`" if "/" in name else "--help lists the commands"
 
 
 def run_subcommand(name: str, argv: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from swiftspec.decode import Observer, decode, no_observer
 from swiftspec.errors import UserError
-from swiftspec.messages import Logprob, Proposal, RequestStart, VerifiedRound, VerifyResult, cut_rounds
+from swiftspec.messages import Proposal, RequestStart, SampledLogprob, VerifiedRound, VerifyResult, cut_rounds
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.verifier import Verifier
@@ -22,8 +22,8 @@ class TokenChunk:
     token_ids: tuple[int, ...]
     accepted: int  # number of leading tokens that the draft proposed; the target sampled the others
     finish_reason: str | None = None  # "stop" or "length" on the last chunk
-    logprobs: tuple[Logprob, ...] | None = None  # of `token_ids`, if requested
-    prompt_logprobs: tuple[Logprob, ...] | None = (
+    logprobs: tuple[SampledLogprob, ...] | None = None  # of `token_ids`, if requested
+    prompt_logprobs: tuple[SampledLogprob, ...] | None = (
         None  # on the first chunk, if requested: of all prompt tokens except the first
     )
 

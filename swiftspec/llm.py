@@ -1,275 +1,365 @@
-"""`LLM`, the Python entry point: builds the roles of a model pair and decodes token ids."""
+"""`LLM`: text in, text out. Loads a model pair with its tokenizer and decodes prompts and conversations."""
 
 from __future__ import annotations
 
-import logging
-import signal
-import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
-from functools import partial
+import re
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from itertools import count
+from numbers import Integral
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Self
 
+import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from swiftspec.backends.cpu.packed_weight_cache import BackgroundWriter
-from swiftspec.batching.decoding import BatchRequest
-from swiftspec.builder.hardware import resolve_device
-from swiftspec.builder.load_options import LoadOptions
-from swiftspec.builder.locked_engine import LockedEngine
-from swiftspec.builder.model_pair import ModelPair
-from swiftspec.builder.roles import MakeRemoteDrafter, Roles, build_roles
-from swiftspec.config import EngineConfig
-from swiftspec.distributed.launch.config_check import report_startup_error
-from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.rank_startup import EngineRank, Progress
-from swiftspec.distributed.remote.failover import Outage
-from swiftspec.engine import Completion, Stats, TokenChunk
-from swiftspec.extras import require_extra
-from swiftspec.observe.draft_monitor import DraftMonitor
-from swiftspec.observe.recorder import TraceListener
+from swiftspec.builder.locked_engine import token_ids
+from swiftspec.config import PARTICLES, SPECULATION
+from swiftspec.engine import Stats
+from swiftspec.errors import UserError, truncated_repr
+from swiftspec.llm_engine import TokenEngine
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.cancellation import CancelCheck
+from swiftspec.settings.flags import FLAGS, MODELS, NETWORK, RENAMED_SETTINGS
+from swiftspec.settings.other_flags import flag_hint
+from swiftspec.settings.settings import Settings, UsageError, flag_name
+from swiftspec.settings_schema import require
+from swiftspec.startup.remote_session import open_local_or_remote
+from swiftspec.startup.reporter import LOG, LogReporter
+from swiftspec.startup.session import Session
+from swiftspec.text.codec import ChatMessage
+from swiftspec.text.messages import template_messages
+from swiftspec.text.outputs import DecodedTokens, OutputBuilder, RequestOutput, TextChunk, TextRequest
 
-CPU = torch.device("cpu")
+MIN_PROGRESS_PROMPTS = 4  # with fewer, no progress bar is shown
+COMMAND_ONLY = ("raw", "system_prompt", "listen", "max_sessions", "session_idle", "tls_cert", "tls_key")
+LLM_OPTIONS = [  # names of the options, in the order of --help
+    name
+    for name, flag in FLAGS.items()
+    if name == "seed" or (flag.setting.group in (MODELS, NETWORK, SPECULATION, PARTICLES) and name not in COMMAND_ONLY)
+]
+
+Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
+Conversation = Sequence[ChatMessage]
 
 
-class LLMBase:
-    """The decoding interface of `LLM`, on roles that are already built.
+class LLM:
+    """A target model and optionally a draft model, which generate text from text.
 
-    The roles run local models, lead the ranks of a job, or call workers. Decodes one request at a time, or up to
-    `max_num_seqs` concurrently.
+        with LLM("path/or/hub-id", "path/to/draft") as llm:
+            for output in llm.generate(["Hello, my name is"], SamplingParams(temperature=0.8, max_tokens=32)):
+                print(output.outputs[0].text)
+
+    Methods, parameters and outputs have the names of vLLM's, so that its offline examples run unchanged. The text is
+    that of `swiftspec serve` for the same request. One call decodes at a time, in it up to `max_num_seqs` prompts
+    together; a call from another thread waits for its turn. A thread that starts a request while it reads a stream ends
+    that stream.
+
+    Notices go to the logger "swiftspec".
     """
 
-    def __init__(
+    def __init__(self, model: str | Path | None = None, draft_model: str | Path | None = None, **options: Any) -> None:
+        """Loads the models.
+
+        `model`: directory, hub id or GGUF file of the target, or "demo"; None: the built-in model.
+        `draft_model`: the same for the draft, or "mtp", or "suffix" for suffix lookup without a draft model.
+        `options`: the flags of `swiftspec serve` for models, workers and speculation, with underscores: `dtype`,
+            `max_model_len`, `draft_steps`, ...; see docs/reference/flags.md. `speculative_config` takes vLLM's object.
+
+        Raises UserError in one line if an option is unknown or invalid, or the models cannot be loaded.
+        """
+        settings = llm_settings({"model": model, "draft_model": draft_model, **options})
+        self._init(open_local_or_remote(settings, LogReporter()), settings.seed)
+
+    @classmethod
+    def from_session(cls, session: Session) -> Self:
+        """Returns an LLM on models that are loaded already."""
+        self = cls.__new__(cls)
+        self._init(session)
+        return self
+
+    def _init(self, session: Session, seed: int = 0) -> None:
+        self.session, self._seed = session, seed
+        self._turn, self._tokenizing = EngineTurn(), threading.Lock()
+        self._text_of, self._numbers = DecodedTokens(session.codec), count()
+
+    @property
+    def llm_engine(self) -> TokenEngine:
+        """The engine, which decodes token ids."""
+        return self.session.llm
+
+    def get_tokenizer(self) -> Any:
+        """Returns the target's tokenizer, an object of transformers."""
+        return self.session.codec.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the sampling parameters that the target's generation_config.json recommends, with the
+        option `seed`."""
+        return SamplingParams(**{"seed": self._seed, **self.session.model_defaults})
+
+    def generate(
         self,
-        roles: Roles,
-        load_time: float = 0.0,
-        writer: BackgroundWriter | None = None,
-        pause: CancelCheck | None = None,
-        note: Callable[[str], object] = lambda line: None,
-    ) -> None:
-        """`load_time`: seconds that loading took.
-        `writer`: background thread that writes packed weights to the disk cache between requests; None without a disk
-        cache.
-        `pause`: cancellation check that the runners of the roles call before each prefill chunk.
-        `note`: receives a line if hardly any token of the draft is accepted.
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues prompts, without a chat template, and returns their outputs in the same order.
+
+        `prompts`: one prompt or a list: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+        `sampling_params`: one object for all prompts or one for each; None: `get_default_sampling_params()`.
+        `use_tqdm`: show a progress bar for more than a few prompts.
+
+        An output whose logits are not finite has the finish reason "error". Raises UserError before anything is decoded
+        if a request cannot be served, for example because a prompt is empty or exceeds the context.
         """
-        self.roles, self.load_time, self.writer = roles, load_time, writer
-        self.config = roles.config
-        monitor, models = DraftMonitor(note), roles.models
-        self.engine = LockedEngine(
-            roles.decoding, roles.limits, writer, pause, lambda stats: monitor.add_rounds(stats.verified),
-            CPU if models is None else models.device,
-            lambda error: None if models is None else models.record_device_error(error, roles.config),
-        )  # fmt: skip
+        return self._decode(self._requests(_prompt_list(prompts), sampling_params, self._request), use_tqdm)
 
-    @property
-    def stats(self) -> Stats:
-        """Statistics of the latest request, updated while it runs."""
-        return self.engine.stats
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them, each a list of messages with `role` and `content`. The text is
+        that of the model, including reasoning and tool calls as the model writes them.
 
-    @property
-    def outages(self) -> Sequence[Outage]:
-        """Intervals of the latest request during which a draft in another process was unavailable."""
-        return self.roles.outages
-
-    @property
-    def max_model_len(self) -> int:
-        """Maximum number of prompt and output tokens of a request."""
-        return self.roles.limits.max_model_len
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Maximum number of concurrently decoded requests."""
-        return self.config.num_sequences
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary that target and draft share; token ids are below it."""
-        return self.roles.limits.vocab_size
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-text tokens of the target, which end an output unless `ignore_eos` is set."""
-        return self.roles.limits.eos_token_ids
-
-    def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        """Decodes one request to its end and returns the completion.
-
-        Raises UserError if the request cannot be served, for example because the prompt is empty or exceeds the
-        context.
+        `tools`: JSON schemas of tools, for the chat template. `chat_template`: Jinja source of a template that replaces
+        the model's. `chat_template_kwargs`: further variables of the template.
+        `add_generation_prompt`: begin the assistant's message. `continue_final_message`: continue the last message
+        instead. Other parameters and errors: see `generate`.
         """
-        return self.engine.generate(prompt, sampling)
+        options = {
+            "tools": tools,
+            "variables": chat_template_kwargs,
+            "continue_final_message": continue_final_message,
+            "add_generation_prompt": add_generation_prompt,
+            "template": chat_template,
+        }
+
+        def request(conversation: Conversation, sampling: SamplingParams) -> TextRequest:
+            tokens = self._encode_chat(conversation, **options)
+            return self._checked(None, tokens, sampling, continues_text=continue_final_message)
+
+        conversations: Any = [messages] if len(messages) and isinstance(messages[0], Mapping) else messages
+        return self._decode(self._requests(conversations, sampling_params, request), use_tqdm)
 
     def stream(
+        self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None
+    ) -> Generator[TextChunk]:
+        """Streams one request: yields what each round adds to the output. Closing the iterator ends the request.
+
+        `prompt`: a prompt as for `generate`, or the messages of a conversation. `sampling_params`: see `generate`; `n`
+        must be 1. Raises UserError before anything is decoded if the request cannot be served.
+        """
+        return self._stream(self.prepare_stream(prompt, sampling_params))
+
+    def prepare_stream(
+        self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None
+    ) -> OutputBuilder:
+        """Checks a request as `stream` does and returns it with the builder of its output, for an engine that decodes
+        elsewhere."""
+        request = self._request(prompt, *self._samplings(sampling_params, 1))
+        require(request.sampling.n == 1, f"a stream has one output, not n = {request.sampling.n}: use generate")
+        return self._output_builder(request)
+
+    def close(self) -> None:
+        """Ends the running request and frees what the models need outside of Python. Later calls raise UserError."""
+        self.session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _samplings(
+        self, sampling: SamplingParams | Sequence[SamplingParams] | None, number: int
+    ) -> list[SamplingParams]:
+        """Returns the sampling parameters of each of `number` prompts."""
+        if sampling is None:
+            sampling = self.get_default_sampling_params()
+        if isinstance(sampling, SamplingParams):
+            return [sampling] * number
+        several = isinstance(sampling, Sequence) and all(isinstance(each, SamplingParams) for each in sampling)
+        require(several, f"sampling_params must be SamplingParams, or one per prompt, not {truncated_repr(sampling)}")
+        same = len(sampling) == number
+        require(same, f"got {len(sampling)} SamplingParams for {number} prompts: pass one, or one per prompt")
+        return [*sampling]
+
+    def _requests(
         self,
-        prompt: Sequence[int],
-        sampling: SamplingParams | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> Generator[TokenChunk]:
-        """Streams one request: yields the verified tokens of each round. Closing the iterator ends the request.
+        prompts: Sequence[Any],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        create: Callable[[Any, SamplingParams], TextRequest],
+    ) -> list[TextRequest]:
+        """Returns a request for each prompt. Raises UserError, which names the prompt if there are several."""
+        requests: list[TextRequest] = []
+        for index, pair in enumerate(zip(prompts, self._samplings(sampling, len(prompts)), strict=True)):
+            try:
+                requests.append(create(*pair))
+            except UserError as error:
+                if len(prompts) == 1:
+                    raise
+                raise UserError(f"prompt {index}: {error}") from None
+        return requests
 
-        The first step of the iterator prefills the prompt. It calls `cancelled` before each prefill chunk; if that
-        returns True, the stream ends without yielding anything.
-        """
-        return self.engine.stream(prompt, sampling, cancelled)
+    def _request(self, prompt: Prompt | Conversation, sampling: SamplingParams) -> TextRequest:
+        """Encodes a prompt or a conversation. Raises UserError if the request cannot be served."""
+        content: Any = _prompt_field(prompt) if isinstance(prompt, Mapping) else prompt
+        if isinstance(content, str):
+            with self._tokenizing:
+                tokens = self.session.codec.encode(content, self.llm_engine.max_model_len)
+            return self._checked(content, tokens, sampling, continues_text=True)
+        if len(content) and isinstance(content[0], Mapping):
+            return self._checked(None, self._encode_chat(content), sampling, continues_text=False)
+        return self._checked(None, [*token_ids(content)], sampling, continues_text=True)
 
-    def generate_batch(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Completion]:
-        """Decodes several prompts, at most `max_num_seqs` concurrently, and returns completions in the order of
-        prompts.
+    def _output_builder(self, request: TextRequest) -> OutputBuilder:
+        return OutputBuilder(request, self.session.codec, self.llm_engine.eos_token_ids, self._text_of)
 
-        `sampling` is one set of parameters for all prompts or one per prompt. The output of a prompt depends only on
-        that prompt and its parameters, not on the other prompts. A request with non-finite logits ends with finish
-        reason "error" without affecting the others. Raises UserError before any computation if a request cannot be
-        served.
-        """
-        requests, chunks = self.engine.batch(prompts, sampling)
-        tokens: list[list[int]] = [[] for _ in requests]
-        for request, chunk in chunks:
-            tokens[request.number] += chunk.token_ids
-        stats = [request.stats for request in requests]
-        return [
-            Completion(text, each.finish_reason or "length", each) for text, each in zip(tokens, stats, strict=True)
-        ]
+    def _encode_chat(self, messages: Conversation, **options: Any) -> list[int]:
+        with self._tokenizing:
+            return self.session.codec.encode_chat(template_messages(messages), self.llm_engine.max_model_len, **options)
 
-    def stream_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        cancelled: Callable[[int], bool] = lambda index: False,
-    ) -> Generator[tuple[int, TokenChunk]]:
-        """Streams several prompts: like `generate_batch`, but yields (prompt index, chunk) pairs.
+    def _checked(
+        self, prompt: str | None, tokens: list[int], sampling: SamplingParams, *, continues_text: bool
+    ) -> TextRequest:
+        """Returns a request. Raises UserError if the engine cannot serve it."""
+        request = TextRequest.create(prompt, tokens, sampling, self.session.codec, continues_text=continues_text)
+        self.llm_engine.roles.limits.check(tokens, request.sampling)
+        return request
 
-        `cancelled(index)` is called between rounds and before each prefill chunk; a request for which it returns True
-        ends with finish reason "abort".
-        """
-        _, chunks = self.engine.batch(prompts, sampling, cancelled)
-        return _numbered(chunks)
+    def _decode(self, requests: Sequence[TextRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """Decodes requests to their ends, `max_num_seqs` outputs at a time."""
+        samplings = [(request, sampling) for request in requests for sampling in request.samplings()]
+        builders = [self._output_builder(request) for request, _ in samplings]
+        if not builders:
+            return []
+        with (
+            self._turn.take(),
+            _progress_bar(len(builders), use_tqdm and len(requests) >= MIN_PROGRESS_PROMPTS) as done,
+        ):
+            decoding, chunks = self.llm_engine.engine.batch(
+                [request.prompt_token_ids for request, _ in samplings],
+                [sampling for _, sampling in samplings],
+                lambda index: builders[index].finish_reason is not None,
+            )
+            with closing(chunks):
+                for engine_request, chunk in chunks:
+                    builder = builders[engine_request.number]
+                    if builder.finish_reason is None:
+                        builder.push(chunk)
+                        if builder.finish_reason is not None:
+                            done()
+                        if engine_request.error is not None:
+                            LOG.warning("an output has ended early: %s", engine_request.error)
+        outputs = zip(builders, (engine_request.stats for engine_request in decoding), strict=True)
+        return [self._request_output(request, outputs) for request in requests]
 
-    def listen(self, listener: TraceListener | None) -> None:
-        """Sets the listener that receives trace records, from the next request on. None removes the listener.
+    def _request_output(self, request: TextRequest, outputs: Iterator[tuple[OutputBuilder, Stats]]) -> RequestOutput:
+        """Takes the outputs of a request from the iterator over those of all requests."""
+        own = [next(outputs) for _ in range(request.sampling.n)]
+        return RequestOutput(
+            request_id=str(next(self._numbers)),
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=own[0][0].prompt_logprobs,
+            outputs=[builder.output(index, stats) for index, (builder, stats) in enumerate(own)],
+        )
 
-        The listener is called on the decoding thread with the records of several rounds. Functions in
-        `observe.round_records` and `observe.trace_format` convert records to trace lines in any thread; see
-        docs/reference/trace.md.
-        """
-        self.roles.recorder.listener = listener
-
-    def close(self, *, will_restart: bool = False) -> None:
-        """Ends the running request, shuts the other ranks down, closes the trace and continues writing the disk cache
-        of packed weights for at most one second.
-
-        Later requests raise UserError. `will_restart`: only disconnects from the other ranks, because a supervisor is
-        about to restart this rank and its followers.
-        """
-        self.engine.close()
-        self.roles.close(will_restart=will_restart)
-        if self.writer is not None:
-            self.writer.close()
-
-
-def _numbered(chunks: Generator[tuple[BatchRequest, TokenChunk]]) -> Generator[tuple[int, TokenChunk]]:
-    with closing(chunks):
-        for request, chunk in chunks:
-            yield request.number, chunk
-
-
-class LLM(LLMBase):
-    """A target model and optionally a draft model, loaded and ready to decode token ids.
-
-    Decodes one request at a time, or up to `max_num_seqs` concurrently. The mode defaults to serial with a draft and to
-    ar without one. With a `world`, which describes the ranks of a job, this process is rank 0, and the
-    other ranks run `serve_rank` with the same arguments. Raises UserError if a model cannot be loaded or the two models
-    are not compatible.
-
-    Without options, dtype, operators and numbers of threads are those of `swiftspec serve`. This includes the number of
-    torch's CPU threads, which holds for the whole process and stays after `close`: 1 if the models run on the native
-    operators. `set_torch_threads=False` leaves it unchanged. Notices, such as models that run on torch's own operators,
-    go to `note`, by default to the logger "swiftspec" as warnings.
-
-    `model`: folder of the target.
-    `draft_model`: folder of the draft, address of its worker, "mtp" for the MTP layer in the target's checkpoint
-    (`runtime/head_drafter.py`), or "suffix" for suffix lookup, which needs no draft model
-    (`runtime/suffix_drafter.py`); None without a draft.
-    `device`: device of this process.
-    `dtype`: torch dtype of both models.
-    `threads`: CPU threads of one operator.
-    """
-
-    def __init__(
-        self,
-        target: str | Path,
-        draft: str | Path | None = None,
-        config: EngineConfig | None = None,
-        *,
-        world: World | None = None,
-        **options: Unpack[LoadOptions],
-    ) -> None:
-        note = options.get("note") or _log
-        options = {**options, "note": note}
-        config = (config if config is not None else EngineConfig()).for_models(draft)
-        with report_startup_error(world):
-            config = config.for_device(resolve_device(options.get("device", "auto")).type)
-            models = ModelPair.create(target, draft, config, world, options)
-            config = models.for_draft(config)
-        models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
-        began = time.perf_counter()
-        with models.device_errors_recorded(config):
-            roles = build_roles(models, config, world, options.get("progress"), _drafter_elsewhere(options))
-        writer = None if models.cache is None else models.cache.writer
-        super().__init__(roles, time.perf_counter() - began, writer, models.cancel_check, note)
-        worker = options.get("draft_worker")
-        self.model, self.device = Path(target), models.device
-        self.dtype, self.threads = models.dtype, models.threads
-        self.draft_model = worker.url if worker is not None else None if draft is None else str(draft)
+    def _stream(self, builder: OutputBuilder) -> Generator[TextChunk]:
+        request, engine = builder.request, self.llm_engine
+        with self._turn.take(), closing(engine.stream(request.prompt_token_ids, request.sampling)) as chunks:
+            for chunk in chunks:
+                piece = builder.push(chunk)
+                if builder.finish_reason is not None:
+                    yield builder.with_stats(piece, engine.stats)
+                    return
+                yield piece
 
 
-def _drafter_elsewhere(options: LoadOptions) -> MakeRemoteDrafter | None:
-    """Returns the factory of the drafter on a worker, or None if the options name no draft worker. Raises UserError if
-    gRPC is not installed."""
-    worker = options.get("draft_worker")
-    if worker is None:
-        return None
-    require_extra("network", worker.flag)
-    from swiftspec.builder.remote_roles import build_remote_drafter  # gRPC takes a while to import
+class EngineTurn:
+    """The order in which threads use an engine, which decodes for one at a time."""
 
-    return partial(build_remote_drafter, worker, options.get("note") or _log)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: tuple[int, object] | None = None  # the thread, and an object that stands for its call
 
-
-def _log(line: str) -> None:
-    """Default `note`: logs a warning, which Python prints on stderr unless logging is configured."""
-    logging.getLogger("swiftspec").warning(line)
-
-
-def serve_rank(
-    world: World, target: str | Path, draft: str | Path | None, config: EngineConfig, **options: Unpack[LoadOptions]
-) -> None:
-    """Loads and runs a rank other than rank 0 until rank 0 closes its `LLM`. Takes the arguments of that `LLM`. Raises
-    UserError if they are invalid or differ between ranks, and RankLost if rank 0 or the leader of this rank's group
-    exits without shutting this rank down."""
-    config = config.for_models(draft)
-    with report_startup_error(world):
-        config = config.for_device(resolve_device(options.get("device", "auto")).type)
-        models = ModelPair.create(target, draft, config, world, options)
-        config = models.for_draft(config)
-    models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
-    with models.device_errors_recorded(config):
-        _run_rank(world, config, models, options.get("progress"))
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """Context manager that waits until no other thread has the turn, and holds it. A thread that has it already,
+        for a stream that it reads, passes it on to its new call, because the engine ends that stream."""
+        mine = threading.get_ident(), object()
+        if self._holder is None or self._holder[0] != mine[0]:
+            self._lock.acquire()
+        self._holder = mine
+        try:
+            yield
+        finally:
+            if self._holder is mine:
+                self._holder = None
+                self._lock.release()
 
 
-def _run_rank(world: World, config: EngineConfig, models: ModelPair, progress: Progress | None) -> None:
-    rank = EngineRank(world, config, models, progress)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles interrupts and ends the other ranks
-    try:
-        if world.supervisor is not None:
-            world.supervisor.on_ready()
-        rank.run(traced=models.trace is not None)
-        if models.cache is not None:
-            models.cache.writer.resume()
-            models.cache.writer.close()
-    finally:
-        signal.signal(signal.SIGINT, before)
+@contextmanager
+def _progress_bar(total: int, shown: bool) -> Iterator[Callable[[], object]]:
+    """Context manager that shows a progress bar on stderr. Yields a function that counts one completed output."""
+    if not shown:
+        yield lambda: None
+        return
+    columns = TextColumn("outputs"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _prompt_list(prompts: Any) -> list[Prompt]:
+    """Returns a list of prompts, of one prompt or a sequence of them."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = prompts.tolist() if isinstance(prompts, np.ndarray | torch.Tensor) else [*prompts]
+    return [listed] if listed and isinstance(listed[0], Integral) else listed
+
+
+def _prompt_field(prompt: Mapping[str, Any]) -> str | Sequence[int]:
+    """Returns the text or the token ids of a prompt that is a mapping."""
+    for name in ("prompt_token_ids", "prompt"):
+        if prompt.get(name) is not None:
+            return prompt[name]
+    raise UserError(f"a prompt needs prompt or prompt_token_ids, but has {truncated_repr([*prompt])}")
+
+
+def llm_settings(values: Mapping[str, Any]) -> Settings:
+    """Returns the settings of an `LLM`. `values`: its options by name. Raises UsageError, which names the option, if
+    one is unknown or invalid."""
+    for name in values:
+        if name not in LLM_OPTIONS:
+            raise UsageError(f"LLM has no option {truncated_repr(name)}{_option_hint(name)}")
+    given = {name: _plain(value) for name, value in values.items() if value is not None}
+    return Settings.create(given, str)
+
+
+def _plain(value: Any) -> Any:
+    """Returns the value of an option as the command line has it: a path and a dtype as text."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return str(value) if isinstance(value, Path) else value
+
+
+def _option_hint(name: str) -> str:
+    """Returns a clause about an unknown option."""
+    if name in FLAGS and FLAGS[name].config is SamplingParams:
+        return f": pass it as SamplingParams({name}=...)"
+    if name in FLAGS:
+        return ": it is an option of `swiftspec serve` only"
+    new = RENAMED_SETTINGS.get(name)
+    hint = f"{name} was renamed to {new}" if new else flag_hint(flag_name(name), [*map(flag_name, LLM_OPTIONS)])
+    return "" if hint is None else ": " + re.sub("--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), hint)

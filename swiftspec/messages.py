@@ -121,7 +121,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Logprob:
+class SampledLogprob:
     """Log-probability of a token under the target, and other tokens at the same position.
 
     `top`: (token, log-probability) pairs: the most likely tokens, the most likely first, or the requested
@@ -148,8 +148,10 @@ class VerifyResult:
     path: tuple[int, ...]  # accepted proposal nodes, the root first
     tokens: tuple[int, ...]  # as many as `path` has nodes
     overlaps: tuple[float, ...] = field(default=(), compare=False)  # see tree.acceptance.Accepted; unused by drafters
-    logprobs: tuple[Logprob, ...] | None = field(default=None, compare=False)  # of the tokens; unused by drafters
-    prompt_logprobs: tuple[Logprob, ...] | None = field(
+    logprobs: tuple[SampledLogprob, ...] | None = field(
+        default=None, compare=False
+    )  # of the tokens; unused by drafters
+    prompt_logprobs: tuple[SampledLogprob, ...] | None = field(
         default=None, compare=False
     )  # in the first result of a request: see engine.TokenChunk
 

@@ -1,7 +1,10 @@
 """Sampling parameters of a request. Each is declared once, at its field (see settings_schema.py)."""
 
+import json
+import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from swiftspec.settings_schema import check_fields, require, setting
 
@@ -10,7 +13,43 @@ MAX_BIAS = 1e9  # effectively infinite, without overflow in float32
 MAX_TOKEN_COUNT = 2**31 - 1  # limit of every setting in tokens
 MAX_LOGPROB_VALUES = 2**20  # log-probabilities in one message, if those of the whole vocabulary are requested
 MAX_LOGPROBS = 20  # most likely tokens per position; -1 stands for the whole vocabulary
+MAX_CHOICES = 512  # outputs of one request
 SAMPLING, STOPPING = "sampling", "length and stopping"  # headings of --help
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """Constraint of the output, as in vLLM: exactly one of the fields. Raises UserError otherwise.
+
+    `json`: a JSON schema, as an object or as text. `regex`: a regular expression that the whole output matches.
+    `choice`: the texts of which the output is one. `grammar`: a grammar in Lark or in llama.cpp's GBNF.
+    `json_object`: any JSON object.
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__slots__ if getattr(self, name) not in (None, False)]
+        require(
+            len(given) == 1,
+            "structured_outputs needs exactly one of json, regex, choice, grammar and json_object,"
+            f" not {' and '.join(given) or 'none'}",
+        )
+
+    @property
+    def constraint(self) -> tuple[str, str]:
+        """Kind and text of the constraint, for `sampling.grammar_process.build_grammar`."""
+        if self.json_object:
+            return "json_schema", '{"type": "object"}'
+        if self.json is not None:
+            return "json_schema", self.json if isinstance(self.json, str) else json.dumps(self.json)
+        if self.choice is not None:
+            return "choice", json.dumps([*self.choice])
+        return ("regex", self.regex) if self.regex is not None else ("grammar", self.grammar or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +74,18 @@ class SamplingParams:
     all tokens), computed after guidance and before all other processing. `logprob_token_ids`: instead of the most
     likely tokens, these. `prompt_logprobs`: as `logprobs`, for the prompt tokens.
 
+    `seed`: seed of the noise. The default 0 makes outputs reproducible; None draws a seed at random once, which all
+    requests with this object share. `max_tokens`: None, the default, decodes up to the end of the context; vLLM's
+    default is 16.
+
+    The fields from `n` on apply to text and have no effect on `LLMEngine`. `n`: number of outputs, which differ in
+    their seeds. `stop`: the output ends before the first of these strings, with `include_stop_str_in_output` after it.
+    `skip_special_tokens`: leave special tokens out of the text. `detokenize` = False: no text, only token ids.
+    `bad_words`: words that the text does not contain. `structured_outputs`: a constraint that becomes the `grammar`.
+
     `verify_batch` (bs; 1: without the draft) and `draft_steps` (d) override the engine's values for this request. They
-    do not change the output; with rejection sampling they may change its tokens, but not their distribution.
+    do not change the output; with rejection sampling they may change its tokens, but not their distribution. Nor does
+    `suffix_memory`: whether suffix lookup proposes from the texts of other requests, and keeps this one for them.
     """
 
     temperature: float = setting(
@@ -93,12 +142,21 @@ class SamplingParams:
     negative_prompt_ids: tuple[int, ...] = ()  # negative prompt of guidance; empty: the last token of the prompt
     verify_batch: int | None = setting(None, ge=1)
     draft_steps: int | None = setting(None, ge=1)
+    suffix_memory: bool = True
     min_tokens: int = setting(0, ge=0, le=MAX_TOKEN_COUNT)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     logprob_token_ids: tuple[int, ...] = ()
+    n: int = setting(1, ge=1, le=MAX_CHOICES)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    bad_words: tuple[str, ...] = ()
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
+        if self.seed is None:
+            object.__setattr__(self, "seed", secrets.randbits(63))
         check_fields(self)
         require(all(self.stop), "a stop string must not be empty")
         require(
@@ -109,6 +167,11 @@ class SamplingParams:
         require(
             all(abs(b) <= MAX_BIAS for b in self.logit_bias.values()),
             f"logit_bias must lie in -{MAX_BIAS:g}..{MAX_BIAS:g}",
+        )
+        require(self.detokenize or not self.stop, "stop strings require detokenize")
+        require(
+            self.structured_outputs is None or self.grammar is None,
+            "structured_outputs and grammar both constrain the output; remove one of them",
         )
         self._check_rules()
 

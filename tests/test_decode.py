@@ -14,7 +14,7 @@ import transformers
 from swiftspec.config import EngineConfig
 from swiftspec.decode import decode
 from swiftspec.errors import DrafterLost, UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.params import SamplingParams
@@ -47,8 +47,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_pair(tmp_path_factory.mktemp("pair"))
 
 
-def make_llm(target: Path, draft: Path | None = None, **plan: Any) -> LLM:
-    return LLM(target, draft, EngineConfig(mode="serial" if draft else "ar", **plan), dtype=torch.float64)
+def make_llm(target: Path, draft: Path | None = None, **plan: Any) -> LLMEngine:
+    return LLMEngine(target, draft, EngineConfig(mode="serial" if draft else "ar", **plan), dtype=torch.float64)
 
 
 @functools.cache
@@ -90,10 +90,10 @@ def test_ar_equals_transformers_for_every_shape_with_a_padded_vocabulary(tmp_pat
     beyond = list(range(64, 96))
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "suppress_tokens": beyond}
     text = model.generate(torch.tensor([PROMPT]), max_new_tokens=60, **options)
-    llm = LLM(tmp_path, dtype=torch.float64, vocab_size=64)
+    llm = LLMEngine(tmp_path, dtype=torch.float64, vocab_size=64)
     ours = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     assert ours.token_ids == text[0, len(PROMPT) :].tolist()
-    free = LLM(tmp_path, dtype=torch.float64).generate(PROMPT, SamplingParams(temperature=0, max_tokens=60))
+    free = LLMEngine(tmp_path, dtype=torch.float64).generate(PROMPT, SamplingParams(temperature=0, max_tokens=60))
     assert max(free.token_ids) >= 64, "the padded rows would have won somewhere"
 
 
@@ -134,8 +134,8 @@ def test_serial_equals_ar_with_an_unrelated_draft(tmp_path: Path, family: str) -
     make_checkpoint(tmp_path / "t", family=family, vocab=80, layers=2, dtype=torch.float64, seed=5)
     make_checkpoint(tmp_path / "d", family=family, vocab=72, layers=1, dtype=torch.float64, seed=6)
     for sampling in (replace(GREEDY, max_tokens=60), replace(SAMPLED, max_tokens=60)):
-        plain = LLM(tmp_path / "t", dtype=torch.float64, vocab_size=64).generate(PROMPT, sampling)
-        tree = LLM(tmp_path / "t", tmp_path / "d", dtype=torch.float64, vocab_size=64).generate(PROMPT, sampling)
+        plain = LLMEngine(tmp_path / "t", dtype=torch.float64, vocab_size=64).generate(PROMPT, sampling)
+        tree = LLMEngine(tmp_path / "t", tmp_path / "d", dtype=torch.float64, vocab_size=64).generate(PROMPT, sampling)
         assert tree.token_ids == plain.token_ids and max(plain.token_ids) < 64
 
 

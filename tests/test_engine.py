@@ -14,10 +14,10 @@ import torch
 from swiftspec.config import EngineConfig
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.params import SamplingParams
-from swiftspec.serve.rank_plan import acceptance_advice
+from swiftspec.settings.rank_plan import acceptance_advice
 from tests.support.cases import fast_first
 from tests.support.roles import drafter_of
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -35,19 +35,19 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(path: Path) -> LLM:
+def llm(path: Path) -> LLMEngine:
     """Target and draft are the same model, so whole paths are accepted."""
-    return LLM(path, path, dtype=torch.float64, max_model_len=CONTEXT)
+    return LLMEngine(path, path, dtype=torch.float64, max_model_len=CONTEXT)
 
 
-def longest(llm: LLM) -> list[int]:
+def longest(llm: LLMEngine) -> list[int]:
     return llm.generate(PROMPT, FREE).token_ids
 
 
-def test_generation_stops_cleanly_at_the_end_of_the_context(llm: LLM, path: Path) -> None:
+def test_generation_stops_cleanly_at_the_end_of_the_context(llm: LLMEngine, path: Path) -> None:
     answer = llm.generate(PROMPT, FREE)
     assert len(answer.token_ids) == CONTEXT - len(PROMPT) and answer.finish_reason == "length"
-    plain = LLM(path, dtype=torch.float64, max_model_len=CONTEXT).generate(PROMPT, FREE)
+    plain = LLMEngine(path, dtype=torch.float64, max_model_len=CONTEXT).generate(PROMPT, FREE)
     assert plain.token_ids == answer.token_ids
 
 
@@ -55,8 +55,8 @@ def test_generation_stops_cleanly_at_the_end_of_the_context(llm: LLM, path: Path
 def test_a_deep_tree_is_limited_by_the_context(path: Path, bs: int, w: int, d: int) -> None:
     """A narrow tree of a draft that is always accepted extends far beyond the last token that fits."""
     context = 40
-    llm = LLM(path, path, EngineConfig("serial", bs, w, d), dtype=torch.float64, max_model_len=context)
-    plain = LLM(path, dtype=torch.float64, max_model_len=context)
+    llm = LLMEngine(path, path, EngineConfig("serial", bs, w, d), dtype=torch.float64, max_model_len=context)
+    plain = LLMEngine(path, dtype=torch.float64, max_model_len=context)
     sure = SamplingParams(temperature=0.001, seed=1, ignore_eos=True)
     for length in range(4, 12):
         prompt = [(7 * i) % 60 for i in range(length)]
@@ -66,25 +66,25 @@ def test_a_deep_tree_is_limited_by_the_context(path: Path, bs: int, w: int, d: i
 
 
 @pytest.mark.parametrize("length", [CONTEXT - 1, CONTEXT - 2, CONTEXT - 7])
-def test_a_prompt_may_fill_the_context_except_one_token(llm: LLM, length: int) -> None:
+def test_a_prompt_may_fill_the_context_except_one_token(llm: LLMEngine, length: int) -> None:
     answer = llm.generate([i % 60 for i in range(length)], FREE)
     assert len(answer.token_ids) == CONTEXT - length and answer.finish_reason == "length"
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 10, 40])
-def test_max_tokens_is_exact(llm: LLM, budget: int) -> None:
+def test_max_tokens_is_exact(llm: LLMEngine, budget: int) -> None:
     answer = llm.generate(PROMPT, SamplingParams(temperature=0, ignore_eos=True, max_tokens=budget))
     assert answer.token_ids == longest(llm)[:budget] and answer.finish_reason == "length"
 
 
-def test_the_first_stop_token_ends_the_text_and_stays(llm: LLM) -> None:
+def test_the_first_stop_token_ends_the_text_and_stays(llm: LLMEngine) -> None:
     text = longest(llm)
     for token in set(text[:30]):
         answer = llm.generate(PROMPT, SamplingParams(temperature=0, ignore_eos=True, stop_token_ids=(token,)))
         assert answer.token_ids == text[: text.index(token) + 1] and answer.finish_reason == "stop"
 
 
-def test_the_end_token_of_the_model_stops_unless_ignored(llm: LLM) -> None:
+def test_the_end_token_of_the_model_stops_unless_ignored(llm: LLMEngine) -> None:
     text = longest(llm)
     bias = {llm.eos_token_ids[0]: 1000.0}
     stopped = llm.generate(PROMPT, SamplingParams(temperature=0, logit_bias=bias))
@@ -94,17 +94,17 @@ def test_the_end_token_of_the_model_stops_unless_ignored(llm: LLM) -> None:
     assert longest(llm) == text
 
 
-def test_the_end_token_of_the_tokenizer_stops_too(llm: LLM, path: Path, tmp_path: Path) -> None:
+def test_the_end_token_of_the_tokenizer_stops_too(llm: LLMEngine, path: Path, tmp_path: Path) -> None:
     text = longest(llm)
     folder = Path(shutil.copytree(path, tmp_path / "model"))
     names = {"eos_token": "<end>", "added_tokens_decoder": {str(text[5]): {"content": "<end>"}}}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    with_end = LLM(folder, dtype=torch.float64, max_model_len=CONTEXT)
+    with_end = LLMEngine(folder, dtype=torch.float64, max_model_len=CONTEXT)
     assert with_end.eos_token_ids == (*llm.eos_token_ids, text[5])
     assert with_end.generate(PROMPT, SamplingParams(temperature=0)).token_ids == text[: text.index(text[5]) + 1]
 
 
-def test_chunks_distinguish_draft_tokens_from_bonus_tokens(llm: LLM) -> None:
+def test_chunks_distinguish_draft_tokens_from_bonus_tokens(llm: LLMEngine) -> None:
     chunks = list(llm.stream(PROMPT, FREE))
     assert all(0 <= c.accepted <= len(c.token_ids) for c in chunks)
     assert all(c.accepted == len(c.token_ids) - 1 and c.finish_reason is None for c in chunks[:-1])
@@ -122,7 +122,7 @@ def assert_counts_only_output(stats: Stats) -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 7])
-def test_acceptance_is_counted_for_output_tokens_only(llm: LLM, budget: int) -> None:
+def test_acceptance_is_counted_for_output_tokens_only(llm: LLMEngine, budget: int) -> None:
     """At the token limit, at a stop token within a round, and after a cut by the caller."""
     text = longest(llm)
     limited = llm.generate(PROMPT, replace(FREE, max_tokens=budget)).stats
@@ -139,7 +139,7 @@ def test_acceptance_is_counted_for_output_tokens_only(llm: LLM, budget: int) -> 
     assert (whole.tokens, whole.rounds, whole.accepted, whole.drafted) == (0, 0, 0, 0)
 
 
-def test_the_statistics_are_consistent(llm: LLM) -> None:
+def test_the_statistics_are_consistent(llm: LLMEngine) -> None:
     answer = llm.generate(PROMPT, FREE)
     stats = answer.stats
     assert_counts_only_output(stats)
@@ -149,7 +149,7 @@ def test_the_statistics_are_consistent(llm: LLM) -> None:
     assert stats.prompt_time < stats.first_token_time <= stats.prompt_time + stats.decode_time
 
 
-def test_a_stream_closed_midway_does_not_affect_the_next_request(llm: LLM) -> None:
+def test_a_stream_closed_midway_does_not_affect_the_next_request(llm: LLMEngine) -> None:
     text = longest(llm)
     stream = llm.stream([9, 9, 9], FREE)
     next(stream)
@@ -157,7 +157,7 @@ def test_a_stream_closed_midway_does_not_affect_the_next_request(llm: LLM) -> No
     assert longest(llm) == text
 
 
-def test_a_second_stream_ends_the_first(llm: LLM) -> None:
+def test_a_second_stream_ends_the_first(llm: LLMEngine) -> None:
     text = longest(llm)
     first = llm.stream([9, 9, 9], FREE)
     next(first)
@@ -173,7 +173,7 @@ def test_a_second_stream_ends_the_first(llm: LLM) -> None:
 
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 5, 9])
 def test_an_interrupt_inside_a_forward_does_not_affect_the_next_request(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, after: int
+    llm: LLMEngine, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     text, runner, calls = longest(llm), drafter_of(llm).runner, 0
     forward = runner.model.forward
@@ -195,7 +195,7 @@ def test_an_interrupt_inside_a_forward_does_not_affect_the_next_request(
 @pytest.mark.parametrize("after", [1, 2, 7])
 @pytest.mark.parametrize("failure", [RuntimeError("out of memory"), MemoryError("no memory")])
 def test_a_failing_draft_model_is_lost_without_changing_the_text(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, after: int, failure: Exception
+    llm: LLMEngine, monkeypatch: pytest.MonkeyPatch, after: int, failure: Exception
 ) -> None:
     text, runner, calls = longest(llm), drafter_of(llm).runner, 0
     forward = runner.model.forward
@@ -213,7 +213,7 @@ def test_a_failing_draft_model_is_lost_without_changing_the_text(
     assert answer.token_ids == text and answer.stats.drafter_lost == str(failure)
 
 
-def test_a_draft_whose_logits_overflow_costs_speed_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_whose_logits_overflow_costs_speed_only(llm: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     text, runner = longest(llm), drafter_of(llm).runner
     forward = runner.model.forward
 
@@ -237,34 +237,34 @@ def test_a_draft_whose_logits_overflow_costs_speed_only(llm: LLM, monkeypatch: p
         ([-1], "outside 0..63"),
     ],
 )
-def test_bad_prompts_are_refused(llm: LLM, prompt: list[int], message: str) -> None:
+def test_bad_prompts_are_refused(llm: LLMEngine, prompt: list[int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         llm.stream(prompt, FREE)
 
 
-def test_a_bias_on_an_unknown_token_is_refused(llm: LLM) -> None:
+def test_a_bias_on_an_unknown_token_is_refused(llm: LLMEngine) -> None:
     with pytest.raises(UserError, match="logit_bias contains a token"):
         llm.stream(PROMPT, SamplingParams(logit_bias={64: 1.0}))
 
 
 def test_the_mode_follows_from_the_models(path: Path) -> None:
-    plain = LLM(path, None, EngineConfig(draft_steps=4), dtype=torch.float64)
+    plain = LLMEngine(path, None, EngineConfig(draft_steps=4), dtype=torch.float64)
     assert plain.config.mode == "ar" and plain.generate(PROMPT, replace(FREE, max_tokens=3)).stats.drafted == 0
-    assert LLM(path, path, EngineConfig(draft_steps=4), dtype="float64").config.mode == "serial"
+    assert LLMEngine(path, path, EngineConfig(draft_steps=4), dtype="float64").config.mode == "serial"
 
 
 def test_invalid_engine_settings_are_refused(path: Path) -> None:
     with pytest.raises(UserError, match="requires a draft model"):
-        LLM(path, config=EngineConfig(mode="serial"))
+        LLMEngine(path, config=EngineConfig(mode="serial"))
     with pytest.raises(UserError, match=r"max_model_len must lie in 2\.\.512"):
-        LLM(path, max_model_len=513)
+        LLMEngine(path, max_model_len=513)
     with pytest.raises(UserError, match=f"the tokenizer has 70 tokens, but the LM head of {path} has only 64 rows"):
-        LLM(path, vocab_size=70)
+        LLMEngine(path, vocab_size=70)
     with pytest.raises(UserError, match="no such directory"):
-        LLM(path / "nowhere")
+        LLMEngine(path / "nowhere")
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="device cuda: PyTorch finds no NVIDIA GPU"):
-            LLM(path, device="cuda")
+            LLMEngine(path, device="cuda")
 
 
 @pytest.mark.parametrize(

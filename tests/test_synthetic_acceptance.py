@@ -14,10 +14,10 @@ from swiftspec import _C
 from swiftspec.config import EngineConfig
 from swiftspec.engine import Completion
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.overlapped import ThreadedVerifier
-from swiftspec.serve.rank_plan import synthetic_advice
+from swiftspec.settings.rank_plan import synthetic_advice
 from swiftspec.tree.synthetic_acceptance import AcceptanceSchedule
 from tests.support.roles import drafter_of, make_drafter, replace_roles, restrict_executors, verifier_of
 from tests.support.tiny_checkpoints import make_pair
@@ -43,9 +43,9 @@ def sampling(name: str = "greedy", **more: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, **REQUESTS[name], **more})
 
 
-def made(pair: Pair, length: float | None, dtype: torch.dtype = torch.float64, **more: Any) -> LLM:
+def made(pair: Pair, length: float | None, dtype: torch.dtype = torch.float64, **more: Any) -> LLMEngine:
     config = EngineConfig(**{"draft_steps": 6, "calibration": 0.1, "synthetic_acceptance_length": length, **more})
-    return LLM(*pair, config, dtype=dtype, max_model_len=128)
+    return LLMEngine(*pair, config, dtype=dtype, max_model_len=128)
 
 
 def counts(answer: Completion) -> list[int]:
@@ -82,7 +82,10 @@ def depths(parents: tuple[int, ...]) -> list[int]:
 
 def test_the_bonus_token_is_the_targets(pair: Pair) -> None:
     """After the text so far, the target alone decodes the token at the end of each round."""
-    answer, alone = made(pair, 2.0).generate(PROMPT, sampling()), LLM(pair[0], dtype=torch.float64, max_model_len=128)
+    answer, alone = (
+        made(pair, 2.0).generate(PROMPT, sampling()),
+        LLMEngine(pair[0], dtype=torch.float64, max_model_len=128),
+    )
     assert answer.token_ids != alone.generate(PROMPT, sampling()).token_ids
     for end in range(2, 20, 2):
         text = [*PROMPT, *answer.token_ids[: end - 1]]
@@ -132,7 +135,7 @@ def test_drafters_with_suffix_lookup(pair: Pair) -> None:
     repeated = PROMPT * 4
     grafted = made(pair, 2.0, drafter="model+suffix").generate(repeated, sampling())
     assert {*counts(grafted)} == {1}
-    lookup = LLM(pair[0], "suffix", EngineConfig(synthetic_acceptance_length=2.0), dtype=torch.float64)
+    lookup = LLMEngine(pair[0], "suffix", EngineConfig(synthetic_acceptance_length=2.0), dtype=torch.float64)
     answer = lookup.generate(repeated, sampling(max_tokens=20))
     assert [len(each.path) for each in answer.stats.verified][:-1] == [
         min(len(each.parents), 2) for each in answer.stats.verified
@@ -152,7 +155,7 @@ def test_log_probabilities_are_the_targets_of_the_output(pair: Pair) -> None:
 
 
 def test_a_request_without_the_draft_has_the_targets_text(pair: Pair) -> None:
-    llm, alone = made(pair, 2.0), LLM(pair[0], dtype=torch.float64, max_model_len=128)
+    llm, alone = made(pair, 2.0), LLMEngine(pair[0], dtype=torch.float64, max_model_len=128)
     answer = llm.generate(PROMPT, sampling(verify_batch=1))
     assert answer.token_ids == alone.generate(PROMPT, sampling()).token_ids
     assert answer.stats.synthetic_acceptance_length is None
@@ -198,7 +201,7 @@ def test_the_length_is_at_most_bs(pair: Pair) -> None:
     with pytest.raises(UserError, match="finite"):
         EngineConfig(synthetic_acceptance_length=float("nan"))
     with pytest.raises(UserError, match="mode ar, which has no draft tree"):
-        LLM(pair[0], None, EngineConfig(synthetic_acceptance_length=2))
+        LLMEngine(pair[0], None, EngineConfig(synthetic_acceptance_length=2))
 
 
 def test_a_warning_states_what_limits_the_rounds() -> None:
@@ -212,6 +215,6 @@ def test_a_warning_states_what_limits_the_rounds() -> None:
 def test_a_trace_states_the_length(pair: Pair, tmp_path: Path) -> None:
     for length in (2.0, None):
         config = EngineConfig(synthetic_acceptance_length=length)
-        LLM(*pair, config, dtype=torch.float64, trace=tmp_path / "trace").close()
+        LLMEngine(*pair, config, dtype=torch.float64, trace=tmp_path / "trace").close()
         head = json.loads((tmp_path / "trace").read_text().splitlines()[0])
         assert head.get("synthetic_acceptance_length") == length

@@ -18,9 +18,9 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from swiftspec.serve.cli.chat import Chat
-from swiftspec.serve.session import open_session
-from swiftspec.serve.settings.config_sources import load_settings
+from swiftspec.serve.cli.config_sources import load_settings
 from swiftspec.serve.terminal import StartupProgress
+from swiftspec.startup.session import open_session
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "chat.svg"
 WIDTH = 100  # columns

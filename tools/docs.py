@@ -17,8 +17,8 @@ from pathlib import Path
 from swiftspec.runtime.executors.graph import CAPTURED_ROWS
 from swiftspec.sampling.noise import PositionNoise
 from swiftspec.serve.cli.arguments import PRECEDENCE, add_run_flags
-from swiftspec.serve.settings.flags import FLAGS, GROUPS, Flag
-from swiftspec.serve.settings.settings import env_name, flag_name
+from swiftspec.settings.flags import FLAGS, GROUPS, Flag
+from swiftspec.settings.settings import env_name, flag_name
 from tools import execution_paths, operator_support, python_reference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,7 +64,8 @@ Some single phases run differently from the request that they belong to:
   applies them. Sampled children (`--proposal sample`, `--verify reject`) have filters and penalties.
 - Native rounds of an exact batch and of mode `smc` need both models whole on one rank, since they read whole
   distributions; a group of ranks runs these rounds eagerly. So does mode `smc` with `--smc-exact` above 0.
-- A graph holds at most {CAPTURED_ROWS[-1]} rows. A larger batch runs eagerly.
+- A graph of one model's forward holds at most {CAPTURED_ROWS[-1]} rows; a larger forward runs eagerly. Graphs of
+  rounds of sequence groups may hold more.
 - The graph of expansions starts after the root's expansion, whose batch contains pending tokens. It also needs at least
   two expansions, room for all of them, and a tree of at most {PositionNoise.BLOCK_POSITIONS} levels. Other expansions
   run as graph forwards.

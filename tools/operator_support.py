@@ -54,7 +54,7 @@ operators dequantise all formats. Int4 matrices whose rows change places are deq
 ([families]({guide})).
 
 """
-GUIDE = "guides/models.md#families"
+GUIDE = "guides/families.md#families"
 FAMILY_HEAD = ("`architectures`", "on a CPU", "on a GPU")
 FORMAT_HEAD = ("format", "native operators", "CUDA operators", "torch's own operators")
 

@@ -9,49 +9,55 @@ import typing
 from collections.abc import Iterator
 
 import swiftspec
-from swiftspec.builder.load_options import LoadOptions
-from swiftspec.engine import Completion, Stats, TokenChunk
+from swiftspec.engine import Stats
 from swiftspec.errors import UserError
-from swiftspec.messages import Logprob
 from swiftspec.settings_schema import Setting
+from swiftspec.text.outputs import CompletionOutput, Logprob, RequestOutput, TextChunk
 
 HEAD = """\
 <!-- Made by `python -m tools.docs`: do not edit. -->
 # Python API
 
-`LLM` decodes token ids, and `AsyncEngine` makes an `LLM` available to coroutines. Tokenize with the target's tokenizer,
-for example `transformers.AutoTokenizer`. Importing `swiftspec` does not import torch; the first use of one of its names
-does. [cli.md](cli.md) explains modes and settings, [examples/](../../examples/README.md) has programs.
+`LLM` takes text and returns text, with the names of vLLM's `LLM`; `AsyncEngine` makes an `LLM` available to coroutines.
+Importing `swiftspec` does not import torch; the first use of one of its names does. [flags.md](flags.md) lists the
+options, [cli.md](cli.md) explains them, [examples/](../../examples/README.md) has programs.
 
 ```python
-from swiftspec import LLM, EngineConfig, SamplingParams
+from swiftspec import LLM, SamplingParams
 
-llm = LLM("path/to/target", "path/to/draft", EngineConfig(draft_steps=4))
-completion = llm.generate(prompt_ids, SamplingParams(temperature=0.8, seed=1))
-print(completion.token_ids, completion.finish_reason, completion.stats.rounds)
+llm = LLM("path/or/hub-id", "path/to/draft", max_model_len=4096)
+for output in llm.generate(["Hello, my name is", "The capital of France is"], SamplingParams(max_tokens=32)):
+    print(output.prompt, output.outputs[0].text, output.outputs[0].stats.accepted)
+
+(answer,) = llm.chat([{"role": "user", "content": "What is a fork?"}], SamplingParams(temperature=0.2))
+for piece in llm.stream("Once upon a time", SamplingParams(max_tokens=64, stop="The end")):
+    print(piece.text, end="", flush=True)
 llm.close()
 ```
 
 With `AsyncEngine`, here in a notebook, whose cells can use `await`:
 
 ```python
-import asyncio
 from contextlib import aclosing
 
-from swiftspec import LLM, AsyncEngine, SamplingParams
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from swiftspec import AsyncEngine, SamplingParams
 
-engine = AsyncEngine(LLM("path/to/target", "path/to/draft"))
-tokenizer = Tokenizer.from_file("path/to/target/tokenizer.json")
-completions = await asyncio.gather(*(engine.generate(ids) for ids in prompts))  # queued, or `max_num_seqs` at a time
-
-text = DecodeStream(skip_special_tokens=True)  # a character can consist of the tokens of several chunks
-async with aclosing(engine.stream(prompt_ids, SamplingParams(max_tokens=64))) as chunks:
-    async for chunk in chunks:  # leaving the loop cancels the request
-        print(*(text.step(tokenizer, token) or "" for token in chunk.token_ids), sep="", end="")
+engine = AsyncEngine("path/to/target", "path/to/draft", max_num_seqs=4)
+async with aclosing(engine.generate("Once upon a time", SamplingParams(max_tokens=64))) as pieces:
+    async for piece in pieces:  # leaving the loop cancels the request
+        print(piece.text, end="", flush=True)
 
 await engine.close()
+```
+
+A function for a chat interface such as Gradio's `ChatInterface`, which shows the text so far:
+
+```python
+def answer(message, history):
+    text = ""
+    for piece in llm.stream([*history, {"role": "user", "content": message}]):
+        text += piece.text
+        yield text
 ```
 
 [Embedding](../guides/serving.md#embedding) explains how an engine serves HTTP inside another application.
@@ -60,30 +66,38 @@ await engine.close()
 NOTES = """\
 ## Notes
 
-- One request at a time, or several with `max_num_seqs` or `smc_groups`. A call from a second thread during a request
-  raises `UserError`, and so does any call after `close`. Token ids and sampling values may be NumPy or torch scalars.
-- Closing the iterator of `stream` ends its request. Prefill happens in the iterator's first step; `cancelled` is called
-  before each prompt chunk (256 tokens on a CPU, 1,024 on a GPU), and a true value ends the stream without a chunk.
-- `SamplingParams(grammar=...)` takes a grammar of [llguidance](https://github.com/guidance-ai/llguidance) as text:
-  Lark, or its JSON form, for example from `llguidance.LLMatcher.grammar_from_json_schema`. The answer matches the
-  grammar and ends with finish reason "stop" where it can only end, even with `ignore_eos`. It needs the target's
-  `tokenizer.json` and works in every mode except `smc`. An invalid or too complex grammar raises `UserError`.
-- `min_tokens`, `allowed_token_ids` and `bad_words_ids` exclude tokens in every mode, with the text of autoregressive
+- vLLM's offline examples run after the import is changed. Differences: `SamplingParams` decodes up to the end of the
+  context unless `max_tokens` is set (vLLM: 16 tokens), and its seed is 0, so that outputs are reproducible; `seed=None`
+  draws one. Options of vLLM that have another name or no meaning here are refused in one line, with the name here if
+  there is one. `speculative_config` is understood: `model`, `num_speculative_tokens` (`draft_steps`) and `method`:
+  "ngram" and "suffix" are suffix lookup, "mtp", "eagle3", "dflash" and "draft_model" are supported.
+- The text equals that of `swiftspec serve` for the same prompt, seed and parameters; several outputs (`n`) have the
+  seeds of the server's choices. `chat` returns what the model writes, including reasoning and tool calls.
+- Text never ends within a character: at `max_tokens` an incomplete one is left out, as in vLLM. `token_ids` has its
+  tokens.
+- One call decodes at a time; a call from another thread waits. In a call up to `max_num_seqs` prompts are decoded
+  together. Closing the iterator of `stream` ends its request. A call after `close` raises `UserError`.
+- `SamplingParams(structured_outputs=StructuredOutputsParams(json=...))`, or `regex`, `choice`, `grammar`, constrains
+  the output, which ends with finish reason "stop" where the constraint can only end, even with `ignore_eos`. It works
+  in every mode except `smc`. `grammar` takes a grammar of [llguidance](https://github.com/guidance-ai/llguidance).
+- `min_tokens`, `allowed_token_ids` and bad words exclude tokens in every mode, with the text of autoregressive
   decoding; bad words of several tokens are not supported with sequence groups (`max_num_seqs` above 1, mode `smc`).
-- `logprobs=k` adds log-probabilities to each chunk: the token's own and the k most likely, from the model's
-  distribution after guidance and before grammar, token rules, bias, penalties and temperature; -1 adds those of the
-  whole vocabulary, `logprob_token_ids` those of these tokens instead. `prompt_logprobs=k` adds those of the prompt to
-  the first chunk; the prompt is then prefilled completely. `generate` returns neither.
+- `logprobs=k`: the token's log-probability and those of the k most likely tokens, from the model's distribution after
+  guidance and before grammar, token rules, bias, penalties and temperature; -1: of the whole vocabulary.
+  `prompt_logprobs=k`: those of the prompt, which is then prefilled completely.
+- Programs that start ranks themselves use the engine on token ids, `swiftspec.llm_engine.LLMEngine`
+  ([ranks.md](../guides/ranks.md#other-launchers)).
 """
 
 
 def page() -> str:
     """Returns the text of docs/reference/python.md."""
-    parts = [HEAD, *_class(swiftspec.LLM, "LLM"), _options()]
-    parts += [*_class(swiftspec.AsyncEngine, "AsyncEngine"), _config(swiftspec.EngineConfig, "EngineConfig")]
+    parts = [HEAD, *_class(swiftspec.LLM, "LLM"), *_class(swiftspec.AsyncEngine, "AsyncEngine")]
     parts += [_config(swiftspec.SamplingParams, "SamplingParams")]
-    for kind in (Completion, TokenChunk, Stats, Logprob):
+    parts += [_config(swiftspec.StructuredOutputsParams, "StructuredOutputsParams")]
+    for kind in (RequestOutput, CompletionOutput, TextChunk, Logprob, Stats):
         parts.append(_dataclass(kind))
+    parts += [_config(swiftspec.EngineConfig, "EngineConfig")]
     errors = UserError, swiftspec.InvalidRequestError, swiftspec.RequestRejectedError, swiftspec.GenerationFailedError
     parts += [f"## {error.__name__}\n\n{_doc(error)}\n" for error in errors]
     return "\n".join([*parts, NOTES])
@@ -109,11 +123,6 @@ def _signature(function: object) -> str:
     parameters = [each for name, each in signature.parameters.items() if name != "self"]
     text = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)).replace("'", "")
     return re.sub(r"<function .*?<lambda> at 0x[0-9a-f]+>", "...", text)
-
-
-def _options() -> str:
-    rows = "".join(f"| `{name}` | `{_name_of(kind)}` |\n" for name, kind in LoadOptions.__annotations__.items())
-    return f"### Load options\n\n{_doc(LoadOptions)}\n\n| option | type |\n| --- | --- |\n{rows}"
 
 
 def _config(kind: type, name: str) -> str:

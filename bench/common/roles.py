@@ -7,7 +7,7 @@ from typing import TypeVar
 from swiftspec.builder.roles import TreeRoles
 from swiftspec.config import EngineConfig
 from swiftspec.engine import TreeDecoding
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.fallback_drafter import FallbackDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
@@ -19,7 +19,7 @@ from swiftspec.tree.sampled_children import SampledChildren
 Ahead = TypeVar("Ahead", bound=LookaheadDrafter)
 
 
-def local_roles(llm: LLM) -> tuple[LocalDrafter, LocalVerifier]:
+def local_roles(llm: LLMEngine) -> tuple[LocalDrafter, LocalVerifier]:
     """Returns the drafter and the verifier of an engine in serial mode."""
     parts = llm.roles.inner_roles
     assert isinstance(parts, TreeRoles)
@@ -27,7 +27,7 @@ def local_roles(llm: LLM) -> tuple[LocalDrafter, LocalVerifier]:
     return parts.drafter, parts.verifier
 
 
-def decode_on(llm: LLM, drafter: Drafter, verifier: Verifier) -> None:
+def decode_on(llm: LLMEngine, drafter: Drafter, verifier: Verifier) -> None:
     """Makes an engine decode with this drafter and verifier."""
     safe = FallbackDrafter(drafter)
     llm.engine.decoding = TreeDecoding(safe, verifier, drafter_loss=lambda: safe.lost_reason)

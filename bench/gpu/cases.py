@@ -33,6 +33,7 @@ COLD = 256 << 20  # minimum bytes of all copies of a case together
 BF16 = torch.bfloat16
 CONTEXTS = (1000, 500, 4000)
 PARTICLES, DRAWN = (8, 64), 5  # particles of a population, and rows per particle: 4 draft tokens and a bonus token
+SAMPLED_ROWS = (1, 8, 16, 64)
 FIRST_SPLITS = 5  # splits that are measured with 8 rows before any is measured with other numbers of rows
 OURS = "swiftspec"
 SUMMED = "swiftspec, summed"  # with an all-reduce in a group of one, which measures its cost on one GPU
@@ -221,8 +222,8 @@ class Alone(PeerCommunicator):
         super().__init__(0, [self.inbox.data_ptr()], lines, error_word, torch.device(device))
 
 
-def cases(make: Maker, rows: tuple[int, ...]) -> Iterator[Case]:
-    """Yields all cases, the most important first.
+def cases(make: Maker, rows: tuple[int, ...], contexts: tuple[int, ...] = CONTEXTS) -> Iterator[Case]:
+    """Yields all cases, the most important first. `contexts`: keys of attention.
 
     The cases of a split with 8 rows come FIRST_SPLITS splits earlier than those with other numbers of rows.
     """
@@ -230,9 +231,9 @@ def cases(make: Maker, rows: tuple[int, ...]) -> Iterator[Case]:
     for (number, (model, tp)), count in sorted(order, key=lambda case: case[0][0] + FIRST_SPLITS * (case[1] != 8)):
         for op in ("qkv", "o", "swiglu", "down", "head"):
             yield make.linear(model, tp, op, count)
-        for context in CONTEXTS:
+        for context in contexts:
             yield make.attention(model, tp, context, count)
         if count == 8 and number == FIRST_SPLITS:
             yield from (make.particles("Llama-3-8B", 1, particles) for particles in PARTICLES)
-            for op, several in itertools.product(("draw", "children"), (8, 64)):
+            for op, several in itertools.product(("draw", "children"), SAMPLED_ROWS):
                 yield make.sampling("Llama-3-8B", op, several)

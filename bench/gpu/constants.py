@@ -28,7 +28,7 @@ from bench.gpu.targets import ASSUMED, Constants
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "build" / "constants"
 SOURCES = (Path(__file__).with_name("constants.cu"), ROOT / "csrc/cuda/device/device.cu")
-BUILDING, RUNNING = 18.0, 8.0  # seconds; their sum is below the limit of this step in tools/gpu_check.py
+BUILDING, RUNNING = 18.0, 8.0  # seconds; their sum is below the limit of this step in tools/gpu/steps.py
 
 
 def build() -> str | None:

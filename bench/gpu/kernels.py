@@ -1,6 +1,6 @@
 """GPU operators of Llama-3 and Qwen2 layers, one at a time, compared with kernels of other projects.
 
-    python -m bench.gpu.kernels [--only "Llama-3-70B TP4"] [--rows 8] [--budget 90] [--json out.json]
+    python -m bench.gpu.kernels [--only "Llama-3-(8B|70B) TP1"] [--rows 8] [--budget 90] [--json out.json]
 
 Timing: a CUDA graph of many calls, over copies of weights or caches that together are several times as large as the L2,
 is replayed between two events. The result is the median replay divided by the number of calls. It contains no launch
@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,15 @@ import torch
 
 from bench.baselines import kernels as rivals
 from bench.gpu import targets
-from bench.gpu.cases import OURS, RIVALS, Case, Made, Maker, cases
-from bench.gpu.timing import GpuLost, Timer, alive, copy_speed, graph_timer
+from bench.gpu.cases import COLD, CONTEXTS, OURS, RIVALS, Case, Made, Maker, cases
+from bench.gpu.timing import GpuLost, Timer, alive, copy_speed, eager_timer, graph_timer
 from bench.gpu.watchdog import FAILED, watch
 
 PATIENCE = 45.0  # timeout in seconds of one competitor in one case
 # usual seconds per case; total seconds beyond these, such as for compilation, after which a baseline is skipped
 ORDINARY, SLOW_START = 1.0, 10.0
 MOST_FAILURES = 3  # of a baseline, before it is skipped
+COPY_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # of the copy that measures the bandwidth
 PACKAGES = "other packages"  # value of Findings.at while other packages are imported
 LOST = 70  # exit code of the measuring process when the GPU is unusable
 
@@ -121,6 +123,7 @@ class Run:
     constants: targets.Constants
     timer: Timer
     until: float  # deadline on the clock of time.monotonic()
+    competitors: Sequence[str] = ()  # only these; empty: all
     spent: dict[str, float] = field(default_factory=dict)  # seconds beyond the ordinary time, by competitor
 
     def all(self, several: Iterator[Case]) -> None:
@@ -131,7 +134,8 @@ class Run:
                 self.found.left_out.append(case.name)
                 continue
             for competitor, make in case.variants.items():
-                if f"{case.name} {competitor}" not in self.found.done and not self.given_up(competitor):
+                wanted = competitor in self.competitors if self.competitors else not self.given_up(competitor)
+                if wanted and f"{case.name} {competitor}" not in self.found.done:
                     self.one(case, competitor, make)
         self.found.at = None
         self.found.write(self.file)
@@ -192,16 +196,21 @@ def work(args: argparse.Namespace) -> int:
     """Measures the cases that the results file does not contain yet. Returns the exit code."""
     found, began = Findings.read(args.json), time.monotonic()
     if not found.machine:
-        copy = round(copy_speed("cuda"), 1)
-        found.machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy GB/s": copy}
+        copy = round(copy_speed(args.device, COPY_BYTES[args.device]), 1)
+        gpu = torch.cuda.get_device_name() if args.device == "cuda" else "none"
+        found.machine = {"gpu": gpu, "torch": torch.__version__, "copy GB/s": copy}
         found.machine["quoted"] = "microseconds on an H800, from the SwiftSpec paper's Tables 3 and 7"
         print(f"{found.machine['gpu']}: copy bandwidth {copy:.0f} GB/s\n{head()}")
-    others = find_baseline_kernels(found, args.json)
+    ours_only = args.competitors == [OURS]
+    others = rivals.BaselineKernels() if ours_only else find_baseline_kernels(found, args.json)
     constants = targets.Constants.of(read_json(args.constants), found.machine["copy GB/s"])
-    run = Run(args.json, found, constants, graph_timer, began + args.budget)
-    several = cases(Maker("cuda", others), tuple(map(int, args.rows.split(","))))
+    timer = graph_timer if args.device == "cuda" else eager_timer
+    run = Run(args.json, found, constants, timer, began + args.budget, args.competitors)
+    make = Maker(args.device, others, COLD if args.device == "cuda" else 1)
+    several = cases(make, numbers(args.rows), numbers(args.contexts))
     try:
-        run.all(case for case in several if args.only in case.name)
+        with torch.inference_mode():
+            run.all(case for case in several if re.search(args.only, case.name))
     except GpuLost:
         return LOST
     print(f"{len(found.failed)} failed, {len(found.left_out)} cases skipped after the budget was spent")
@@ -229,6 +238,10 @@ def find_baseline_kernels(found: Findings, file: Path) -> rivals.BaselineKernels
     return others
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 def give_up(file: Path, why: str) -> bool:
     """Records that the current case ended the process or hung, so that the next process continues after it.
 
@@ -247,7 +260,10 @@ def give_up(file: Path, why: str) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--only", default="", help="only cases whose name matches this regular expression")
+    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), help="keys of attention")
+    parser.add_argument("--competitors", type=lambda text: text.split(","), default=[], help="only these, not all")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu stands in for a GPU")
     parser.add_argument("--rows", default="8,1,16,32,4")
     parser.add_argument("--budget", type=float, default=90.0, help="seconds after which no further case starts")
     parser.add_argument("--json", type=Path, help="file for the results, written after every case")
@@ -255,7 +271,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="continue from the results in --json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch finds no NVIDIA GPU")
     if args.worker:
         return work(args)
@@ -264,6 +280,8 @@ def main() -> int:
         if not args.resume:
             file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "bench.gpu.kernels", "--worker", "--only", args.only, "--rows", args.rows]
+        command += ["--contexts", args.contexts, "--device", args.device]
+        command += ["--competitors", ",".join(args.competitors)] if args.competitors else []
         command += ["--json", str(file)] + (["--constants", str(args.constants)] if args.constants else [])
         return watch(command, file, args.budget, PATIENCE, give_up)
 

@@ -14,6 +14,7 @@ from swiftspec.model.config_json import parse_config
 from swiftspec.model.shard import Shard
 
 GROUP = 128  # inputs per int4 group
+GB = 1e9  # bytes
 # hidden size, query heads, key-value heads, head dimension, intermediate size, vocabulary size
 MODELS = {
     "Llama-3-70B": (8192, 64, 8, 128, 28672, 128256),
@@ -23,6 +24,7 @@ MODELS = {
     "Qwen2-72B": (8192, 64, 8, 128, 29568, 152064),
     "Qwen2-1.5B": (1536, 12, 2, 128, 8960, 151936),
 }
+LAYERS = {"Llama-3-70B": 80, "Llama-3-8B": 32, "Llama-3.2-3B": 28, "Llama-3.2-1B": 16}
 # models and their TP sizes; the paper's Table 7 and models that fit on one GPU come first
 SPLITS = [
     ("Llama-3-70B", 4), ("Llama-3-70B", 1), ("Llama-3.2-3B", 1), ("Llama-3.2-1B", 1), ("Llama-3-8B", 1),

@@ -7,13 +7,15 @@ A pair of shapes means the demo models width-expanded to these shapes in int4 (t
 speed is that of the large models, text and acceptance are real. The prompts are held-out texts, tokenised beforehand.
 The text is compared with the demo target's own in float32; in bfloat16 texts diverge at a near-tie sooner or later.
 
-Every mode is an `LLM` as `swiftspec serve` builds it, with the same roles, streams, graphs and rounding: `serial` runs
-the models alternately, `async` (only on a GPU) concurrently on two streams, `ar` the target alone. The engines share
-the loaded models. With --split the target runs on the first x ranks and the draft on the next y, each rank with its
-shard, which it cuts from layers that it builds in memory.
+Every mode is an `LLMEngine` as `swiftspec serve` builds it, with the same roles, streams, graphs and rounding: `serial`
+runs the models alternately, `async` (only on a GPU) concurrently on two streams, `ar` the target alone. The engines
+share the loaded models. With --split the target runs on the first x ranks and the draft on the next y, each rank with
+its shard, which it cuts from layers that it builds in memory.
 `host ms` is the time of a round minus that of both models; in mode `async` it is negative if the models overlap.
 `step ms` is the time of one forward after `--context` tokens as the engine runs it, host time included: bs rows for the
 target, w rows for the draft. `prefill tok/s` is the speed of prompts of several lengths up to `--context`.
+`--rows 4,8,16` adds the time of a forward of each model over these numbers of rows, and `--trees 4,8;5,16` the decodes
+in mode serial with these d and bs.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from swiftspec.builder.load_options import CacheName, HeadName, LoadModel, LoadO
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.distributed.launch.world import World, join_world
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM, serve_rank
+from swiftspec.llm_engine import LLMEngine, serve_rank
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
@@ -60,6 +62,7 @@ MODES = ("serial", "ar", "async")
 REPEATS = 20
 PROMPT_LENGTHS = (64, 128, 256, 512, 1000, 4000)  # tokens of the timed prompts, at most --context
 PREFILLS = 3  # timed runs per prompt length
+SPARE_POSITIONS = 256  # of a shared model, for the larger trees of later engines
 WARM = 0.7  # temperature of particles; at temperature 0 all particles would be equal
 TEXT = ROOT / "bench" / "data" / "demo_text.json"
 Role = LocalDrafter | LocalVerifier
@@ -77,7 +80,7 @@ def grown_pair(shapes: list[str], positions: int, seed: int = 0) -> Iterator[tup
             allow_positions(Path(folder) / role / "config.json", positions)
 
         def load(path: Path, /, **options: Any) -> Transformer:
-            for name in ("progress", "packed_cache", "hidden_layers", "vocab_rows"):
+            for name in ("progress", "packed_cache", "hidden_layers", "vocab_rows", "context"):
                 del options[name]
             sizes = read_shape(str(path / "config.json"))
             return load_grown(smalls[path], sizes, "int4", seed=seed, **options)
@@ -102,7 +105,8 @@ class SharedModels:
 
     def __call__(self, path: Path, /, **options: Any) -> Transformer:
         if path not in self._loaded:
-            self._loaded[path] = self._load(path, **options)
+            positions = options["max_positions"] + SPARE_POSITIONS
+            self._loaded[path] = self._load(path, **options | {"max_positions": positions})
         assert options["max_positions"] <= self._loaded[path].max_positions
         return self._loaded[path]
 
@@ -163,7 +167,7 @@ def asking_ahead(role: Role, on: bool) -> Role:
 
 
 def decode(
-    llm: LLM, prompts: list[list[int]], tokens: int, temperature: float = 0.0
+    llm: LLMEngine, prompts: list[list[int]], tokens: int, temperature: float = 0.0
 ) -> tuple[list[list[int]], dict[str, float]]:
     """Decodes all prompts and returns their tokens, with speed and times per round over all prompts.
 
@@ -202,7 +206,7 @@ def truth(prompts: list[list[int]], tokens: int) -> list[list[int]]:
     if len(prompts) <= len(written) and tokens <= len(written[0]):
         return [text[:tokens] for text in written[: len(prompts)]]
     room = max(map(len, prompts)) + tokens + 1
-    llm = LLM(DEMO / "target", device="cpu", max_model_len=room, dtype=torch.float32, ops="reference")
+    llm = LLMEngine(DEMO / "target", device="cpu", max_model_len=room, dtype=torch.float32, ops="reference")
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     return [llm.generate(prompt, sampling).token_ids for prompt in prompts]
 
@@ -256,7 +260,7 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
             options = options_of(args, shared)
             # the memory check would count weights that an earlier engine has loaded a second time
             options["share_device"] = bool(texts)
-            llm = LLM(paths[0], draft, config_of(mode, args), **options)
+            llm = LLMEngine(paths[0], draft, config_of(mode, args), **options)
             result.setdefault("load s", time.perf_counter() - began)
             if mode == "serial":
                 result["ops"] = operators_of(llm)
@@ -265,31 +269,55 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
             note(result)
             if mode == "serial":
                 names = pair.split(",") if pair != "demo" else ["demo target", "demo draft"]
-                for part in step_times(llm, names, args.context):
+                for part in step_times(llm, names, args):
                     result |= part
                     note(result)
-            llm.close()
+            _close(llm)
             del llm
-            gc.collect()  # frees caches and graphs before the next engine allocates its own
+        for d, bs in args.trees:
+            config = EngineConfig("serial", draft_steps=d, verify_batch=bs)
+            options = options_of(args, shared)
+            options["share_device"] = bool(texts)
+            llm = LLMEngine(paths[0], paths[1], config, **options)
+            found, speed = decode(llm, prompts, args.tokens)
+            same = {"same text": agreement(found, said)}
+            result.setdefault("trees", {})[f"{d},{bs}"] = speed | same
+            note(result)
+            _close(llm)
+            del llm
     for mode in texts.keys() & {"serial", "async"} if "ar" in texts else ():
         result["tree equals ar" if mode == "serial" else "async equals ar"] = agreement(texts[mode], texts["ar"])
     note(result)
     return result
 
 
-def operators_of(llm: LLM) -> list[str]:
+def _close(llm: LLMEngine) -> None:
+    """Ends an engine and frees its caches and graphs before the next one allocates its own."""
+    llm.close()
+    gc.collect()
+
+
+def operators_of(llm: LLMEngine) -> list[str]:
     """Returns the names of the operators of target and draft of an engine in mode serial."""
     drafter, verifier = local_roles(llm)
     return [getattr(role.runner.ops, "__name__", "?").rpartition(".")[2] for role in (verifier, drafter)]
 
 
-def step_times(llm: LLM, names: list[str], context: int) -> Iterator[dict[str, Any]]:
+def step_times(llm: LLMEngine, names: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields the step times and prefill speeds of the models of an engine in mode serial, with the CUDA operators also
     the step times without weight prefetch. `names`: of target and draft."""
+    context: int = args.context
     drafter, verifier = local_roles(llm)
     roles: tuple[Role, Role] = (verifier, drafter)
     rows = (llm.config.verify_batch, llm.config.leaves_per_expansion)
     yield {"step ms": {name: step_time(role, count, context) for name, role, count in zip(names, roles, rows)}}
+    if args.rows:
+        yield {
+            "rows ms": {
+                name: {str(count): step_time(role, count, context) for count in args.rows}
+                for name, role in zip(names, roles)
+            }
+        }
     yield {"prefill tok/s": {name: prefill_speed(role, context) for name, role in zip(names, roles)}}
     if all(role.runner.ops is cuda for role in roles):
         for role in roles:
@@ -319,7 +347,7 @@ def measure_split(
             serve_rank(world, paths[0], paths[1], config, **options)
             return None
         began = time.perf_counter()
-        llm = LLM(paths[0], paths[1], config, world=world, **options)
+        llm = LLMEngine(paths[0], paths[1], config, world=world, **options)
         result = description(pair, args) | {"split": args.split, "load s": time.perf_counter() - began}
         prompts = read_token_ids(args.prompts)
         texts, result["async"] = decode(llm, prompts, args.tokens)
@@ -343,7 +371,7 @@ def measure_particles(pair: str, args: argparse.Namespace, note: Callable[[dict[
             config = EngineConfig("smc", population=PopulationConfig(particles=count))
             options: LoadOptions = {"device": args.device, "max_model_len": positions_of(args), "load": shared}
             options = {**options, "dtype": torch.bfloat16, "ops": args.ops, "gpu_trial": "off"}
-            llm = LLM(paths[0], paths[1], config, **options)
+            llm = LLMEngine(paths[0], paths[1], config, **options)
             result[f"smc {count}"] = decode(llm, prompts, args.tokens, WARM)[1]
             population = llm.roles.inner_roles
             assert isinstance(population, BatchScheduler)
@@ -366,6 +394,13 @@ def models_of(pair: str, positions: int = 0) -> Iterator[tuple[list[Path], LoadM
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
+
+
+def _trees(text: str) -> list[tuple[int, int]]:
+    found = [_numbers(tree) for tree in text.split(";")]
+    if any(len(tree) != 2 for tree in found):
+        raise argparse.ArgumentTypeError("trees have the form 4,8;5,16: d,bs of each")
+    return [(d, bs) for d, bs in found]
 
 
 def _modes(text: str) -> list[str]:
@@ -394,6 +429,8 @@ def main() -> None:
     parser.add_argument("--head", default="auto", choices=get_args(HeadName), help="LM head of the draft")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=get_args(CacheName))
     parser.add_argument("--steps", type=int, default=4, help="expansions per round")
+    parser.add_argument("--trees", type=_trees, default=[], help="d,bs;d,bs: also decode with these tree shapes")
+    parser.add_argument("--rows", type=_numbers, default=[], help="also time forwards over these numbers of rows")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--context", type=int, default=1000, help="tokens of context of the single steps")

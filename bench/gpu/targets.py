@@ -1,4 +1,4 @@
-"""Target figures for operators, steps and whole decodes on a Hopper GPU, and published figures of other projects.
+"""Target figures for operators and steps on a Hopper GPU, and published figures of other projects.
 
 Every target is a formula over `Constants`. The fixed part of an operator is the time of a launch, of the first bytes,
 of an exchange among CTAs, and of work that the other constants do not cover; the rest is bytes at a share of the read
@@ -12,14 +12,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 LAUNCHES = 5  # kernels per layer that the targets assume; today there are six
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Target of a quantity, in its unit: microseconds, milliseconds or tokens per second.
+    """Target of a quantity, in its unit: microseconds or milliseconds.
 
     `accept` must be reached, `goal` can be reached.
     """
@@ -71,8 +69,6 @@ def sampling(logits: int, on: Constants) -> Target:
     return Target(took, took)
 
 
-SUMMED = Target(2.5, 1.5)  # additional microseconds of a projection with an all-reduce in a group of one
-
 # layers, and milliseconds of a forward over 8 rows at context 1000 on one H200, int4 body and bf16 head
 STEPS = {
     "Llama-3.2-1B": (16, Target(0.64, 0.53)),
@@ -97,48 +93,7 @@ def step(shape: str, on: Constants) -> Target | None:
     return Target(at(found.accept), at(found.goal))
 
 
-def decode(target: str, on: Constants) -> Target | None:
-    """Returns the target in tokens per second for decoding with a draft tree on one GPU, or None for models without a
-    target."""
-    share = min(1.0, on.copy / ASSUMED.copy)
-    return Target(180.0 * share, 260.0 * share) if target == "Llama-3-70B" else None
-
-
-def ratios(op: str, moved: float, rows: int) -> list[tuple[str, float, float]]:
-    """Returns (competitor, required speedup over it, possible speedup) for an operator that moves `moved` MB.
-
-    The speedups depend on the size of the weights in bfloat16, which is 3.85 times that of int4: they are lower below
-    30 MB and again below 5 MB.
-    """
-    if op.startswith("attention"):
-        return [("sdpa", 2.5, 2.5), ("flexattention", 2.5, 2.5), ("flashinfer", 2.5, 2.5)]
-    if op in ("head", "draw", "children"):
-        return []
-    size = 3.85 * moved
-    if size >= 30:
-        int4 = 1.3 if rows < 8 else 1.5 if rows < 16 else 1.8
-        return [("cublas bf16", 2.3, 3.0), ("torch int4", int4, max(int4, 1.8)), ("marlin", 1.4, 1.7)]
-    if size >= 5:
-        return [("cublas bf16", 1.5, 1.5), ("torch int4", 1.3, 1.3), ("marlin", 1.2, 1.2)]
-    return [("cublas bf16", 1.0, 1.0), ("marlin", 1.0, 1.0)]
-
-
-# Microseconds of vLLM's Marlin at one row on an H200 by megabytes, quoted from TileOps (its pull request 1874)
-MARLIN = {34.9: 20.3, 69.7: 38.1, 76.2: 40.6, 348.7: 138.4}
-MARLIN_FROM = 30.0  # MB
 INT4 = ("qkv", "o", "swiglu", "down")
-
-
-def marlin_published(moved: float, on: Constants) -> float | None:
-    """Returns the published microseconds of Marlin for `moved` MB, or None below MARLIN_FROM.
-
-    The speed is interpolated between the points of MARLIN, and scaled down on a GPU that copies more slowly than
-    ASSUMED.
-    """
-    if moved < MARLIN_FROM:
-        return None
-    speeds = [size / took for size, took in MARLIN.items()]
-    return moved / float(np.interp(moved, list(MARLIN), speeds)) * max(1.0, ASSUMED.copy / on.copy)
 
 
 _WHO = {"gemm": ("SwiftSpec", "vLLM", "TensorRT-LLM"), "attention": ("SwiftSpec", "FlashInfer", "FlashAttention")}

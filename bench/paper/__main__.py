@@ -45,8 +45,8 @@ from swiftspec.lab.worker_pool import Pair, RankPool
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
 from swiftspec.profiles import store
-from swiftspec.serve.built_in_models import DEMO_MODELS, SMOLLM2_DRAFT, smollm2_file
-from swiftspec.serve.model_resolution import generation_defaults
+from swiftspec.startup.built_in_models import DEMO_MODELS, SMOLLM2_DRAFT, smollm2_file
+from swiftspec.startup.model_resolution import generation_defaults
 
 CONTEXT = 1024  # tokens of a request
 CPU_RANKS = 2

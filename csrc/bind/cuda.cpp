@@ -12,6 +12,9 @@ void bind_cuda(py::module_& m) {
   bind_cuda_chains(m);
   bind_cuda_particles(m);
   bind_cuda_tree(m);
+#ifdef SWIFTSPEC_STAMPS
+  bind_cuda_stamps(m);
+#endif
 }
 
 }  // namespace swiftspec::binding

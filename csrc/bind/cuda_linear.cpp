@@ -58,6 +58,13 @@ void precede(Weights& weights, const Array& tiles) {
   weights.next_bytes = std::min(tiles.bytes(), cuda::tiles::prefetch_bytes(weights.device));
 }
 
+#ifdef SWIFTSPEC_STAMPS
+void touch(Weights& weights, const Array& tiles) {
+  weights.touched = tiles.at<uint8_t>(gpu(), "tiles", {kAny});
+  weights.touched_bytes = tiles.bytes();
+}
+#endif
+
 void repack_int4(const Array& codes, const Array& scales, const Array& zeros, int64_t group, const Array& out,
                  uintptr_t stream) {
   const int64_t k = codes.size(0), n = scales.size(1);
@@ -169,6 +176,10 @@ void bind_cuda_linear(py::module_& m) {
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), "group 0 is bf16.")
       .def("precede", &precede, py::arg("tiles"), py::keep_alive<1, 2>(),
            "Sets the tiles that this projection prefetches to L2 before it ends.")
+#ifdef SWIFTSPEC_STAMPS
+      .def("touch", &touch, py::arg("tiles"), py::keep_alive<1, 2>(),
+           "Sets memory of which each block loads one byte per page at its start; see cuda/stamps.cuh.")
+#endif
       .def_property_readonly(
           "has_prefill_kernel", [](const Weights& self) { return cuda::tiles::has_prefill_kernel(self.device); },
           "Whether products of many rows need no unpacked weights; see cuda::linear_prefill in kernels_cuda.h.")

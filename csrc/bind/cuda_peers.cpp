@@ -119,6 +119,7 @@ py::dict device() {
   out["half_shared"] = here.half_shared;
   out["l2"] = here.l2;
   out["at_once"] = std::vector<int>(std::begin(here.max_clusters), std::end(here.max_clusters));
+  out["at_once_paired"] = std::vector<int>(std::begin(here.max_paired_clusters), std::end(here.max_paired_clusters));
   return out;
 }
 

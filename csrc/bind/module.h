@@ -35,5 +35,6 @@ void bind_cuda_chains(py::module_& m);
 void bind_cuda_particles(py::module_& m);
 void bind_cuda_tree(py::module_& m);
 void bind_cuda_peers(py::module_& m);
+void bind_cuda_stamps(py::module_& m);  // with SWIFTSPEC_STAMPS
 
 }  // namespace swiftspec::binding

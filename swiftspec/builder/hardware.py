@@ -1,5 +1,5 @@
-"""Device, dtype and number of CPU threads that a model pair uses on this machine. `LLM` and the commands choose them
-here."""
+"""Device, dtype and number of CPU threads that a model pair uses on this machine. `LLMEngine` and the commands choose
+them here."""
 
 from __future__ import annotations
 

@@ -49,14 +49,9 @@ from swiftspec.builder.memory_estimate import MemoryEstimate, fit_context, kv_by
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile, VerdictRecord
 from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP, BatchConfig, EngineConfig, PopulationConfig
-from swiftspec.control.row_times import (
-    PairTimes,
-    RowTimes,
-    RowTimesFile,
-    Times,
-    measure_pair_times,
-    measure_target_times,
-)
+from swiftspec.control.measurement_file import M, MeasurementFile
+from swiftspec.control.row_times import PairTimes, RowTimes, measure_pair_times, measure_target_times
+from swiftspec.control.trial_budget import StoredBudgets, TrialBudgets
 from swiftspec.distributed.launch.config_check import RankConfig, settings_of
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.errors import UserError, truncated_repr
@@ -420,13 +415,27 @@ class ModelPair:
             plan, RowTimes, lambda: measure_target_times(verifier, plan.max_nodes, self.vocab_size)
         )
 
-    def _stored_times(self, plan: EngineConfig, kind: type[Times], measure: Callable[[], Times | None]) -> Times | None:
+    def _stored_times(self, plan: EngineConfig, kind: type[M], measure: Callable[[], M | None]) -> M | None:
         """Returns row times if `plan` requires them: those of an earlier start, from the folder of packed weights, or
         else those that `measure` returns. Returns None if the models are too slow for the measurement."""
         if not plan.time_rows:
             return None
-        if self.cache is None:
+        file = self._measurement_file(plan, kind)
+        if file is None:
             return measure()
+        times = file.read()
+        if times is None and (times := measure()) is not None:
+            file.write(times)
+        return times
+
+    def trial_budgets(self, plan: EngineConfig) -> StoredBudgets:
+        """Returns what the draft has gained in earlier starts, by kind of request."""
+        return StoredBudgets.read(self._measurement_file(plan, TrialBudgets) if plan.self_switch else None)
+
+    def _measurement_file(self, plan: EngineConfig, kind: type[M]) -> MeasurementFile[M] | None:
+        """Returns the file of a measurement, in the folder of packed weights; None if these are not stored."""
+        if self.cache is None:
+            return None
         models = [_model_fingerprint(path) for path in (self.target, self.draft) if path is not None]
         facts = {
             "version": __version__, "cpu": hardware.cpu_name(), **cpu.machine_facts(), "threads": self.threads,
@@ -434,11 +443,9 @@ class ModelPair:
             "activations": self.activations, "head": self.head, "emulate": asdict(self.emulate),
             "mtp": self.draft_is_mtp, "leaves": plan.leaves_per_expansion, "nodes": plan.max_nodes,
         }  # fmt: skip
-        file = RowTimesFile.of(self.cache.folder, facts, kind)
-        times = file.read()
-        if times is None and (times := measure()) is not None:
-            file.write(times)
-        return times
+        if kind is TrialBudgets:
+            facts |= {"drafter": plan.drafter, "mode": plan.mode, "device": str(self.device)}
+        return MeasurementFile.of(self.cache.folder, facts, kind)
 
     def suffix_drafter(self, plan: EngineConfig, times: RowTimes | None) -> SuffixDrafter:
         """Returns a drafter by suffix lookup. `times`: of the target's verifications; None: not measured."""

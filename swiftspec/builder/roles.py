@@ -16,6 +16,7 @@ from swiftspec.control.controller import Controller
 from swiftspec.control.policy import initial_stats
 from swiftspec.control.row_times import PairTimes
 from swiftspec.control.step_times import SteppedDrafter
+from swiftspec.control.trial_budget import StoredBudgets
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.rank_startup import EngineRank, Progress
 from swiftspec.distributed.remote.client import RemoteDrafter
@@ -29,10 +30,9 @@ from swiftspec.observe.trace import DraftTimeline, ObserverToggle, ParticleTrace
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.observe.trace_format import Record, trace_header
 from swiftspec.params import MAX_LOGPROB_VALUES, MAX_LOGPROBS, SamplingParams
-from swiftspec.runtime.drafter import Drafter, NoDrafter
+from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.executors.available import graph_captures
 from swiftspec.runtime.fallback_drafter import FallbackDrafter
-from swiftspec.runtime.grafted_drafter import GraftedDrafter
 from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import ThreadedVerifier, warm_up
@@ -235,13 +235,14 @@ def _tree(
         target_times = models.target_times(config, alone) if rank is None else None
         parts = replace(parts, drafter=models.suffix_drafter(config, target_times))
     times = None if rank is not None or local is None else models.row_times(config, alone, local)
+    budgets = models.trial_budgets(config) if rank is None and away is None else None
     rpc_log = None if away is None else away.rpc_log
     captured = partial(num_captures, alone, local)
     suffix = None
     if config.grafts_suffix or (local is not None and config.verify == "match"):
         suffix = models.suffix_drafter(config, None if times is None else times.target)
     decoding = make_tree_decoding(
-        parts, config, recorder, alone.probabilities, captured, local, away, rpc_log, times, suffix
+        parts, config, recorder, alone.probabilities, captured, local, away, rpc_log, times, suffix, budgets
     )
     return parts, decoding, config
 
@@ -250,9 +251,10 @@ def make_tree_decoding(
     parts: TreeRoles, config: EngineConfig, recorder: Recorder, probabilities: Probabilities,
     captured_graphs: Callable[[], int], local: LocalDrafter | None, away: RemoteDraft | None,
     rpc_log: RpcLog | None = None, row_times: PairTimes | None = None, suffix: SuffixDrafter | None = None,
+    budgets: StoredBudgets | None = None,
 ) -> TreeDecoding:  # fmt: skip
-    """Returns the decoding with a draft tree: wraps the drafter in a controller, if the config is adaptive, for
-    failover or fallback, and for suffix lookup, and adds observers.
+    """Returns the decoding with a draft tree: wraps the drafter in a controller, if the config is adaptive or grafts
+    suffix lookup, and for failover or fallback, and adds observers.
 
     `local`: the drafter, if its model runs in this process.
     `away`: the remote draft, if it runs in another process. Both are None without a draft.
@@ -260,26 +262,29 @@ def make_tree_decoding(
     `captured_graphs`: returns the number of CUDA graphs that the models in this process have captured.
     `rpc_log`: log of the RPCs with workers; None without workers.
     `row_times`: times of the models' forwards by number of rows; None: not measured.
-    `suffix`: adds to the proposals, or without grafting proposes after the draft of this process has failed. None: only
-        the root is proposed then.
+    `suffix`: proposes after the draft has failed, and with grafting adds to its proposals. None: only the root is
+        proposed then.
+    `budgets`: what the draft has gained in earlier starts; None: nothing is known or stored.
     """
     controller = None
-    if config.has_draft_model and config.is_adaptive:
-        controller = Controller(parts.drafter, lambda: initial_stats(config, row_times))
+    if config.has_draft_model and (config.is_adaptive or config.grafts_suffix):
+        kept = budgets or StoredBudgets.read(None)
+        controller = Controller(
+            parts.drafter,
+            lambda kind: initial_stats(config, row_times, kept.of(kind)),
+            suffix=suffix if config.grafts_suffix else None,
+            keep_budget=kept.keep,
+        )
         if local is not None and row_times is not None:
             local.max_nodes = max(controller.round_stats.batch_sizes)
     on_event = _observers(recorder, parts, probabilities, local, controller, rpc_log)
-    report, ignore_round = lambda: None, lambda: None
-    if controller is not None:
-        report, ignore_round = controller.report, controller.ignore_round
+    report = (lambda: None) if controller is None else controller.report
+    drafter: FailoverDrafter | FallbackDrafter
     if away is not None:
-        safe = FailoverDrafter(controller or away.drafter, away)
+        drafter = FailoverDrafter(controller or away.drafter, away, suffix)
     else:
-        safe = FallbackDrafter(controller or parts.drafter, None if config.grafts_suffix else suffix)
-    drafter: Drafter = safe
-    if config.grafts_suffix and suffix is not None:
-        drafter = GraftedDrafter(safe, suffix, may_skip=config.mode == "serial", on_change=ignore_round)
-    decoding = TreeDecoding(drafter, parts.verifier, on_event, lambda: safe.lost_reason, report, captured_graphs)
+        drafter = FallbackDrafter(controller or parts.drafter, suffix)
+    decoding = TreeDecoding(drafter, parts.verifier, on_event, lambda: drafter.lost_reason, report, captured_graphs)
     decoding.synthetic_acceptance_length = config.synthetic_acceptance_length
     return decoding
 

@@ -1,20 +1,30 @@
-"""Controller around a drafter: measures its rounds and applies the decisions of `policy.decide`."""
+"""Controller around a drafter: measures its rounds, applies the decisions of the policy, and grafts suffix lookup."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import exp, inf
+from statistics import fmean, median
+from typing import NamedTuple
 
 from swiftspec.control import policy
-from swiftspec.control.cost_model import CostModel
 from swiftspec.control.round_stats import Decision, RoundSample, RoundStats
 from swiftspec.control.step_times import SteppedDrafter
+from swiftspec.control.trial_budget import GREEDY, TrialBudget, kind_of
 from swiftspec.messages import Proposal, RequestStart, VerifyResult, merge_results
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
+from swiftspec.runtime.suffix_drafter import SuffixDrafter
+from swiftspec.tree.merged_proposal import merge_proposals
 
 SKIPPED_ROUNDS = 2  # rounds after a change that are not measured: caches are cold, and the draft may have to catch up
+DRAFT_ROUNDS = 8  # rounds with the draft whose times and tokens predict the next ones, beside suffix lookup
+# Multiple of the usual duration that the budget charges for a single slow round, because other load can prolong it
+SLOW_ROUND_FACTOR = 2.0
+MIN_GAIN_FACTOR = 1.1  # suffix lookup alone proposes only if the predicted tokens per second rise by this factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +34,7 @@ class PolicyReport:
 
     steps: int  # d of speculative rounds at the end of the request
     nodes: int  # bs of speculative rounds at the end of the request
-    ar_rounds: int  # autoregressive rounds of the request
+    ar_rounds: int  # rounds of the request without the draft
     changes: tuple[tuple[int, Decision], ...]  # per change: the first round that it applies to, and the decision
     speculative_round_time: float | None
     ar_round_time: float | None
@@ -32,40 +42,73 @@ class PolicyReport:
     speedup: float | None  # tokens per second of speculative rounds, relative to autoregressive rounds
 
 
-class Controller:
-    """Drafter that calls an inner drafter in speculative rounds and proposes only the root in autoregressive rounds.
+@dataclass(slots=True)
+class _Round:
+    """The current round. Times are of the clock, in seconds."""
 
-    During autoregressive rounds the inner drafter is idle. Before the next speculative round it receives the missed
-    rounds as one merged result; if a request begins with autoregressive rounds, the drafter opens it then. The
-    controller runs on rank 0, because only rank 0 reads a clock. A smaller bs reaches the other ranks as a smaller
+    began: float
+    found: Proposal | None = None  # by suffix lookup
+    own: Proposal | None = None  # by the draft, before it is cut to bs; None: the round is without the draft
+    proposal: Proposal | None = None  # what is verified
+    proposed: float = 0.0
+    draft: float = 0.0  # seconds in the draft's forwards
+    caught_up: bool = False  # whether the draft first received rounds that it had missed
+
+
+class _DraftRound(NamedTuple):
+    """What `Controller._skips_draft` needs of a recent round with the draft."""
+
+    draft: float  # seconds of its proposal
+    row: float  # seconds of its verification, in proportion to that of one row
+    tokens: int
+
+
+class Controller:
+    """Drafter that decides in each round whether an inner drafter proposes, with which d and bs, and grafts suffix
+    lookup on it.
+
+    Rounds without the inner drafter propose what suffix lookup finds, or only the root. Before its next round it
+    receives them as one merged result; a request that begins without it is opened on it then, so that its prompt is
+    not prefilled in vain. A proposal of both merges them by weight. A round in which suffix lookup alone is predicted
+    to give more tokens per second skips the inner drafter. In a request that sets bs or d the inner drafter proposes
+    alone, so that the rounds depend neither on the clock nor on earlier requests.
+
+    The controller runs on rank 0, because only rank 0 reads a clock. A smaller bs reaches the other ranks as a smaller
     proposal, an autoregressive round as a root-only proposal, and d as the drafter's `draft_steps`.
     """
 
     def __init__(
         self,
         drafter: SteppedDrafter,
-        make_stats: Callable[[], RoundStats],
+        make_stats: Callable[[str], RoundStats],
+        *,
+        suffix: SuffixDrafter | None = None,
+        keep_budget: Callable[[str, TrialBudget], None] = lambda kind, budget: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`make_stats`: returns empty measurements. It is called once for ordinary requests and once for requests with
-        guidance, whose rounds take longer. `clock`: returns the time in seconds."""
-        self._drafter, self._none = drafter, NoDrafter()
-        self._clock, self._make_stats = clock, make_stats
-        self.round_stats = make_stats()
-        self._all_stats = {False: self.round_stats}
+        """`make_stats`: returns empty measurements for a kind of request (`trial_budget.kind_of`). `suffix`: suffix
+        lookup to add; it is the spare of the drafter that surrounds this one, which opens it and sends it the results.
+        `keep_budget`: receives the budget of a kind at the end of a request. `clock`: returns the time in seconds."""
+        self._drafter, self._none, self._suffix = drafter, NoDrafter(), suffix
+        self._clock, self._make_stats, self._keep_budget = clock, make_stats, keep_budget
+        self.round_stats = make_stats(GREEDY)
+        self._all_stats = {GREEDY: self.round_stats}
+        self._draft_rounds = deque[_DraftRound](maxlen=DRAFT_ROUNDS)
         self._reset()
 
     def _reset(self) -> None:
         """Resets the per-request state."""
-        self._ar_rounds = 0
+        self._kind: str | None = None  # of the request; None if its measurements are not kept
+        self._ar_rounds = self._counted = 0  # rounds without the draft: all, and those in the measurements
         self._changes: list[tuple[int, Decision]] = []
         self._unopened: RequestStart | None = None  # the request, until the inner drafter has opened it
         self._missed: list[VerifyResult] = []  # results that the idle drafter has not received
-        self._proposal: Proposal | None = None  # the drafter's whole proposal; None in an autoregressive round
-        self._began = self._proposed = 0.0  # clock times of the start of the round and of its proposal
-        self._busy = self._draft = 0.0  # seconds in the draft's forwards: in total, and in this round
+        self._round = _Round(0.0)
+        self._busy = 0.0  # seconds in the draft's forwards until its last proposal
         self._skip = SKIPPED_ROUNDS  # upcoming rounds that are not measured
-        self._foreign = False  # whether the next result is of another proposal
+        self._grafts = False  # whether suffix lookup adds to the proposals
+        self._last_s = inf  # duration of the latest round with the draft, up to which the next one is charged
+        self._idle = 0  # upcoming rounds without the draft after which nothing is measured or decided
 
     @property
     def busy(self) -> float:
@@ -74,104 +117,170 @@ class Controller:
     def open(self, start: RequestStart) -> None:
         self._reset()
         self.round_stats = self._stats_for(start.sampling)
-        self.round_stats.start_request()
+        self.round_stats.start_request(len(start.tokens))
         self._none.open(start)
         self._unopened = start
+        self._grafts = self._suffix is not None and not start.sampling.sets_shape
         if self.round_stats.speculating:
-            self._open_drafter()
+            self._open_drafter(at_open=True)
+        self._rest()
 
-    def _open_drafter(self) -> None:
-        """Opens the request on the inner drafter, which prefills the prompt, unless that was done before."""
-        if self._unopened is not None:
-            start, self._unopened = self._unopened, None
-            self._set_steps()
-            self._drafter.open(start)
-            self._busy = self._drafter.busy
+    def _open_drafter(self, *, at_open: bool) -> None:
+        """Opens the request on the inner drafter, which prefills the prompt, unless that was done before. `at_open`:
+        see `TrialBudget.charge_prefill`."""
+        if self._unopened is None:
+            return
+        start, self._unopened = self._unopened, None
+        self._set_steps()
+        began, m = self._clock(), self.round_stats
+        self._drafter.open(start)
+        if (reference := m.reference_time) is not None:
+            m.budget.charge_prefill(len(start.tokens), (self._clock() - began) / reference, at_open=at_open)
+        self._busy = self._drafter.busy
 
     def _stats_for(self, sampling: SamplingParams) -> RoundStats:
-        """Returns the measurements that a request continues: those of all ordinary requests or of all requests with
-        guidance, or empty ones if the request sets its own bs or d."""
-        guided, ours = sampling.guided, self._all_stats[False].config
+        """Returns the measurements that a request continues: those of all requests of its kind, or empty ones if the
+        request sets its own bs or d."""
+        ours = self._all_stats[GREEDY].config
         asked = ours.for_request(sampling)
         if asked is not ours:
             return RoundStats(asked)
-        if guided not in self._all_stats:
-            self._all_stats[guided] = self._make_stats()
-        return self._all_stats[guided]
+        kind = self._kind = kind_of(sampling)
+        if kind not in self._all_stats:
+            self._all_stats[kind] = self._make_stats(kind)
+        return self._all_stats[kind]
 
     def propose(self) -> Proposal:
-        self._began = self._clock()
-        if self.round_stats.speculating:
-            self._catch_up()
-            self._proposal = self._drafter.propose()
-            self._draft, self._busy = self._drafter.busy - self._busy, self._drafter.busy
-            proposal = _truncate(self._proposal, self.round_stats.nodes)
+        if self._idle > 0:
+            return self._suffix.propose() if self._grafts and self._suffix is not None else self._none.propose()
+        now = self._round = _Round(self._clock())
+        if self._grafts and self._suffix is not None:
+            now.found = self._suffix.propose()
+        if self.round_stats.speculating and not self._skips_draft(now.found):
+            now.proposal = self._propose_with_draft(now)
         else:
-            self._proposal, proposal = None, self._none.propose()
-        self._proposed = self._clock()
-        return proposal
+            now.proposal = now.found or self._none.propose()
+        now.proposed = self._clock()
+        return now.proposal
+
+    def _propose_with_draft(self, now: _Round) -> Proposal:
+        now.caught_up = self._catch_up()
+        now.began = self._clock()  # the prefill is counted apart
+        own = self._drafter.propose()
+        now.own, now.draft, self._busy = own, self._drafter.busy - self._busy, self._drafter.busy
+        cut = _truncate(own, self.round_stats.nodes)
+        if now.found is None or self._suffix is None or len(now.found.tokens) == 1 or own.draft_probs is not None:
+            return cut
+        best_count, least = self._suffix.best_count, len(cut.tokens) - 1
+        return merge_proposals(cut, now.found, lambda weights: best_count(weights, least))
 
     def grow(self) -> None:
-        if self.round_stats.speculating:
+        if self._round.own is not None:
             self._drafter.grow()
 
-    def ignore_round(self) -> None:
-        """Declares that the next result is not that of the latest proposal: it is not measured."""
-        self._foreign = True
-
     def observe(self, result: VerifyResult) -> None:
-        if self._foreign:
-            self._foreign = False
-            self._follow(result)
+        if self._idle > 0:
+            self._missed.append(result)
+            self._none.observe(result)
+            self._ar_rounds += 1
+            self._idle -= 1
             return
-        came = self._clock()
-        if self.round_stats.speculating:
-            self._drafter.observe(result)
-            self.round_stats.count_trial(len(result.tokens))
-        else:
+        came, now, m = self._clock(), self._round, self.round_stats
+        self._none.observe(result)
+        if now.own is None:
             self._missed.append(result)
             self._ar_rounds += 1
-        self._none.observe(result)
-        if self._skip > 0:
-            self._skip -= 1
+            plain = now.proposal is not None and len(now.proposal.tokens) == 1 and self._skip <= 0
+            self._count_ar_rounds(came - now.began if plain else None)
         else:
-            self.round_stats.add(self._sample(result, came))
-        decision = policy.decide(self.round_stats)
-        if decision != self.round_stats.current:
-            self.round_stats.apply(decision)
+            self._drafter.observe(result)
+            self._settle(now, came, result)
+            # only rounds that the draft alone has determined tell what another d or bs would have given
+            alone = now.found is None or len(now.found.tokens) == 1
+            if alone and self._skip <= 0 and not now.caught_up:
+                m.add(self._sample(now, came, result))
+        self._skip -= 1
+        decision = policy.decide(m)
+        if decision != m.current:
+            m.apply(decision)
             self._changes.append((result.round + 1, decision))
             self._skip = SKIPPED_ROUNDS
             if self._unopened is None:
                 self._set_steps()
+        self._rest()
+
+    def _rest(self) -> None:
+        """Postpones the next measurement and decision while the draft waits for a trial: the bookkeeping of each round
+        would cost a small model a percent of its speed."""
+        if not self.round_stats.speculating and self.round_stats.budget.spent:
+            self._idle, self._skip = policy.DECISION_INTERVAL_ROUNDS - 1, 0
+
+    def _count_ar_rounds(self, seconds: float | None) -> None:
+        """Adds the rounds without the draft since the last call to the measurements. `seconds`: see
+        `RoundStats.add_ar_rounds`."""
+        rounds, self._counted = self._ar_rounds - self._counted, self._ar_rounds
+        if rounds > 0:
+            self.round_stats.budget.backlog += sum(len(missed.tokens) for missed in self._missed[-rounds:])
+            self.round_stats.add_ar_rounds(rounds, seconds)
+
+    def _settle(self, now: _Round, came: float, result: VerifyResult) -> None:
+        """Counts a round with the draft in the budget, compared to one of suffix lookup alone."""
+        assert now.proposal is not None
+        tokens = len(result.tokens)
+        row = (came - now.proposed) / self._rows(len(now.proposal.tokens))
+        seconds, typical = self._clock() - now.began, self.round_stats.speculative_round_time
+        most = inf if typical is None else max(SLOW_ROUND_FACTOR * typical, self._last_s)
+        self._last_s, seconds = seconds, min(seconds, most)
+        if now.found is None or len(now.found.tokens) == 1:
+            self.round_stats.settle(seconds, tokens)
+        else:
+            hits = min(len(now.found.match_path(result.tokens)), tokens - 1)
+            self.round_stats.settle(seconds - row * self._rows(len(now.found.tokens)), tokens - 1 - hits)
+        self._draft_rounds.append(_DraftRound(now.proposed - now.began, row, tokens))
+
+    def _skips_draft(self, found: Proposal | None) -> bool:
+        """Returns whether a round with the proposal `found` of suffix lookup is predicted to be faster than one with
+        the draft, too. In the latter the draft adds tokens if the first token of suffix lookup is wrong. A draft that
+        expands during the verifications costs no time that could be saved."""
+        ahead = self.round_stats.config.mode != "serial"
+        if found is None or len(found.tokens) == 1 or ahead or not self._draft_rounds:
+            return False
+        recent = self._draft_rounds
+        chances = [exp(weight) for weight in found.weights]
+        tokens, row = sum(chances), median(seen.row for seen in recent)
+        alone = tokens / (row * self._rows(len(chances)))
+        with_draft = tokens + (1 - chances[1]) * (fmean(seen.tokens for seen in recent) - 1)
+        rows = self._rows(max(len(chances), self.round_stats.nodes))
+        return alone > MIN_GAIN_FACTOR * with_draft / (row * rows + median(seen.draft for seen in recent))
+
+    def _rows(self, nodes: int) -> float:
+        """Returns the duration of a verification of `nodes` nodes in proportion to that of one."""
+        return 1.0 if self._suffix is None else self._suffix.row_seconds(nodes) / self._suffix.row_seconds(1)
 
     def catch_up(self, result: VerifyResult) -> None:
         """Applies `result`, which merges rounds that were decoded without this drafter. These rounds are not
         measured."""
         if self.round_stats.speculating:
             self._catch_up()
-        self._follow(result)
-        self._skip = SKIPPED_ROUNDS
-
-    def _follow(self, result: VerifyResult) -> None:
-        """Applies a result that is not measured."""
-        if self.round_stats.speculating:
             self._drafter.observe(result)
         else:
             self._missed.append(result)
         self._none.observe(result)
+        self._skip = SKIPPED_ROUNDS
 
     def close(self) -> None:
         if self._unopened is None:
             self._drafter.close()
+        self._count_ar_rounds(None)
+        if self._kind is not None and self.round_stats.config.self_switch:
+            self._keep_budget(self._kind, self.round_stats.budget)
 
     def report(self) -> PolicyReport | None:
         """Returns the report of the request so far, or None if the config enables no adaptation."""
         m = self.round_stats
         if not m.config.is_adaptive:
             return None
-        tree, plain = m.speculative_round_time, m.ar_round_time
-        if plain is None and m.row_times is not None:
-            plain = CostModel(m).ar_round_time
+        tree, plain = m.speculative_round_time, m.reference_time
         break_even = tree / plain if tree is not None and plain else None
         speedup = (
             sum(seen.tokens for seen in m.speculative_rounds) / len(m.speculative_rounds) / break_even
@@ -184,23 +293,28 @@ class Controller:
         if self._drafter.draft_steps != self.round_stats.steps:
             self._drafter.draft_steps = self.round_stats.steps
 
-    def _sample(self, result: VerifyResult, came: float) -> RoundSample:
-        """Returns the measurement of the round that ends now. `came`: clock time at which its result arrived."""
-        seconds, target = self._clock() - self._began, came - self._proposed
-        if self._proposal is None:
-            return RoundSample(seconds, target, 0.0, len(result.tokens), ())
-        whole = len(self._proposal.tokens) <= self.round_stats.nodes
-        hits = result.path[1:] if whole else self._proposal.match_path(result.tokens)
-        rank = {node: at for at, node in enumerate(_nodes_by_weight(self._proposal))}
-        return RoundSample(seconds, target, self._draft, len(result.tokens), tuple(rank[node] for node in hits))
+    def _sample(self, now: _Round, came: float, result: VerifyResult) -> RoundSample:
+        """Returns the measurement of a round with the draft that ends now. `came`: clock time at which its result
+        arrived."""
+        own = now.own
+        assert own is not None
+        whole = len(own.tokens) <= self.round_stats.nodes
+        hits = result.path[1:] if whole else own.match_path(result.tokens)
+        rank = {node: at for at, node in enumerate(_nodes_by_weight(own))}
+        ranks = tuple(rank[node] for node in hits)
+        return RoundSample(self._clock() - now.began, came - now.proposed, now.draft, len(result.tokens), ranks)
 
-    def _catch_up(self) -> None:
+    def _catch_up(self) -> bool:
         """Opens the request on the inner drafter, if that is still due, and sends it the missed rounds as one merged
-        result."""
-        self._open_drafter()
+        result. Returns whether there was something to do."""
+        behind = self._unopened is not None or bool(self._missed)
+        self._last_s = inf if behind else self._last_s
+        self._open_drafter(at_open=False)
         if self._missed:
             self._drafter.observe(merge_results(self._missed))
             self._missed.clear()
+        self.round_stats.budget.backlog = 0
+        return behind
 
 
 def _truncate(proposal: Proposal, nodes: int) -> Proposal:

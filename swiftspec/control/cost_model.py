@@ -50,14 +50,6 @@ class CostModel:
             forwards = self._forward_time(stats.steps, stats.nodes)
             self._overhead = max(median(tree.seconds for tree in trees) - forwards, 0.0)
 
-    @property
-    def ar_round_time(self) -> float | None:
-        """Seconds of an autoregressive round: the measured median, or a prediction from row times; None without
-        either."""
-        if self._stats.ar_round_time is not None or self._stats.row_times is None:
-            return self._stats.ar_round_time
-        return self._verify_time(1)
-
     def tokens_per_second(self, steps: int, nodes: int) -> float:
         """Returns the predicted tokens per second; 0 if the predicted time of a round is 0."""
         seconds = self.round_time(steps, nodes)

@@ -9,16 +9,12 @@ from typing import NamedTuple
 
 from swiftspec.config import EngineConfig
 from swiftspec.control.row_times import PairTimes
+from swiftspec.control.trial_budget import TrialBudget
 
 WINDOW_ROUNDS = 16  # speculative rounds that a decision is based on
-PROBE_ROUNDS = 4  # autoregressive rounds that a decision is based on
-RETRY_AFTER_ROUNDS = 64  # autoregressive rounds before speculation is retried; doubled per retry until one lasts
-MAX_RETRY_ROUNDS = 16 * RETRY_AFTER_ROUNDS  # upper bound of the doubled number
-# A trial with few accepted tokens (`RoundStats.rarely_accepts`) can end after this number of rounds.
-MIN_TRIAL_ROUNDS = 4
-RARE_HITS_SHARE = 0.25  # share of the rounds in which a token is accepted, below which acceptance is rare
-FAILED_RETRY_FACTOR = 4  # as doubling, after a trial with rare acceptance
-MAX_FAILED_TRIALS = 2  # successive ones, after which a request does not begin with another trial
+PROBE_ROUNDS = 4  # autoregressive rounds of a probe
+AR_WINDOW_ROUNDS = 8  # autoregressive rounds whose median duration others are compared to
+MIN_MISSED_ROUND = 0.25  # least loss of a round without an accepted token that a trial is expected to have
 RAISE_COOLDOWN_ROUNDS = 120  # rounds in which d and bs are not increased, after an increase was soon reverted
 
 
@@ -46,7 +42,10 @@ class RoundSample(NamedTuple):
 
 @dataclass(slots=True)
 class RoundStats:
-    """Current kind of rounds and recent measurements. They persist across requests."""
+    """Current kind of rounds and recent measurements. They persist across requests.
+
+    Rounds are autoregressive while the budget is spent, and in a probe: a few rounds that measure their duration.
+    """
 
     config: EngineConfig  # determines which of d, bs and the use of the draft are adaptive
     row_times: PairTimes | None = None  # of the models, if they were measured at start
@@ -59,15 +58,11 @@ class RoundStats:
         default_factory=lambda: deque(maxlen=WINDOW_ROUNDS)
     )  # recent speculative rounds
     ar_seconds: deque[float] = field(
-        default_factory=lambda: deque(maxlen=PROBE_ROUNDS)
+        default_factory=lambda: deque(maxlen=AR_WINDOW_ROUNDS)
     )  # seconds of recent autoregressive rounds
     ar_age: int = 0  # rounds measured since the last autoregressive round
     verify_times: dict[int, float] = field(default_factory=dict)  # latest measured seconds of a verification, by bs
-    retry_after: int = RETRY_AFTER_ROUNDS  # autoregressive rounds before speculation is retried
-    # Rounds of the current trial, which begins when speculation does: measured or not, and those that accepted a token.
-    trial_rounds: int = 0
-    trial_hits: int = 0
-    failed_trials: int = 0  # successive trials with rare acceptance before the current or latest one
+    budget: TrialBudget = field(default_factory=TrialBudget)  # of the rounds with the draft
     raised: bool = False  # whether the last change of the shape increased d or bs
     raise_cooldown: int = 0  # rounds until d and bs may be increased again; not positive: they may
 
@@ -92,57 +87,78 @@ class RoundStats:
         """Median duration of the recent autoregressive rounds in seconds; None if none were measured."""
         return median(self.ar_seconds) if self.ar_seconds else None
 
-    def start_request(self) -> None:
-        """Begins a request. Its first rounds are speculative, with the d and bs of the previous request's last
-        speculative round. If the previous request ended with autoregressive rounds, the count of measured rounds
-        restarts, so that the next decision waits for new speculative rounds. The back-off times of the previous request
-        are reset.
-
-        After `MAX_FAILED_TRIALS` failed trials an autoregressive phase continues instead, with its back-off time.
-        """
-        if not self.speculating and self.failed_trials + self.rarely_accepts >= MAX_FAILED_TRIALS:
-            self.retry_after = min(self.retry_after, FAILED_RETRY_FACTOR * RETRY_AFTER_ROUNDS)
-            return
-        self._begin_trial()
-        if not self.speculating:
-            self.speculating, self.rounds = True, 0
-        self.retry_after, self.raise_cooldown = RETRY_AFTER_ROUNDS, 0
+    @property
+    def reference_time(self) -> float | None:
+        """Seconds of an autoregressive round, to which speculative ones are compared: measured, or else from row times,
+        in proportion to recent verifications; None without either."""
+        if self.ar_seconds or self.row_times is None:
+            return self.ar_round_time
+        times, recent = self.row_times.target, [seen.target for seen in self.speculative_rounds]
+        return times.at(1) * (median(recent) / times.at(self.nodes) if recent else 1.0)
 
     @property
-    def rarely_accepts(self) -> bool:
-        """Whether the current or latest trial has enough rounds to judge it, and accepted a token in few of them."""
-        return self.trial_rounds >= MIN_TRIAL_ROUNDS and self.trial_hits <= RARE_HITS_SHARE * self.trial_rounds
+    def missed_round(self) -> float | None:
+        """Loss of a round with the draft in which nothing is accepted, in autoregressive rounds; None if the duration
+        of these is unknown."""
+        seconds, usual = self.reference_time, self.speculative_round_time
+        if seconds is None:
+            return None
+        if usual is None and (times := self.row_times) is not None:
+            draft = self.steps * times.draft.at(self.config.leaves_per_expansion)
+            usual = seconds * (times.target.at(self.nodes) + draft) / times.target.at(1)
+        return max(1.0 if usual is None else usual / seconds - 1, MIN_MISSED_ROUND)
 
-    def count_trial(self, tokens: int) -> None:
-        """Counts a speculative round with `tokens` output tokens, whether it is measured or not."""
-        self.trial_rounds += 1
-        self.trial_hits += tokens > 1
+    def start_request(self, tokens: int) -> None:
+        """Begins a request of `tokens` tokens. Its first rounds are of the kind of the previous request's last ones,
+        unless those were a probe, or the budget suffices for a trial."""
+        self.budget.backlog, self.raise_cooldown = tokens, 0
+        if not self.config.self_switch:
+            return
+        if self.speculating or not self.budget.spent:
+            speculate = self.budget.start_request()
+        else:
+            missed = self.missed_round
+            speculate = missed is not None and self.budget.may_start(missed, None)
+            if speculate and missed is not None:
+                self.budget.start(missed)
+        if speculate != self.speculating:
+            self.speculating, self.rounds = speculate, 0
 
-    def _begin_trial(self) -> None:
-        if self.trial_rounds >= MIN_TRIAL_ROUNDS:
-            self.failed_trials = self.failed_trials + 1 if self.rarely_accepts else 0
-        self.trial_rounds = self.trial_hits = 0
+    def settle(self, seconds: float, tokens: int) -> None:
+        """Counts a round with the draft in the budget. `seconds`, `tokens`: its duration and its output tokens, less
+        those that suffix lookup alone would have had."""
+        reference = self.reference_time
+        if reference is not None:  # otherwise `add_ar_rounds` counts it later
+            self.budget.settle(tokens - seconds / reference)
 
     def add(self, seen: RoundSample) -> None:
         """Adds the measurement of a round of the current kind."""
+        if not self.speculating:
+            self.add_ar_rounds(1, seen.seconds)
+            return
         self.rounds += 1
         self.raise_cooldown -= 1
         self.ar_age += 1
-        if self.speculating:
-            self.speculative_rounds.append(seen)
-        else:
-            self.ar_seconds.append(seen.seconds)
+        self.speculative_rounds.append(seen)
+
+    def add_ar_rounds(self, rounds: int, seconds: float | None) -> None:
+        """Adds rounds without the draft. `seconds`: duration of the last one if it was autoregressive; None: it was
+        not, or is not to be measured, so that a probe does not count it."""
+        unknown = not self.ar_seconds and self.row_times is None
+        self.budget.earn(rounds)
+        if not self.speculating and (seconds is not None or self.budget.spent):
+            self.rounds += rounds
+        if seconds is not None:
+            self.ar_seconds.append(seconds)
             self.ar_age = 0
+        if unknown and (reference := self.reference_time) is not None:
+            self.budget.savings += sum(seen.tokens - seen.seconds / reference for seen in self.speculative_rounds)
 
     def apply(self, to: Decision) -> None:
-        """Makes `to` the kind of the next rounds, and updates the back-off times."""
+        """Makes `to` the kind of the next rounds, and begins a trial if the budget was spent."""
         short = self.rounds <= 2 * WINDOW_ROUNDS  # whether the current kind was in use only briefly
-        if not to.speculate and not short:
-            self.retry_after = RETRY_AFTER_ROUNDS
-        if to.speculate and not self.speculating and self.rounds >= self.retry_after:
-            factor = FAILED_RETRY_FACTOR if self.rarely_accepts else 2
-            self.retry_after = min(factor * self.retry_after, MAX_RETRY_ROUNDS)
-            self._begin_trial()
+        if to.speculate and not self.speculating and self.budget.spent and (missed := self.missed_round) is not None:
+            self.budget.start(missed)
         if to.speculate and (to.steps, to.nodes) != (self.steps, self.nodes):
             if self.speculative_rounds:
                 self.verify_times[self.nodes] = median(tree.target for tree in self.speculative_rounds)

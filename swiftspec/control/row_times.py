@@ -9,16 +9,11 @@ that no other row uses: equal tokens would be routed to the same experts.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Generic, TypeVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,8 +22,6 @@ from swiftspec.messages import Proposal, RequestStart
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier
 
-FORMAT = 2
-MAX_FILE_BYTES = 1 << 14
 # Numbers of rows of the measured verifications, in this order: a slow model may not reach the last ones.
 VERIFIED_ROWS = (1, 8, 32, 16, 4)
 TARGET_BUDGET_S, DRAFT_BUDGET_S = 1.3, 0.4  # of the measurement of each model, without its warm-up
@@ -42,6 +35,8 @@ ROOT = RequestStart(0, (0,), GREEDY, 1)  # a request without a prefill: the prom
 @dataclass(frozen=True, slots=True)
 class RowTimes:
     """Seconds of a forward of one model at some numbers of rows, ascending."""
+
+    FILE_STEM: ClassVar[str] = "row-times"
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -82,6 +77,8 @@ class RowTimes:
 class PairTimes:
     """Row times of a model pair: of the target's verifications by bs, and of the draft's expansions by w."""
 
+    FILE_STEM: ClassVar[str] = "row-times"
+
     target: RowTimes
     draft: RowTimes
 
@@ -94,39 +91,6 @@ class PairTimes:
         if not isinstance(data, dict):
             raise ValueError("not the row times of a pair")
         return PairTimes(RowTimes.from_json(data.get("target")), RowTimes.from_json(data.get("draft")))
-
-
-Times = TypeVar("Times", RowTimes, PairTimes)
-
-
-@dataclass(frozen=True, slots=True)
-class RowTimesFile(Generic[Times]):
-    """File of the row times of one pair, or of a target alone, on one machine. `kind`: the class of the times."""
-
-    path: Path
-    kind: type[Times]
-
-    @staticmethod
-    def of(folder: Path, facts: Mapping[str, object], kind: type[Times]) -> RowTimesFile[Times]:
-        """Returns the file for `facts`: everything that determines the times, serialisable as JSON."""
-        words = json.dumps({"format": FORMAT, **facts}, sort_keys=True).encode()
-        return RowTimesFile(folder / f"row-times-{hashlib.sha256(words).hexdigest()[:40]}.json", kind)
-
-    def read(self) -> Times | None:
-        """Returns the row times; None if there is no file, or if it is damaged."""
-        try:
-            with self.path.open("rb") as file:
-                return self.kind.from_json(json.loads(file.read(MAX_FILE_BYTES)))
-        except (OSError, ValueError, RecursionError):
-            return None
-
-    def write(self, times: Times) -> None:
-        """Replaces the file. Does nothing if the folder cannot be written to: the next start measures again."""
-        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-        with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(times.to_json()), encoding="utf-8")
-            temporary.replace(self.path)
 
 
 def measure_pair_times(

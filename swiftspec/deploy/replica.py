@@ -17,12 +17,12 @@ from swiftspec.distributed.launch.world import World
 from swiftspec.errors import RankLost, UserError
 from swiftspec.llm import LLM
 from swiftspec.serve.async_engine import AsyncEngine
+from swiftspec.serve.cli.config_sources import load_settings
 from swiftspec.serve.http.app import create_app
 from swiftspec.serve.http.engine_link.frontend_process import default_served_name, sampling_defaults
-from swiftspec.serve.session import open_session, run_follower_rank
-from swiftspec.serve.settings.config_sources import load_settings
-from swiftspec.serve.settings.settings import Settings, UsageError
 from swiftspec.serve.terminal import StartupProgress
+from swiftspec.settings.settings import Settings, UsageError
+from swiftspec.startup.session import open_session, run_follower_rank
 
 LOCALHOST = "127.0.0.1"
 UNUSED_PORT = 8000  # the settings are those of a server, but the scheduler listens
@@ -54,10 +54,8 @@ class EngineReplica:
             for process in self._followers:
                 process.kill()
             raise
-        llm = self._session.llm
-        assert isinstance(llm, LLM)
         self.engine = AsyncEngine(
-            llm, max_queue=settings.max_queue, queue_timeout_s=settings.queue_timeout,
+            LLM.from_session(self._session), max_queue=settings.max_queue, queue_timeout_s=settings.queue_timeout,
             request_timeout_s=settings.request_timeout, sampling_defaults=sampling_defaults(settings),
         )  # fmt: skip
         name = settings.served_model_name or default_served_name(settings.model)

@@ -15,7 +15,7 @@ from swiftspec.control.step_times import CONTEXT_TOKENS, GREEDY, measure_verific
 from swiftspec.distributed.remote.client import RemoteDrafter
 from swiftspec.lab import timeline
 from swiftspec.lab.timeline import Trace
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import Proposal, RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.verifier import Verifier
@@ -39,7 +39,7 @@ class RequestProgress(NamedTuple):
     busy: float = 0.0
 
     @staticmethod
-    def of(llm: LLM) -> RequestProgress:
+    def of(llm: LLMEngine) -> RequestProgress:
         """Returns the progress of the engine's most recent request."""
         stats = llm.stats
         return RequestProgress(stats.tokens, stats.rounds, stats.decode_time, stats.target_busy_time)
@@ -92,7 +92,7 @@ class Run:
 
 
 def decode_all(
-    llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, deadline: float = float("inf"),
+    llm: LLMEngine, prompts: Sequence[Sequence[int]], max_tokens: int, deadline: float = float("inf"),
     sampling: SamplingParams = GREEDY,
 ) -> Run:  # fmt: skip
     """Decodes `max_tokens` tokens for every prompt and returns the totals. Mode smc does not support most sampling
@@ -118,7 +118,11 @@ def decode_all(
 
 
 def decode_samplings(
-    llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, deadline: float, samplings: Sequence[SamplingParams]
+    llm: LLMEngine,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    deadline: float,
+    samplings: Sequence[SamplingParams],
 ) -> tuple[Run, Run | None]:
     """Decodes all prompts with each of `samplings`, the first of which is greedy; mode smc only once, see `decode_all`.
 
@@ -136,7 +140,7 @@ def decode_samplings(
     return whole, sampled
 
 
-def _decode_batch(llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams, deadline: float) -> Run:
+def _decode_batch(llm: LLMEngine, prompts: Sequence[Sequence[int]], sampling: SamplingParams, deadline: float) -> Run:
     """Decodes at least twice as many requests as the engine decodes concurrently; repeats prompts with other seeds.
 
     `Run.seconds` is the duration of the whole batch without the prefills.
@@ -157,13 +161,13 @@ def _decode_batch(llm: LLM, prompts: Sequence[Sequence[int]], sampling: Sampling
     return run
 
 
-def tree_roles(llm: LLM) -> TreeRoles:
+def tree_roles(llm: LLMEngine) -> TreeRoles:
     """Returns the drafter and the verifier of an engine that decodes with a draft tree."""
     assert isinstance(llm.roles.inner_roles, TreeRoles)
     return llm.roles.inner_roles
 
 
-def phase_times(llm: LLM) -> tuple[float, float]:
+def phase_times(llm: LLMEngine) -> tuple[float, float]:
     """Measures (seconds of a verification, seconds of an expansion) of an asynchronous engine, both concurrently, so
     that each includes the slowdown by the other."""
     roles, room = tree_roles(llm), llm.max_model_len - 1

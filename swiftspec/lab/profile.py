@@ -24,15 +24,15 @@ from swiftspec.config import SUFFIX_LOOKUP
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.serve.__main__ import join_launched_world, run_guarded
-from swiftspec.serve.settings.flags import FLAGS
+from swiftspec.settings.flags import FLAGS
 
 if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World
     from swiftspec.lab.sweep import Sweep
     from swiftspec.lab.trials import SweepRequest
     from swiftspec.lab.worker_pool import Pair
-    from swiftspec.serve.model_resolution import ResolvedModels
-    from swiftspec.serve.settings.settings import Settings
+    from swiftspec.settings.settings import Settings
+    from swiftspec.startup.model_resolution import ResolvedModels
 
 MAX_PROMPTS_BYTES = 64 << 20
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m swiftspec.pro
 
 
 def _run(argv: list[str], prog: str) -> int:
-    from swiftspec.serve.settings.settings import UsageError
+    from swiftspec.settings.settings import UsageError
 
     try:
         if argv[:1] == ["trace"]:
@@ -68,6 +68,7 @@ def build_profile_parser(prog: str = "python -m swiftspec.profile") -> argparse.
     from swiftspec.serve.cli.arguments import FlagParser
 
     made = FlagParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.positional = "model"
     for name in model_settings():
         made.add_argument("--" + name.replace("_", "-"), dest=name, metavar="X", help="as in `serve`")
     made.add_argument("--splits", default="all", help="all, or target+draft such as 3+1,2+2 (default: all)")
@@ -96,10 +97,10 @@ def sweep(args: argparse.Namespace) -> int:
     Raises UserError if a flag is invalid, there is no draft model, or nothing could be measured.
     """
     from swiftspec.lab.worker_pool import Pair, RankPool
-    from swiftspec.serve.model_resolution import ResolvedModels
-    from swiftspec.serve.session import load_options
-    from swiftspec.serve.settings.config_sources import load_settings
+    from swiftspec.serve.cli.config_sources import load_settings
     from swiftspec.serve.terminal import StartupProgress
+    from swiftspec.startup.model_resolution import ResolvedModels
+    from swiftspec.startup.session import load_options
 
     given = {name: getattr(args, name) for name in model_settings() if getattr(args, name) is not None}
     settings = load_settings({**given, "plan": "none"})
@@ -129,8 +130,8 @@ def _prepare(
     from swiftspec.lab import sweep as sweeps
     from swiftspec.lab.progress import SweepProgressBar
     from swiftspec.profiles import store
-    from swiftspec.serve.built_in_models import DEMO_MODELS
-    from swiftspec.serve.model_resolution import profile_key
+    from swiftspec.startup.built_in_models import DEMO_MODELS
+    from swiftspec.startup.model_resolution import profile_key
 
     pair = pool.pair
     demo = found.built_in is DEMO_MODELS
@@ -160,7 +161,7 @@ def _request(
     from swiftspec.control.step_times import GREEDY
     from swiftspec.lab import trials
     from swiftspec.lab.trials import USUAL, SweepRequest
-    from swiftspec.serve.model_resolution import generation_defaults
+    from swiftspec.startup.model_resolution import generation_defaults
 
     for name in ("limit", "max_tokens", "repeats"):
         if getattr(args, name) < 1:

@@ -19,7 +19,7 @@ from swiftspec.lab import calibration, measurement, timeline, trials
 from swiftspec.lab.timeline import Trace
 from swiftspec.lab.trials import SweepRequest, Trial
 from swiftspec.lab.worker_pool import EngineBuild, RankPool
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.profiles import store
 
@@ -192,7 +192,7 @@ class Sweep:
         self._save()
 
     def _decode_prompts(
-        self, llm: LLM, prompts: Sequence[Sequence[int]] | None = None, max_tokens: int | None = None
+        self, llm: LLMEngine, prompts: Sequence[Sequence[int]] | None = None, max_tokens: int | None = None
     ) -> tuple[measurement.Run, measurement.Run | None]:
         """Decodes the prompts with all samplings. `prompts`, `max_tokens`: None: those of the request."""
         request = self._request

@@ -19,7 +19,7 @@ from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import MAX_THREADS, EngineConfig, PopulationConfig
 from swiftspec.distributed.launch.world import World, available_cores, pin_to_cores
 from swiftspec.errors import RankLost, UserError
-from swiftspec.llm import LLM, serve_rank
+from swiftspec.llm_engine import LLMEngine, serve_rank
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
 from swiftspec.profiles.emulation import parse_emulation
@@ -106,10 +106,10 @@ class RankPool:
         return 1 if self._world is None else self._world.size
 
     @contextlib.contextmanager
-    def engine(self, order: EngineBuild) -> Iterator[LLM]:
-        """Context manager that builds an engine on its ranks, yields its `LLM` and closes it.
+    def engine(self, order: EngineBuild) -> Iterator[LLMEngine]:
+        """Context manager that builds an engine on its ranks, yields its `LLMEngine` and closes it.
 
-        The caller has to drop its reference to the `LLM` before the next engine is built, which needs the memory.
+        The caller has to drop its reference to the `LLMEngine` before the next engine is built, which needs the memory.
         Raises UserError if the engine cannot be built.
         """
         order = replace(order, context=self.context)
@@ -117,7 +117,7 @@ class RankPool:
             self._world.store.set(f"order {self._orders}", order.pack())
         part = self._part(order)
         gc.collect()  # caches and graphs of the engine before, whose objects refer to each other
-        llm = LLM(*self.pair.models(order), order.plan, world=part, **self._options(order))
+        llm = LLMEngine(*self.pair.models(order), order.plan, world=part, **self._options(order))
         try:
             yield llm
         finally:

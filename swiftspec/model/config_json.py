@@ -25,9 +25,17 @@ def parse_config(data: Json) -> ModelConfig:
         names=architecture.names,
         max_position_embeddings=fields.integer("max_position_embeddings", 2048, ge=2, le=MOST_POSITIONS),
         dtype=_dtype(fields),
-        quantization=fields.object("quantization_config").data,
+        quantization=_quantization(whole, fields),
         eos_token_ids=stop_tokens(fields),
     )
+
+
+def _quantization(whole: Fields, fields: Fields) -> Json:
+    """Returns `quantization_config`. Raises UserError for a model in the format of MLX, which names no method."""
+    found = fields.object("quantization_config").data
+    if whole.object("quantization").integer("group_size", 0) and "quant_method" not in found:
+        raise UserError("quantised by MLX, which is not supported; use the original model, or a GGUF, AWQ or GPTQ file")
+    return found
 
 
 def stop_tokens(fields: Fields) -> tuple[int, ...]:

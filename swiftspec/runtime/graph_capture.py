@@ -7,6 +7,7 @@ from collections.abc import Callable
 from swiftspec.config import EngineConfig
 from swiftspec.runtime.executors.available import draft_captures, graph_captures, target_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 
 CAPTURE_PHASE = "CUDA graphs"  # description that `Progress` receives
@@ -18,14 +19,19 @@ def capture_graphs(
 ) -> None:
     """Captures the graphs of the models in this process, so that no request waits for a capture, which also stops all
     other work on the GPU. No request may be open. All ranks of a group must call it at about the same time, since the
-    captured forwards communicate: see `Connections.agree_in_group`."""
-    captures = [] if verifier is None else target_captures(verifier.executors, config)
+    captured forwards communicate: see `Connections.agree_in_group`. Raises RankLost instead of a device error that
+    another rank has caused."""
+    captures = list[tuple[Runner, Callable[[], None]]]()
+    if verifier is not None:
+        captures += [(verifier.runner, capture) for capture in target_captures(verifier.executors, config)]
     if drafter is not None:
-        captures += draft_captures(drafter.executors, config, drafter.tree.slots)
-    for step, capture in enumerate(captures):
+        found = draft_captures(drafter.executors, config, drafter.tree.slots)
+        captures += [(drafter.runner, capture) for capture in found]
+    for step, (runner, capture) in enumerate(captures):
         if progress is not None:
             progress(CAPTURE_PHASE, step, len(captures))
-        capture()
+        with runner.translate_peer_errors():
+            capture()
 
 
 def num_captures(verifier: LocalVerifier | None, drafter: LocalDrafter | None) -> int:

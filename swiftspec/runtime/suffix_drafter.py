@@ -38,10 +38,11 @@ class SuffixDrafter:
     def __init__(self, max_nodes: int, max_model_len: int, row_seconds: Sequence[float] | None = None) -> None:
         """`max_nodes`: largest bs. `max_model_len`: tokens of the longest text. `row_seconds`: seconds of verifications
         of 1 to `max_nodes` nodes; None: not measured."""
-        self._index = NativeSuffixIndex(max(MEMORY_TOKENS, max_model_len))
+        self._index, self._max_model_len = NativeSuffixIndex(max(MEMORY_TOKENS, max_model_len)), max_model_len
         self.acceptance = MatchAcceptance(MAX_MATCH_TOKENS)
         self._max_nodes = max_nodes
         self._text: list[int] = []  # the latest text
+        self._set_aside: tuple[NativeSuffixIndex, list[int]] | None = None  # during a request without `suffix_memory`
         self._row_seconds = default_row_seconds(max_nodes) if row_seconds is None else list(row_seconds)
 
     def row_seconds(self, nodes: int) -> float:
@@ -50,6 +51,12 @@ class SuffixDrafter:
         return self._row_seconds[nodes - 1]
 
     def open(self, start: RequestStart) -> None:
+        if self._set_aside is not None:
+            self._index, self._text = self._set_aside
+            self._set_aside = None
+        if not start.sampling.suffix_memory:
+            self._set_aside = self._index, self._text
+            self._index, self._text = NativeSuffixIndex(self._max_model_len), []
         self._nodes = min(start.sampling.verify_batch or self._max_nodes, self._max_nodes)
         self._root = start.request, 0, len(start.tokens) - 1, start.tokens[-1]
         self._proposal: Proposal | None = None

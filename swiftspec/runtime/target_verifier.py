@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from swiftspec.messages import Logprob, Proposal, RequestStart, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, SampledLogprob, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import Features, TreeExecutor
 from swiftspec.runtime.runner import Runner
@@ -28,7 +28,7 @@ class TargetVerifier(LocalVerifier):
         `synthetic_length`: mean tokens per round of synthetic acceptance, which excludes `rejection`; None: off."""
         super().__init__(runner, executors)
         self._rejection, self._synthetic_length = rejection, synthetic_length
-        self._prompt_logprobs: tuple[Logprob, ...] | None = None  # to be sent with the next result
+        self._prompt_logprobs: tuple[SampledLogprob, ...] | None = None  # to be sent with the next result
 
     def _rejects(self, sampling: SamplingParams) -> bool:
         """Returns whether a request is verified by rejection sampling. At temperature 0 both rules give the same

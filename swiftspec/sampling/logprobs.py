@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swiftspec.messages import Logprob
+from swiftspec.messages import SampledLogprob
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.sampling.vocab import count_above
 
@@ -16,7 +16,7 @@ BLOCK_ROWS = 16  # rows of logits that stay in a CPU's caches between the passes
 
 def token_logprobs(
     sampler: Sampler, logits: Tensor, tokens: Sequence[int], k: int, others: Sequence[int] = ()
-) -> tuple[Logprob, ...]:
+) -> tuple[SampledLogprob, ...]:
     """Returns the log-probability and the rank of each of the `tokens` [n], and the log-probabilities of the `k` most
     likely tokens (-1: of all tokens), or instead of the tokens `others` if there are any.
 
@@ -42,7 +42,7 @@ def token_logprobs(
         above = shard.count_above(logits, found[:, :1])
     logprobs = (found - total).clamp_max(0)
     tops = [tuple(zip(*row)) for row in zip(wanted[:, 1:].tolist(), logprobs[:, 1:].tolist())]
-    return tuple(map(Logprob, logprobs[:, 0].tolist(), tops, (above + 1).tolist()))
+    return tuple(map(SampledLogprob, logprobs[:, 0].tolist(), tops, (above + 1).tolist()))
 
 
 def _most_likely(sampler: Sampler, logits: Tensor, count: int) -> Tensor:
@@ -57,7 +57,7 @@ class PromptLogprobs:
 
     def __init__(self, sampler: Sampler, prompt: Sequence[int], k: int) -> None:
         self._sampler, self._prompt, self._k = sampler, prompt, k
-        self.values: list[Logprob] = []
+        self.values: list[SampledLogprob] = []
 
     def add_rows(self, logits: Tensor) -> None:
         """Adds the next rows of raw logits, see `token_logprobs`."""

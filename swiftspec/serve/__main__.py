@@ -121,7 +121,7 @@ def _in_process_group() -> bool:
 
 def _warn_of_unknown_variables() -> None:
     if any(name.startswith("SWIFTSPEC_") for name in os.environ):  # checking them takes slow imports
-        from swiftspec.serve.settings.config_sources import unknown_variable_warnings
+        from swiftspec.serve.cli.config_sources import unknown_variable_warnings
 
         for line in unknown_variable_warnings():
             warn(line)
@@ -129,7 +129,7 @@ def _warn_of_unknown_variables() -> None:
 
 def _report_error(error: UserError, rank: int) -> int:
     """Prints an error that the user can fix as one line. Returns the exit code."""
-    from swiftspec.serve.settings.settings import UsageError
+    from swiftspec.settings.settings import UsageError
 
     if rank == 0:
         print(f"swiftspec: error: {error}", file=sys.stderr)
@@ -158,9 +158,9 @@ def _dispatch(argv: Sequence[str], first: bool) -> int:
         from swiftspec.serve.http import replay
 
         return replay.replay_main(argv[1:])
-    from swiftspec.serve.built_in_models import built_in_models
     from swiftspec.serve.cli.arguments import parse_command
-    from swiftspec.serve.rank_plan import requested_ranks
+    from swiftspec.settings.rank_plan import requested_ranks
+    from swiftspec.startup.built_in_models import built_in_models
 
     command = parse_command(argv)
     settings, ranks = command.settings, 1
@@ -183,7 +183,7 @@ def _run_subcommand(name: str, argv: Sequence[str], first: bool) -> int:
     """Runs `swiftspec chat|serve|generate` like `python -m swiftspec.serve` with the same flags. Raises UsageError if
     the flags or the terminal do not fit the sub-command."""
     from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
-    from swiftspec.serve.settings.settings import UsageError
+    from swiftspec.settings.settings import UsageError
 
     command = parse_command(argv, page=HELP_PAGES[name])
     has_prompt = command.prompt is not None or command.prompt_file is not None
@@ -205,8 +205,8 @@ def _run_subcommand(name: str, argv: Sequence[str], first: bool) -> int:
 
 def _supervise_server(command: ParsedCommand, here: LaunchedRank | None, ranks: int, argv: Sequence[str]) -> int:
     from swiftspec.serve.http.engine_link import frontend_process
-    from swiftspec.serve.settings.settings import UsageError
     from swiftspec.serve.supervisor.job import supervise_server
+    from swiftspec.settings.settings import UsageError
 
     if command.json or command.prompt is not None or command.prompt_file is not None:
         raise UsageError("--prompt, --prompt-file and --json are not supported with --port; remove them")
@@ -227,7 +227,7 @@ def run_rank(command: ParsedCommand, first: bool, supervisor: SupervisorClient |
     if supervisor is not None and supervisor.incarnation > 0 and command.settings.gpu_trial == "again":
         command.settings.gpu_trial = "auto"  # an error of the GPU may have changed the verdict
     if not first:
-        from swiftspec.serve.session import run_follower_rank
+        from swiftspec.startup.session import run_follower_rank
 
         if serving:
             ignore_signals([signal.SIGTERM])  # rank 0 handles it, drains the requests and shuts this rank down

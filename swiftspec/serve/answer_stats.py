@@ -258,26 +258,15 @@ def mean_acceptance_length(stats: Stats) -> float:
 
 
 def summary_line(stats: Stats, tokens: int) -> str:
-    """Returns a line such as `312 tok, 348 tok/s, TTFT 41 ms, 3.4 tok/round`. It has the acceptance of each source if
-    there is more than one. `tokens`: output tokens."""
+    """Returns a line such as `312 tok, 348 tok/s, TTFT 41 ms, 3.4 tok/round`. `tokens`: output tokens."""
     parts = [
         f"{tokens} tok",
         format_speed(_share(tokens, stats.decode_time)),
         f"TTFT {stats.first_token_time * 1e3:.0f} ms",
         f"{mean_acceptance_length(stats):.1f} tok/round",
     ]
-    seen = Acceptance.from_rounds(stats.verified)
-    if len(seen.proposed_by_source) > 1:
-        parts += [
-            f"{source.label} {seen.accepted_by_source[source]} of {count} accepted"
-            for source, count in sorted(seen.proposed_by_source.items())
-        ]
-    if stats.cached_tokens:
-        parts.append(f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens cached")
     if stats.policy is not None and stats.policy.ar_rounds:
         parts.append(f"{stats.policy.ar_rounds} of {stats.rounds} rounds without the draft")
-    if stats.policy is not None and stats.policy.changes:
-        parts.append(f"now d {stats.policy.steps}, bs {stats.policy.nodes}")
     if stats.population is not None:
         parts.append("approximate")
         if stats.population.full:

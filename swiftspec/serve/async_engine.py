@@ -7,37 +7,39 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import fields
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-from swiftspec.builder.locked_engine import token_ids
-from swiftspec.engine import Completion, Stats, TokenChunk
-from swiftspec.llm import LLM
-from swiftspec.messages import Logprob
+from swiftspec.engine import Stats, TokenChunk
+from swiftspec.errors import UserError
+from swiftspec.llm import LLM, Conversation, Prompt
+from swiftspec.messages import SampledLogprob
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.current_device import set_current_device
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.engine_client import EngineRequest
+from swiftspec.serve.http.engine_link.engine_client import EngineRequest, InvalidRequestError
 from swiftspec.serve.http.engine_link.engine_loop import EngineLoop, engine_info
 from swiftspec.serve.http.engine_link.pending_request import PendingGroup
 from swiftspec.serve.http.engine_link.request_queue import RequestQueue
-from swiftspec.serve.model_resolution import generation_defaults
+from swiftspec.text.outputs import OutputBuilder, TextChunk, TextRequest
 
 LOG = logging.getLogger("swiftspec.serve")
 
 
 class AsyncEngine(RequestQueue):
     """Asynchronous engine in this process: one thread decodes with an `LLM`, and coroutines of any event loop read the
-    output. `LLM.max_num_seqs` requests are decoded concurrently, and the others wait in FIFO order.
+    output. `max_num_seqs` requests are decoded concurrently, and the others wait in FIFO order.
 
-        async with AsyncEngine(LLM(target, draft)) as engine:
-            async for chunk in engine.stream(prompt, SamplingParams(temperature=0.0)):
-                print(chunk.token_ids)
+        async with AsyncEngine("path/to/target", "path/to/draft") as engine:
+            async for chunk in engine.generate("Hello", SamplingParams(temperature=0.0)):
+                print(chunk.text, end="")
 
-    The engine owns `llm` and closes it in `close`. `swiftspec.serve.http.app.create_app` serves an engine over HTTP.
+    The engine owns its `LLM` and closes it in `close`. `swiftspec.serve.http.app.create_app` serves an engine over
+    HTTP.
 
     Requests raise RequestRejectedError if the queue is full, its timeout has passed or the engine is closed,
     InvalidRequestError if they cannot be served, and GenerationFailedError if decoding fails; all are UserErrors. An
@@ -47,50 +49,53 @@ class AsyncEngine(RequestQueue):
 
     def __init__(
         self,
-        llm: LLM,
+        model: LLM | str | Path | None,
+        draft_model: str | Path | None = None,
         *,
         max_queue: int = 256,
         queue_timeout_s: float | None = None,
         request_timeout_s: float | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        """`max_queue`: number of requests that may wait; further ones are rejected. The choices of an HTTP request
+        """`model`: an `LLM`, or with `draft_model` and `options` the arguments of one.
+        `max_queue`: number of requests that may wait; further ones are rejected. The choices of an HTTP request
             count as one.
         `queue_timeout_s`, `request_timeout_s`: how long a request may wait and be decoded; None: no limit.
         `sampling_defaults`: fields of SamplingParams for HTTP requests that do not set them; they override those of the
             model's generation_config.json.
         """
         super().__init__(max_queue, queue_timeout_s, request_timeout_s)
-        self.llm = llm
+        self.llm = model if isinstance(model, LLM) else LLM(model, draft_model, **options)
         self._link = InProcessLink(self._on_frame)
         self._ranks = [frames.RankState(0, "target", os.getpid(), "up", 0)]
-        defaults = {**generation_defaults(llm.model), **(sampling_defaults or {})}
-        self._on_ready(engine_info(llm, str(llm.model), llm.draft_model, defaults))
+        session = self.llm.session
+        defaults = {**session.model_defaults, **(sampling_defaults or {})}
+        self._on_ready(engine_info(session.llm, str(session.codec.path), session.draft_model, defaults))
         self._thread = Thread(target=self._run, name="swiftspec decoding", daemon=True)
         self._thread.start()
 
-    def stream(
-        self, prompt: Sequence[int], sampling: SamplingParams | None = None, *, replace_key: str | None = None
-    ) -> AsyncGenerator[TokenChunk]:
-        """Streams one request: yields the verified tokens of each round, as `LLM.stream` does. Closing the iterator
+    async def generate(
+        self,
+        prompt: Prompt | Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        replace_key: str | None = None,
+    ) -> AsyncGenerator[TextChunk]:
+        """Streams one request: yields what each round adds to the output, as `LLM.stream` does. Closing the iterator
         cancels the request.
 
-        `replace_key`: the request replaces unfinished requests with the same key, which raise GenerationFailedError.
+        `prompt`, `sampling_params`: see `LLM.stream`. `replace_key`: the request replaces unfinished requests with the
+        same key, which raise GenerationFailedError.
         """
-        return self._chunks(self._group(prompt, sampling, replace_key))
-
-    async def generate(
-        self, prompt: Sequence[int], sampling: SamplingParams | None = None, *, replace_key: str | None = None
-    ) -> Completion:
-        """Decodes one request to its end and returns the completion, as `LLM.generate` does. Cancelling the task
-        cancels the request. `replace_key`: see `stream`."""
-        group = self._group(prompt, sampling, replace_key)
-        tokens, reason = list[int](), None
-        async with aclosing(self._chunks(group)) as chunks:
-            async for chunk in chunks:
-                tokens += chunk.token_ids
-                reason = chunk.finish_reason
-        return Completion(tokens, reason or "length", group.members[0].stats or Stats())
+        try:
+            builder = await asyncio.to_thread(self.llm.prepare_stream, prompt, sampling_params)
+        except UserError as error:
+            raise InvalidRequestError(str(error)) from None
+        group = self._group(builder.request, replace_key)
+        async with aclosing(self._pieces(group, builder)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def close(self, drain_timeout_s: float = 0.0) -> None:
         """Rejects new and waiting requests, waits up to `drain_timeout_s` seconds for the running ones, fails those
@@ -107,25 +112,30 @@ class AsyncEngine(RequestQueue):
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    def _group(self, prompt: Sequence[int], sampling: SamplingParams | None, key: str | None) -> PendingGroup:
+    def _group(self, request: TextRequest, key: str | None) -> PendingGroup:
         """Returns a group of one request."""
-        sampling = sampling or SamplingParams()
+        sampling = request.sampling
         values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
-        return PendingGroup([EngineRequest(list(token_ids(prompt)), values, key)], self._queue_timeout_s)
+        return PendingGroup([EngineRequest(request.prompt_token_ids, values, key)], self._queue_timeout_s)
 
-    async def _chunks(self, group: PendingGroup) -> AsyncGenerator[TokenChunk]:
-        """Yields the output of a request, converted from frames."""
-        prompt_logprobs: tuple[Logprob, ...] | None = None
+    async def _pieces(self, group: PendingGroup, builder: OutputBuilder) -> AsyncGenerator[TextChunk]:
+        """Yields the output of a request. The last piece follows when the engine has ended the request."""
+        prompt_logprobs, last, is_complete = tuple[SampledLogprob, ...](), None, None
         async with aclosing(self._frames(group)) as received:
-            async for _, frame in received:
-                if isinstance(frame, frames.PromptLogprobsFrame):
-                    prompt_logprobs = (prompt_logprobs or ()) + to_logprobs(frame.logprobs)
-                elif isinstance(frame, frames.TokensFrame):
-                    logprobs = None if frame.logprobs is None else to_logprobs(frame.logprobs)
-                    yield TokenChunk(
-                        tuple(frame.token_ids), frame.accepted, frame.finish_reason, logprobs, prompt_logprobs
-                    )
-                    prompt_logprobs = None
+            with suppress(StopAsyncIteration):
+                while True:
+                    _, frame = await received.asend(is_complete)
+                    is_complete = None
+                    if isinstance(frame, frames.PromptLogprobsFrame):
+                        prompt_logprobs += to_logprobs(frame.logprobs)
+                    elif isinstance(frame, frames.TokensFrame) and last is None:
+                        piece, prompt_logprobs = builder.push(_token_chunk(frame, prompt_logprobs or None)), ()
+                        if builder.finish_reason is None:
+                            yield piece
+                        else:
+                            last, is_complete = piece, frame.finish_reason is None
+        if last is not None:
+            yield builder.with_stats(last, group.members[0].stats or Stats())
 
     def _send(self, frame: frames.ToEngine) -> None:
         self._link.put(frame)
@@ -144,8 +154,8 @@ class AsyncEngine(RequestQueue):
         """Runs the decoding thread."""
         reason = "it was closed"
         try:
-            set_current_device(self.llm.device)
-            EngineLoop(self.llm, self._link, on_stats=self._on_stats).run()
+            set_current_device(self.llm.llm_engine.device)
+            EngineLoop(self.llm.llm_engine, self._link, on_stats=self._on_stats).run()
         except Exception as error:
             LOG.exception("the engine has failed")
             reason = f"{type(error).__name__}: {error}"
@@ -198,6 +208,12 @@ class InProcessLink:
             LOG.exception("trace events are lost")
 
 
-def to_logprobs(logprobs: Sequence[frames.TokenLogprob]) -> tuple[Logprob, ...]:
-    """Converts the `TokenLogprob` objects of a frame to the engine's `Logprob` objects."""
-    return tuple(Logprob(one.logprob, tuple(one.top), one.rank) for one in logprobs)
+def to_logprobs(logprobs: Sequence[frames.TokenLogprob]) -> tuple[SampledLogprob, ...]:
+    """Converts the `TokenLogprob` objects of a frame to the engine's `SampledLogprob` objects."""
+    return tuple(SampledLogprob(one.logprob, tuple(one.top), one.rank) for one in logprobs)
+
+
+def _token_chunk(frame: frames.TokensFrame, prompt_logprobs: tuple[SampledLogprob, ...] | None) -> TokenChunk:
+    """Converts a frame to a chunk of the engine."""
+    logprobs = None if frame.logprobs is None else to_logprobs(frame.logprobs)
+    return TokenChunk(tuple(frame.token_ids), frame.accepted, frame.finish_reason, logprobs, prompt_logprobs)

@@ -17,11 +17,11 @@ from rich.text import Text
 
 from swiftspec.serve.signals import SignalHandlers
 from swiftspec.serve.word_wrap import WordWrap
+from swiftspec.startup.reporter import DOWNLOAD
 
 if TYPE_CHECKING:
     from swiftspec.engine import TokenChunk
 
-DOWNLOAD = "download"  # the phase in which the hub's client shows its own progress
 ACCEPTED_STYLE = "underline green"
 C0_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # control code -> its picture
 VISIBLE_CONTROLS = C0_PICTURES | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)

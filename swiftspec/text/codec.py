@@ -157,6 +157,12 @@ class TextCodec:
         """
         return self._encode(text, context, add_special_tokens, truncation)
 
+    def encode_bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Returns the values of `SamplingParams.bad_words_ids`: the tokens of each word at the start of a text, and of
+        the word after a space. They are empty for a word of blanks."""
+        forms = [form for word in words for form in (word.lstrip(), f" {word.lstrip()}" if word.strip() else "")]
+        return [*dict.fromkeys(tuple(self.encode(form, None, add_special_tokens=False)) for form in forms)]
+
     def template_source(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Returns the source of the chat template. If there are several, this is the default one, or with `tools` the
         one for tools. Raises UserError if there is none."""
@@ -176,6 +182,7 @@ class TextCodec:
         continue_final_message: bool = False,
         add_generation_prompt: bool = True,
         truncation: Truncation | None = None,
+        template: str | None = None,
     ) -> list[int]:
         """Renders a conversation with the chat template and encodes it.
 
@@ -184,9 +191,10 @@ class TextCodec:
         `context`, `truncation`: see `encode`. `tools`: JSON schemas of the tools. `variables`: additional variables of
         the template.
         `continue_final_message`: leave the last message open, instead of beginning the assistant's turn.
-        `add_generation_prompt`: begin the assistant's turn, unless the last message is left open.
+        `add_generation_prompt`: begin the assistant's turn, unless the last message is left open. `template`: source of
+        a template that replaces the model's.
         """
-        template = self.template_source(tools)
+        template = template or self.template_source(tools)
         if truncation is not None:
             context = None
         for message in messages:

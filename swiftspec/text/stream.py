@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from invalid or incomplete UTF-8
+CONTEXT_TOKENS = 16  # last prompt tokens that precede the output in detokenization if it continues the prompt
 MAX_PENDING_TOKENS = 8  # above this, the tokens before an incomplete character are emitted without it
 
 
@@ -18,6 +19,22 @@ class TokenCodec(Protocol):
     byte_tokens: frozenset[int]
 
     def token_text(self, tokens: Sequence[int]) -> str: ...
+
+
+class MarkerCodec:
+    """Codec that detokenizes the special tokens in `marker_tokens`, which delimit reasoning and tool calls; without
+    `skip_special` all special tokens."""
+
+    def __init__(
+        self, codec: TokenCodec, marker_tokens: frozenset[int] = frozenset(), skip_special: bool = True
+    ) -> None:
+        self.codec = codec
+        self.special = codec.special - marker_tokens if skip_special else frozenset[int]()
+        self.byte_tokens = codec.byte_tokens
+
+    def token_text(self, tokens: Sequence[int]) -> str:
+        """Returns the text of `tokens`."""
+        return self.codec.token_text(tokens)
 
 
 class ChunkLike(Protocol):
@@ -37,7 +54,8 @@ class ChunkLike(Protocol):
 
 
 class Detokenizer:
-    """Incremental detokenizer: the concatenation of all returned pieces is the text of all tokens.
+    """Incremental detokenizer: the concatenation of all returned pieces is the text of all tokens, without a character
+    that is incomplete at the end.
 
     It decodes the pending tokens together with the last emitted ones, because the text of a token depends on the tokens
     before it.
@@ -69,10 +87,10 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """Returns the rest of the text, even if its last character is incomplete."""
+        """Returns the rest of the text, without an incomplete last character, as vLLM does."""
         text = self._decode_pending(len(self._pending))
         self._consume(len(self._pending))
-        return text
+        return text.rstrip(REPLACEMENT_CHARACTER)
 
     def _decode_pending(self, count: int) -> str:
         if not count:
@@ -182,6 +200,12 @@ class TextBuilder:
     def stop_string(self) -> str | None:
         """The stop string that ended the text; None if none did."""
         return self._stops.matched
+
+    def stop_reason(self, stop_token_ids: Collection[int]) -> str | int | None:
+        """Returns what ended the output: a stop string, a token of `stop_token_ids`, or neither (None)."""
+        if self.stop_string is not None or self.finish_reason != "stop" or not self.token_ids:
+            return self.stop_string
+        return self.token_ids[-1] if self.token_ids[-1] in stop_token_ids else None
 
     def push(self, chunk: ChunkLike) -> list[TextPiece]:
         """Adds the tokens of a round and returns the text that can be shown, up to the first stop string."""

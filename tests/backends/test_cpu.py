@@ -23,7 +23,7 @@ from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.batch import Batch
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.formats.blocks import BLOCK_TYPES, BlockWeight
@@ -378,7 +378,7 @@ def test_a_model_is_as_accurate_as_on_the_reference(tmp_path: Path, level: str, 
 )
 def test_the_engine_uses_native_operators_if_possible(tmp_path: Path, options: LoadOptions, ops: Any) -> None:
     make_checkpoint(tmp_path, vocab=97, layers=2, dtype=F32, seed=6, **SHAPE)
-    llm = LLM(tmp_path, tmp_path, **options)
+    llm = LLMEngine(tmp_path, tmp_path, **options)
     assert drafter_of(llm).runner.ops is ops
     answer = llm.generate([5, 17, 3], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     assert len(answer.token_ids) == 24 and answer.stats.rounds < 24 and answer.stats.drafter_lost is None
@@ -390,10 +390,10 @@ def test_speculation_changes_no_token_of_an_int4_model(dtype: torch.dtype, tempe
     """A row's logits are bitwise identical in a tree and alone, also in bfloat16 with its many near-ties."""
     sampling = SamplingParams(temperature=temperature, seed=5, max_tokens=64, ignore_eos=True)
     prompts = [list(range(40, 60)), [7, 300, 12]]
-    plain = LLM(DEMO / "target", None, EngineConfig(mode="ar"), dtype=dtype)
+    plain = LLMEngine(DEMO / "target", None, EngineConfig(mode="ar"), dtype=dtype)
     expected = [plain.generate(prompt, sampling).token_ids for prompt in prompts]
     for plan in (EngineConfig(), EngineConfig(draft_steps=5, draft_leaves=3, verify_batch=12)):
-        llm = LLM(DEMO / "target", DEMO / "draft", plan, dtype=dtype)
+        llm = LLMEngine(DEMO / "target", DEMO / "draft", plan, dtype=dtype)
         assert [llm.generate(prompt, sampling).token_ids for prompt in prompts] == expected
 
 

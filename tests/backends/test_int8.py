@@ -16,7 +16,7 @@ import swiftspec
 from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.config import EngineConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.formats.activation_quantization import quantize_rows
 from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.formats.int8 import Int8Weight, LazyInt8Weight, LoadTimeQuantization
@@ -175,8 +175,8 @@ def test_only_the_supported_weights_of_a_model_are_quantised() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_speculation_changes_no_token(temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, seed=5, max_tokens=48, ignore_eos=True)
-    plain = LLM(DEMO / "target", None, EngineConfig(mode="ar"), dtype=BF16, head="int8")
-    tree = LLM(DEMO / "target", DEMO / "draft", EngineConfig(), dtype=BF16, head="int8")
+    plain = LLMEngine(DEMO / "target", None, EngineConfig(mode="ar"), dtype=BF16, head="int8")
+    tree = LLMEngine(DEMO / "target", DEMO / "draft", EngineConfig(), dtype=BF16, head="int8")
     prompt = list(range(40, 60))
     assert tree.generate(prompt, sampling).token_ids == plain.generate(prompt, sampling).token_ids
 
@@ -186,7 +186,7 @@ def test_reference_and_native_operators_agree_on_likely_tokens() -> None:
     likely = []
     for ops in ("auto", "reference"):
         options = {"dtype": BF16, "ops": ops, "activations": "int8", "head": "int8"}
-        llm = LLM(DEMO / "target", None, EngineConfig(mode="ar"), **options)  # type: ignore[arg-type]
+        llm = LLMEngine(DEMO / "target", None, EngineConfig(mode="ar"), **options)  # type: ignore[arg-type]
         sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
         (chunk,) = llm.stream(list(range(40, 60)), sampling)
         assert chunk.logprobs is not None

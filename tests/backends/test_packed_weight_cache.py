@@ -29,7 +29,7 @@ from swiftspec.backends.cpu.packing import OPTIONAL_TENSORS
 from swiftspec.builder import model_pair
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
@@ -349,7 +349,7 @@ def test_an_engine_writes_its_packed_weights_after_a_response(tmp_path: Path, mo
     monkeypatch.setattr(model_pair, "PackedWeightCache", partial(PackedWeightCache, min_model_bytes=0))
     folder, texts, plan = tmp_path / "packed", list[tuple[int, ...]](), EngineConfig(mode="ar")
     for files in (0, 1):
-        llm = LLM(TARGET, config=plan, dtype=torch.bfloat16, max_model_len=64, packed_cache=folder)
+        llm = LLMEngine(TARGET, config=plan, dtype=torch.bfloat16, max_model_len=64, packed_cache=folder)
         assert len([*folder.glob("packed/*")]) == files and llm.load_time > 0
         texts.append(tuple(llm.generate([5, 6, 7], SamplingParams(max_tokens=8, temperature=0)).token_ids))
         assert llm.writer is not None

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.heldout import DEMO
 from swiftspec.backends import cpu, cuda, reference, unfused
 from swiftspec.config import EngineConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.batch import Batch
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.loader import load_model
@@ -160,7 +160,7 @@ def test_host_reads_of_the_reference_are_detected() -> None:
 def test_the_demo_models_decode_the_same_text() -> None:
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompt = list(range(50, 90))
-    plain = LLM(DEMO / "target", dtype=torch.float64, max_model_len=128).generate(prompt, sampling)
+    plain = LLMEngine(DEMO / "target", dtype=torch.float64, max_model_len=128).generate(prompt, sampling)
     pair = (DEMO / "target", DEMO / "draft", EngineConfig())
-    tree = LLM(*pair, dtype=torch.float64, max_model_len=128, ops="unfused").generate(prompt, sampling)
+    tree = LLMEngine(*pair, dtype=torch.float64, max_model_len=128, ops="unfused").generate(prompt, sampling)
     assert tree.token_ids == plain.token_ids

@@ -17,7 +17,7 @@ from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Stats, StopCriteria
 from swiftspec.errors import NonFiniteLogits, UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.params import SamplingParams
 from swiftspec.smc.limits import particle_region_slots
@@ -39,9 +39,9 @@ def int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return made
 
 
-def llm(pair: tuple[Path, Path], groups: int, **options: Any) -> LLM:
+def llm(pair: tuple[Path, Path], groups: int, **options: Any) -> LLMEngine:
     plan = PopulationConfig(3, 3, 0.7, smc_groups=groups)
-    return LLM(*pair, EngineConfig("smc", population=plan), max_model_len=96, **options)
+    return LLMEngine(*pair, EngineConfig("smc", population=plan), max_model_len=96, **options)
 
 
 def requests_of(count: int) -> Iterator[tuple[list[int], SamplingParams]]:
@@ -98,7 +98,7 @@ def test_a_cancelled_request_does_not_affect_others(pair: tuple[Path, Path]) -> 
 
 
 def test_a_batch_runs_sequentially_if_only_one_fits(pair: tuple[Path, Path]) -> None:
-    engine = LLM(*pair, max_model_len=96, dtype=torch.float64)
+    engine = LLMEngine(*pair, max_model_len=96, dtype=torch.float64)
     prompts, sampling = zip(*requests_of(3), strict=True)
     wanted = [engine.generate(*each).token_ids for each in zip(prompts, sampling, strict=True)]
     found = engine.generate_batch(prompts, sampling)

@@ -19,7 +19,7 @@ from swiftspec.backends.reference import chains as reference_chains
 from swiftspec.backends.reference.noise import counters, gumbel, row_bits
 from swiftspec.config import BatchConfig, EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from tests.batching.test_groups import FILTERED, MODELS, RequestSpec, decode_together, mixed
 from tests.support.history_models import HistoryModel, global_power, make_worker
@@ -44,9 +44,9 @@ def requests_of(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, [SamplingParams(seed=i, **SHAPES[i % 4], **end) for i, end in enumerate(ends)]
 
 
-def engine(pair: tuple[Path, Path], groups: int, steps: int = 3, verify: str = "match", **options: Any) -> LLM:
+def engine(pair: tuple[Path, Path], groups: int, steps: int = 3, verify: str = "match", **options: Any) -> LLMEngine:
     config = EngineConfig("serial", max_num_seqs=groups, draft_steps=steps, verify=verify)
-    return LLM(*pair, config, max_model_len=96, **options)
+    return LLMEngine(*pair, config, max_model_len=96, **options)
 
 
 NATIVE = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
@@ -58,7 +58,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfl
 @DTYPES
 def test_coupled_chains_equal_autoregressive_decoding(pair: tuple[Path, Path], dtype: torch.dtype) -> None:
     prompts, sampling = requests_of(8)
-    plain = LLM(pair[0], config=EngineConfig("ar"), max_model_len=96, dtype=dtype)
+    plain = LLMEngine(pair[0], config=EngineConfig("ar"), max_model_len=96, dtype=dtype)
     wanted = plain.generate_batch(prompts, sampling)
     found = engine(pair, 3, dtype=dtype).generate_batch(prompts, sampling)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
@@ -70,7 +70,7 @@ def test_coupled_chains_equal_autoregressive_decoding(pair: tuple[Path, Path], d
         assert stats.tokens == stats.rounds + stats.accepted
     if dtype == torch.float64:  # in bfloat16 the draft's head is rounded
         config = EngineConfig("serial", max_num_seqs=2, draft_steps=3)
-        same = LLM(pair[0], pair[0], config, max_model_len=96, dtype=dtype)
+        same = LLMEngine(pair[0], pair[0], config, max_model_len=96, dtype=dtype)
         answer = same.generate([5, 6], SamplingParams(0.7, seed=1, max_tokens=40, ignore_eos=True))
         assert answer.stats.rounds == 10 and answer.stats.accepted == 30, "a draft that says what the target will"
 

@@ -16,7 +16,7 @@ from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.config import BatchConfig, EngineConfig
 from swiftspec.engine import Stats, StopCriteria
 from swiftspec.errors import NonFiniteLogits
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from tests.batching.test_batch import NonFiniteModel
 from tests.batching.test_groups import FILTERED, MODELS, WARM, RequestSpec, decode_together, mixed
@@ -45,9 +45,9 @@ def requests_of(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, [SamplingParams(seed=i, **SHAPES[i % len(SHAPES)], **end) for i, end in enumerate(ends)]
 
 
-def engine(pair: tuple[Path, Path], sequences: int, verify: str = "match", **options: Any) -> LLM:
+def engine(pair: tuple[Path, Path], sequences: int, verify: str = "match", **options: Any) -> LLMEngine:
     config = EngineConfig("serial", max_num_seqs=sequences, draft_steps=3, verify=verify)
-    return LLM(*pair, config, max_model_len=128, **options)
+    return LLMEngine(*pair, config, max_model_len=128, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=NATIVE)], ids=str)
@@ -56,7 +56,7 @@ def test_coupled_chains_equal_autoregressive_decoding(
     pair: tuple[Path, Path], dtype: torch.dtype, sequences: int
 ) -> None:
     prompts, sampling = requests_of(9)
-    alone = LLM(pair[0], config=EngineConfig("ar"), max_model_len=128, dtype=dtype)
+    alone = LLMEngine(pair[0], config=EngineConfig("ar"), max_model_len=128, dtype=dtype)
     wanted = alone.generate_batch(prompts, sampling)
     found = engine(pair, sequences, dtype=dtype).generate_batch(prompts, sampling)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
@@ -217,7 +217,7 @@ def test_filters_apply_to_guided_logits(pair: tuple[Path, Path]) -> None:
         SamplingParams(0.8, seed=3, guidance_scale=scale, max_tokens=20, ignore_eos=True, **FILTERED)
         for scale in (1.0, 2.0, 4.0)
     ]
-    alone = LLM(pair[0], config=EngineConfig("ar"), max_model_len=128, dtype=torch.float64)
+    alone = LLMEngine(pair[0], config=EngineConfig("ar"), max_model_len=128, dtype=torch.float64)
     found = engine(pair, 5, dtype=torch.float64).generate_batch(prompts, sampling)
     wanted = alone.generate_batch(prompts, sampling)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]

@@ -16,7 +16,7 @@ from swiftspec.batching.prefix_reuse import SequencePrefixes
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.llm import LLM, Completion
+from swiftspec.llm_engine import Completion, LLMEngine
 from swiftspec.params import SamplingParams
 from tests.support.roles import scheduler_of
 from tests.support.tiny_checkpoints import make_pair
@@ -71,13 +71,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_batch_prefills_only_new_tokens(pair: tuple[Path, Path], plan: EngineConfig) -> None:
     """A shared prefix in one batch, the next turns of two texts, and an unknown text."""
     options: dict[str, Any] = {"max_model_len": 160, "dtype": torch.float64}
-    engine, system = LLM(*pair, plan, **options), [3 + i % 50 for i in range(40)]
+    engine, system = LLMEngine(*pair, plan, **options), [3 + i % 50 for i in range(40)]
     questions = [[*system, 7 + i] for i in range(3)]
     sampling = [SamplingParams(0.7, seed=i, max_tokens=24, ignore_eos=True) for i in range(3)]
 
     def ask(prompts: list[list[int]]) -> list[Completion]:
         found = engine.generate_batch(prompts, sampling)
-        fresh = LLM(*pair, plan, **options).generate_batch(prompts, sampling)
+        fresh = LLMEngine(*pair, plan, **options).generate_batch(prompts, sampling)
         assert [each.token_ids for each in found] == [each.token_ids for each in fresh]
         return found
 
@@ -92,5 +92,5 @@ def test_a_batch_prefills_only_new_tokens(pair: tuple[Path, Path], plan: EngineC
         assert least - 1 <= each.stats.cached_tokens < len(turn)
     assert next_turn[2].stats.cached_tokens == 0
     assert not scheduler_of(engine).groups
-    forgetful = LLM(*pair, plan, prefix_cache_memory=0, **options).generate_batch(questions, sampling)
+    forgetful = LLMEngine(*pair, plan, prefix_cache_memory=0, **options).generate_batch(questions, sampling)
     assert [(each.token_ids, each.stats.cached_tokens) for each in forgetful] == [(each.token_ids, 0) for each in first]

@@ -15,7 +15,7 @@ from bench.large_report import Row, agreement, builds, table, verdicts
 from bench.width_expanded import Model, check_room, pad_tokenizer, warm
 from bench.workload import Measured, Task, Work
 from swiftspec.errors import UserError
-from swiftspec.serve.settings.flags import FLAGS
+from swiftspec.settings.flags import FLAGS
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,

@@ -10,7 +10,7 @@ import torch
 
 from bench import random_pairs
 from swiftspec.config import EngineConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 
 SMALL = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2}
@@ -35,6 +35,6 @@ def test_a_draft_agrees_and_does_not_change_the_text(tmp_path: Path, pair: str) 
         random_pairs.write_checkpoint(tmp_path / name, fields | SMALL | SIZES[pair] | more, 0.75)
     target, draft = (tmp_path / name for name in random_pairs.PAIRS[pair])
     sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=60, ignore_eos=True)
-    want = LLM(target, max_model_len=128).generate([3, 5, 8], sampling).token_ids
-    answer = LLM(target, draft, EngineConfig("serial"), max_model_len=128).generate([3, 5, 8], sampling)
+    want = LLMEngine(target, max_model_len=128).generate([3, 5, 8], sampling).token_ids
+    answer = LLMEngine(target, draft, EngineConfig("serial"), max_model_len=128).generate([3, 5, 8], sampling)
     assert answer.token_ids == want and answer.stats.accepted > 20

@@ -1,4 +1,4 @@
-"""Device, dtype and threads: the same for `LLM` and for the commands."""
+"""Device, dtype and threads: the same for `LLMEngine` and for the commands."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from swiftspec.backends import cpu, reference
 from swiftspec.builder import hardware
 from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
-from swiftspec.serve.built_in_models import DEMO_DIR
-from swiftspec.serve.session import open_session
-from swiftspec.serve.settings.settings import Settings
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.serve.terminal import StartupProgress
+from swiftspec.settings.settings import Settings
+from swiftspec.startup.built_in_models import DEMO_DIR
+from swiftspec.startup.session import open_session
 from tests.support.roles import drafter_of, verifier_of
 from tests.support.toy_pair import make_pair
 
@@ -39,7 +39,7 @@ def test_python_and_the_command_choose_the_same(
     monkeypatch.setattr(hardware, "physical_cores", lambda: 3)
     target = DEMO_DIR / "target"
 
-    def chosen(llm: LLM) -> dict[str, Any]:
+    def chosen(llm: LLMEngine) -> dict[str, Any]:
         runners = [verifier_of(llm).runner, *([drafter_of(llm).runner] if draft else [])]
         return {
             "mode": llm.config.mode,
@@ -48,11 +48,11 @@ def test_python_and_the_command_choose_the_same(
             "threads": (llm.threads, torch.get_num_threads()),
         }
 
-    ours = chosen(LLM(target, draft) if dtype == "auto" else LLM(target, draft, dtype=dtype))
+    ours = chosen(LLMEngine(target, draft) if dtype == "auto" else LLMEngine(target, draft, dtype=dtype))
     torch.set_num_threads(1)
     settings = Settings(model=str(target), draft_model=draft and str(draft), device="cpu", dtype=dtype)
     session = open_session(settings, StartupProgress(quiet=True))
-    assert isinstance(session.llm, LLM) and chosen(session.llm) == ours
+    assert isinstance(session.llm, LLMEngine) and chosen(session.llm) == ours
     assert ours["threads"][0] == 3
     if cpu.level() != "none":
         native = dtype != "float16"
@@ -63,45 +63,45 @@ def test_python_and_the_command_choose_the_same(
 
 def test_torchs_threads_can_stay_unchanged(pair: tuple[Path, Path]) -> None:
     torch.set_num_threads(2)
-    assert LLM(pair[0], threads=5, set_torch_threads=False).threads == 5
+    assert LLMEngine(pair[0], threads=5, set_torch_threads=False).threads == 5
     assert torch.get_num_threads() == 2
 
 
 def test_torchs_own_operators_are_reported(pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     """To the logger, or to the function `note`."""
     with caplog.at_level(logging.WARNING, "swiftspec"):
-        LLM(DEMO_DIR / "target")
+        LLMEngine(DEMO_DIR / "target")
         assert cpu.level() == "none" or not caplog.records
-        LLM(pair[0], dtype="float16")
+        LLMEngine(pair[0], dtype="float16")
     [record] = caplog.records[-1:]
     assert record.getMessage().startswith("the target runs on torch's own operators: ")
     lines: list[str] = []
-    LLM(pair[0], dtype="float16", note=lines.append)
+    LLMEngine(pair[0], dtype="float16", note=lines.append)
     assert lines == [record.getMessage()] and caplog.records[-1] is record
 
 
 @pytest.mark.parametrize("threads", [0, 2000, "two", True, 1.5], ids=str)
 def test_invalid_thread_counts_are_refused(pair: tuple[Path, Path], threads: Any) -> None:
     with pytest.raises(UserError, match=r"threads must lie in 1\.\.1024, not"):
-        LLM(pair[0], threads=threads)
+        LLMEngine(pair[0], threads=threads)
 
 
 @pytest.mark.parametrize("layers", [3, "01", (99,), (1, 0), (0, 0), ("a",)], ids=str)
 def test_invalid_hidden_layers_are_refused(pair: tuple[Path, Path], layers: Any) -> None:
     with pytest.raises(UserError, match=r"hidden_layers must be ascending layers in 0\.\.\d, not"):
-        LLM(pair[0], hidden_layers=layers)
+        LLMEngine(pair[0], hidden_layers=layers)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8", torch.int8, 16, "float16 "], ids=str)
 def test_unknown_dtypes_are_refused(pair: tuple[Path, Path], dtype: Any) -> None:
     with pytest.raises(UserError, match="dtype must be auto or one of bfloat16, float16, float32, float64, not"):
-        LLM(pair[0], dtype=dtype)
+        LLMEngine(pair[0], dtype=dtype)
 
 
 @pytest.mark.parametrize("device", ["gpu", "mps", "cpu:x", 3.5, None], ids=str)
 def test_unknown_devices_are_refused(pair: tuple[Path, Path], device: Any) -> None:
     with pytest.raises(UserError, match="device must be auto, cpu or cuda, not"):
-        LLM(pair[0], device=device)
+        LLMEngine(pair[0], device=device)
 
 
 def test_dtypes_are_resolved_by_device(monkeypatch: pytest.MonkeyPatch) -> None:

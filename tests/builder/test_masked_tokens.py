@@ -19,7 +19,7 @@ from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.file_io import read_object
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import Proposal
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
@@ -80,7 +80,7 @@ def options(dtype: torch.dtype, ops: Any, **more: Any) -> LoadOptions:
 def test_masked_tokens_are_never_proposed(
     model: Path, dtype: torch.dtype, ops: Any, plan: dict[str, Any], sampling: SamplingParams
 ) -> None:
-    llm = LLM(model, model, EngineConfig(draft_steps=2, **plan), **options(dtype, ops, masked_tokens=MASKED))
+    llm = LLMEngine(model, model, EngineConfig(draft_steps=2, **plan), **options(dtype, ops, masked_tokens=MASKED))
     log: Any = ProposalLog(verifier_of(llm))
     replace_roles(llm, verifier=log)
     result = llm.generate(PROMPT, sampling)
@@ -88,7 +88,7 @@ def test_masked_tokens_are_never_proposed(
     assert {*result.token_ids} & {*MASKED}, "the target draws them nevertheless"
     assert result.stats.accepted > 0
     if plan.get("verify") != "reject":
-        plain = LLM(model, **options(dtype, ops)).generate(PROMPT, sampling)
+        plain = LLMEngine(model, **options(dtype, ops)).generate(PROMPT, sampling)
         assert result.token_ids == plain.token_ids
 
 
@@ -121,7 +121,7 @@ def test_particles_have_exact_weights(model: Path, name: str) -> None:
     if cpu.level() == "none" and name == "native":
         pytest.skip("needs AVX2")
     plan = EngineConfig("smc", population=PopulationConfig(particles=4, smc_draft_tokens=3, ess_threshold=0.0))
-    llm = LLM(model, model, plan, **options(torch.float32, "auto", masked_tokens=MASKED))
+    llm = LLMEngine(model, model, plan, **options(torch.float32, "auto", masked_tokens=MASKED))
     restrict_executors(scheduler_of(llm), name)
     result = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=1.0, seed=1, ignore_eos=True))
     target = load_model(model, dtype=torch.float64, ops=reference, max_positions=64)
@@ -169,14 +169,14 @@ def test_a_draft_with_fewer_rows_than_the_target(model: Path, short: Path, dtype
     """Tokens that it does not know have zero embeddings and are masked."""
     prompt, missing = [*PROMPT, VOCAB - 1], tuple(range(VOCAB - 5, VOCAB))
     with pytest.raises(UserError, match=f"the LM head of {short} has only 59 rows"):
-        LLM(model, short, **options(dtype, ops, masked_tokens=missing[1:]))
-    llm = LLM(model, short, EngineConfig(draft_steps=2), **options(dtype, ops, masked_tokens=missing))
+        LLMEngine(model, short, **options(dtype, ops, masked_tokens=missing[1:]))
+    llm = LLMEngine(model, short, EngineConfig(draft_steps=2), **options(dtype, ops, masked_tokens=missing))
     sampling = SamplingParams(max_tokens=32, seed=5, ignore_eos=True, logit_bias=dict.fromkeys(missing, 3.0))
     result = llm.generate(prompt, sampling)
     assert {*result.token_ids} & {*missing} and drafter_of(llm).runner.vocab == VOCAB
-    assert result.token_ids == LLM(model, **options(dtype, ops)).generate(prompt, sampling).token_ids
+    assert result.token_ids == LLMEngine(model, **options(dtype, ops)).generate(prompt, sampling).token_ids
     with pytest.raises(UserError, match=r"masked_tokens must be token ids in 0\.\.63"):
-        LLM(model, model, **options(dtype, ops, masked_tokens=(64,)))
+        LLMEngine(model, model, **options(dtype, ops, masked_tokens=(64,)))
 
 
 @pytest.fixture(scope="module")
@@ -192,14 +192,14 @@ def test_a_worker_masks_what_its_client_needs(model: Path, worker: Any, mode: st
     lines: list[str] = []
     config = EngineConfig(mode, draft_remote=True, draft_steps=2)
     address = replace(worker.client_address(), vocabulary=target)
-    llm = LLM(model, None, config, **options(torch.float64, "reference", draft_worker=address, note=lines.append))
+    llm = LLMEngine(model, None, config, **options(torch.float64, "reference", draft_worker=address, note=lines.append))
     try:
         log: Any = ProposalLog(tree_of(llm).verifier)
         replace_roles(llm, verifier=log)
         for seed in range(3):
             sampling = SamplingParams(max_tokens=24, seed=seed, ignore_eos=True, logit_bias={10: 4.0, 20: 4.0})
             text = llm.generate(PROMPT, sampling).token_ids
-            assert text == LLM(model, **options(torch.float64, "reference")).generate(PROMPT, sampling).token_ids
+            assert text == LLMEngine(model, **options(torch.float64, "reference")).generate(PROMPT, sampling).token_ids
         assert log.tokens and not {*log.tokens} & {10, 20} and max(log.tokens) < VOCAB
     finally:
         llm.close()
@@ -210,12 +210,12 @@ def test_a_worker_with_other_ordinary_tokens_or_too_few_rows_is_refused(model: P
     config = EngineConfig("serial", draft_remote=True)
     other = replace(worker.client_address(), vocabulary=VocabularyIdentity("11" * 32, {}, VOCAB))
     with pytest.raises(UserError, match="the ordinary tokens of their tokenizers differ"):
-        LLM(model, None, config, **options(torch.float64, "reference", draft_worker=other))
+        LLMEngine(model, None, config, **options(torch.float64, "reference", draft_worker=other))
     with (
         started("draft", short) as small,
         pytest.raises(UserError, match="has 59 rows in its LM head, but the target has 64 tokens"),
     ):
-        LLM(model, None, config, **options(torch.float64, "reference", draft_worker=small.client_address()))
+        LLMEngine(model, None, config, **options(torch.float64, "reference", draft_worker=small.client_address()))
 
 
 def test_a_client_with_a_target_worker_passes_its_added_tokens(model: Path, worker: Any) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from tests.support.tiny_checkpoints import LONGROPE, make_pair
 
@@ -45,7 +45,7 @@ def texts(pair: tuple[Path, Path], plan: EngineConfig, context: int, prefix_cach
     """The answers to REQUESTS, one after the other on one engine or in batches."""
     options: dict[str, Any] = {"dtype": torch.float64, "ops": "reference", "max_model_len": context}
     draft = None if plan.mode == "ar" or plan.drafts_by_lookup else pair[1]
-    llm = LLM(pair[0], draft, plan, prefix_cache_memory=prefix_cache_memory, **options)
+    llm = LLMEngine(pair[0], draft, plan, prefix_cache_memory=prefix_cache_memory, **options)
     if plan.max_num_seqs > 1:
         prompts, samplings = zip(*REQUESTS, strict=True)
         answers = llm.generate_batch(prompts, samplings)
@@ -78,7 +78,7 @@ def test_longrope_factors_follow_the_context(pairs: dict[str, tuple[Path, Path]]
     """The tables have rows for the nodes of a tree, which do not count: a context of the trained length is short."""
     tables = []
     for plan in (EngineConfig("ar"), EngineConfig("serial", verify_batch=64)):
-        llm = LLM(pairs["phi3"][0], pairs["phi3"][1], plan, max_model_len=context, ops="reference")
+        llm = LLMEngine(pairs["phi3"][0], pairs["phi3"][1], plan, max_model_len=context, ops="reference")
         models = llm.roles.models
         assert models is not None
         for side in ("target", "draft")[: 1 if plan.mode == "ar" else 2]:

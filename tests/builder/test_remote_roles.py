@@ -15,7 +15,7 @@ from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.remote_roles import build_remote_roles
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.remote.session_messages import ModelInfo
-from swiftspec.llm import LLMBase
+from swiftspec.llm_engine import TokenEngine
 from swiftspec.runtime.local_drafter import LocalDrafter
 
 
@@ -35,7 +35,7 @@ def test_a_local_draft_captures_at_startup_and_records_errors_of_its_gpu(monkeyp
     monkeypatch.setattr(remote_roles, "num_captures", lambda verifier, drafter: 7 if drafter is not None else 0)
     monkeypatch.setattr(ModelPair, "record_device_error", lambda self, error, plan: recorded.append(error))
     config = EngineConfig("serial", target_remote=True, draft_steps=2)
-    running = LLMBase(build_remote_roles(remote_target(), DEMO / "draft", config, Path(), dtype=torch.float32))
+    running = TokenEngine(build_remote_roles(remote_target(), DEMO / "draft", config, Path(), dtype=torch.float32))
     [(verifier, drafter, plan, _)] = captured
     assert verifier is None and isinstance(drafter, LocalDrafter) and plan.draft_steps == 2
     assert running.roles.decoding.captured_graphs() == 7

@@ -129,7 +129,7 @@ def test_a_truncated_proposal_counts_as_a_whole_one() -> None:
     drafter = FixedDrafter()
     measured = RoundStats(EngineConfig("serial", verify_batch=6, draft_steps=4, adapt_batch=True))
     measured.nodes = 3
-    controller = Controller(drafter, lambda: measured, clock=lambda: 0.0)
+    controller = Controller(drafter, lambda kind: measured, clock=lambda: 0.0)
     controller.open(request_start([0], SamplingParams()))
     at = 0
     for round_ in range(SKIPPED_ROUNDS + 2):
@@ -166,7 +166,7 @@ def test_the_ranks_of_accepted_nodes_are_by_weight() -> None:
     drafter = FixedDrafter((0.0, -1.0, -3.0, -1.5, -2.0))
     measured = RoundStats(EngineConfig("serial", verify_batch=6, draft_steps=4, adapt_batch=True))
     measured.nodes = 4
-    controller = Controller(drafter, lambda: measured, clock=lambda: 0.0)
+    controller = Controller(drafter, lambda kind: measured, clock=lambda: 0.0)
     controller.open(request_start([0], SamplingParams()))
     for round_ in range(SKIPPED_ROUNDS + 1):
         proposal = controller.propose()

@@ -15,17 +15,18 @@ from hypothesis import strategies as st
 from swiftspec.config import MAX_ADAPTED_NODES, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.control import row_times
 from swiftspec.control.cost_model import CostModel
+from swiftspec.control.measurement_file import MeasurementFile
 from swiftspec.control.policy import FIRST_DECISION_ROUNDS, REFRESH_ROUNDS, decide, initial_stats
-from swiftspec.control.round_stats import NO_SPECULATION, WINDOW_ROUNDS, RoundSample, RoundStats
+from swiftspec.control.round_stats import NO_SPECULATION, RoundSample, RoundStats
 from swiftspec.control.row_times import (
     PairTimes,
     RowTimes,
-    RowTimesFile,
     draft_proposals,
     measure_pair_times,
     measure_row_times,
 )
-from swiftspec.llm import LLM
+from swiftspec.control.trial_budget import INITIAL_SAVINGS, TrialBudget
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.suffix_drafter import SuffixDrafter
 from tests.control.test_controller import chain, run, serial_round
@@ -93,11 +94,11 @@ def test_the_file_returns_what_was_written(measured: dict[int, float]) -> None:
 
 def test_the_times_are_kept_by_their_facts(tmp_path: Path) -> None:
     times, folder = pair_times(float, 0.5), tmp_path / "packed"
-    file = RowTimesFile.of(folder, {"threads": 2}, PairTimes)
+    file = MeasurementFile.of(folder, {"threads": 2}, PairTimes)
     assert file.read() is None
     file.write(times)
     assert file.read() == times and [*folder.iterdir()] == [file.path], "no temporary file is left"
-    assert RowTimesFile.of(folder, {"threads": 1}, PairTimes).read() is None
+    assert MeasurementFile.of(folder, {"threads": 1}, PairTimes).read() is None
     for text in (
         "", "{", "[]", "null", "[" * 10_000, '{"target": {"1": 1.0}}', '{"target": {"x": 1.0}, "draft": {"1": 1.0}}',
         '{"target": {"1": -1.0}, "draft": {"1": 1.0}}', '{"target": {"0": 1.0}, "draft": {"1": 1.0}}',
@@ -107,8 +108,8 @@ def test_the_times_are_kept_by_their_facts(tmp_path: Path) -> None:
         file.path.write_text(text)
         assert file.read() is None, text
     (tmp_path / "file").touch()
-    RowTimesFile.of(tmp_path / "file", {}, PairTimes).write(times)  # not a folder: nothing is written
-    alone = RowTimesFile.of(folder, {"threads": 2, "models": 1}, RowTimes)
+    MeasurementFile.of(tmp_path / "file", {}, PairTimes).write(times)  # not a folder: nothing is written
+    alone = MeasurementFile.of(folder, {"threads": 2, "models": 1}, RowTimes)
     alone.write(times.target)
     assert alone.read() == times.target
 
@@ -134,18 +135,27 @@ def test_row_times_replace_the_measurement_of_autoregressive_rounds() -> None:
             changed.append(decide(m))
             m.apply(decide(m))
     assert NO_SPECULATION not in changed and not m.ar_seconds
-    assert CostModel(m).ar_round_time == pytest.approx(1.01)
+    assert m.reference_time == pytest.approx(1.01)
 
 
 def test_speculation_that_does_not_pay_ends_without_a_measurement_of_autoregressive_rounds() -> None:
     """Nothing is accepted, and a round takes longer than an autoregressive one in the row times."""
     m = initial_stats(ADAPTIVE, pair_times(lambda rows: 1.0 + 0.1 * rows, 0.3))
+    lost = 0.0
     while m.speculating:
-        m.add(RoundSample(m.steps * 0.3 + 1.0 + 0.1 * m.nodes, 1.0 + 0.1 * m.nodes, m.steps * 0.3, 1, ()))
-        m.count_trial(1)
+        seconds = m.steps * 0.3 + 1.0 + 0.1 * m.nodes
+        lost += seconds / 1.1 - 1
+        m.add(RoundSample(seconds, 1.0 + 0.1 * m.nodes, m.steps * 0.3, 1, ()))
+        m.settle(seconds, 1)
         m.apply(decide(m)) if decide(m) != m.current else None
-        assert m.trial_rounds <= WINDOW_ROUNDS
-    assert m.rounds == 0
+    assert lost < INITIAL_SAVINGS + seconds / 1.1 and not m.ar_seconds
+
+
+def test_a_draft_that_cannot_pay_at_a_typical_acceptance_rate_is_not_used_at_first() -> None:
+    m = initial_stats(ADAPTIVE, pair_times(lambda rows: 1.0 + 0.1 * rows, 0.8))
+    assert m.current == NO_SPECULATION and m.missed_round is not None and not m.budget.may_start(m.missed_round, None)
+    earlier = TrialBudget()
+    assert initial_stats(ADAPTIVE, m.row_times, earlier).speculating, "it paid in an earlier start"
 
 
 def test_measured_rounds_scale_the_row_times() -> None:
@@ -205,8 +215,8 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[RoundStats]:
     """The measurements with which the controllers of the test begin."""
     made: list[RoundStats] = []
 
-    def record(config: EngineConfig, times: PairTimes | None) -> RoundStats:
-        made.append(initial_stats(config, times))
+    def record(config: EngineConfig, times: PairTimes | None, budget: TrialBudget | None) -> RoundStats:
+        made.append(initial_stats(config, times, budget))
         return made[-1]
 
     monkeypatch.setattr("swiftspec.builder.roles.initial_stats", record)
@@ -217,14 +227,14 @@ def test_a_later_start_reads_the_times_of_an_earlier_one(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: list[RoundStats]
 ) -> None:
     def times_of_a_start() -> PairTimes | None:
-        LLM(*pair, ADAPTIVE, dtype=torch.float32, device="cpu", packed_cache=tmp_path)
+        LLMEngine(*pair, ADAPTIVE, dtype=torch.float32, device="cpu", packed_cache=tmp_path)
         return starts[-1].row_times
 
     measured = times_of_a_start()
     assert measured is not None and measured.target.rows == (1, 4, 8, 16, 32) and measured.draft.rows == (1, 4)
     monkeypatch.setattr("swiftspec.builder.model_pair.measure_pair_times", lambda *_: pytest.fail("measured again"))
     assert times_of_a_start() == measured
-    for file in tmp_path.glob("row-times-*"):
+    for file in tmp_path.rglob("row-times-*"):
         file.write_text("{}")
     monkeypatch.setattr("swiftspec.builder.model_pair.measure_pair_times", lambda *_: None)
     assert times_of_a_start() is None
@@ -234,13 +244,13 @@ def test_a_later_start_with_suffix_lookup_reads_the_times_of_the_target(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def times_of_a_start() -> list[float]:
-        llm = LLM(pair[0], SUFFIX_LOOKUP, ADAPTIVE, dtype=torch.float32, device="cpu", packed_cache=tmp_path)
+        llm = LLMEngine(pair[0], SUFFIX_LOOKUP, ADAPTIVE, dtype=torch.float32, device="cpu", packed_cache=tmp_path)
         drafter = tree_of(llm).drafter
         assert isinstance(drafter, SuffixDrafter)
         return [drafter.row_seconds(rows) for rows in range(1, MAX_ADAPTED_NODES + 1)]
 
     measured = times_of_a_start()
-    assert [*tmp_path.glob("row-times-*")] and sorted(measured) == measured
+    assert [*tmp_path.rglob("row-times-*")] and sorted(measured) == measured
     monkeypatch.setattr("swiftspec.builder.model_pair.measure_target_times", lambda *_: pytest.fail("measured again"))
     assert times_of_a_start() == measured
 
@@ -252,10 +262,10 @@ def test_row_times_do_not_change_the_text(
 ) -> None:
     """Rounds of up to 32 nodes, and of few."""
     sampling = SamplingParams(temperature=temperature, seed=5, max_tokens=100, ignore_eos=True)
-    plain = LLM(pair[0], dtype=torch.float32, device="cpu").generate(PROMPT, sampling).token_ids
+    plain = LLMEngine(pair[0], dtype=torch.float32, device="cpu").generate(PROMPT, sampling).token_ids
     times = pair_times(lambda rows: 1.0 + row * rows, 0.01)
     monkeypatch.setattr("swiftspec.builder.model_pair.measure_pair_times", lambda *_: times)
-    llm = LLM(*pair, ADAPTIVE, dtype=torch.float32, device="cpu")
+    llm = LLMEngine(*pair, ADAPTIVE, dtype=torch.float32, device="cpu")
     assert (starts[0].nodes > 8) == (row < 0.1) and drafter_of(llm).max_nodes == max(starts[0].batch_sizes)
     for _ in range(2):
         assert llm.generate(PROMPT, sampling).token_ids == plain
@@ -263,7 +273,7 @@ def test_row_times_do_not_change_the_text(
 
 def test_the_measured_rows_are_proposals_of_the_draft(pair: tuple[Path, Path]) -> None:
     """With different tokens, which a mixture of experts routes to different experts."""
-    llm = LLM(*pair, EngineConfig(verify_batch=8), dtype=torch.float32, device="cpu")
+    llm = LLMEngine(*pair, EngineConfig(verify_batch=8), dtype=torch.float32, device="cpu")
     found = draft_proposals(drafter_of(llm), (1, 4, 8))
     assert {count: len(proposal.tokens) for count, proposal in found.items()} == {1: 1, 4: 4, 8: 8}
     assert len({*found[8].tokens}) > 3 and [*found[8].parents][:2] == [-1, 0]
@@ -273,8 +283,8 @@ def test_a_measurement_leaves_no_request_open(pair: tuple[Path, Path]) -> None:
     """The next request is as that of a new engine, although the measurement verified tokens of the same prompt."""
     sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     config = EngineConfig(verify_batch=8)
-    fresh = LLM(*pair, config, dtype=torch.float32, device="cpu").generate([0, 0, 0, 0], sampling)
-    llm = LLM(*pair, config, dtype=torch.float32, device="cpu")
+    fresh = LLMEngine(*pair, config, dtype=torch.float32, device="cpu").generate([0, 0, 0, 0], sampling)
+    llm = LLMEngine(*pair, config, dtype=torch.float32, device="cpu")
     times = measure_pair_times(verifier_of(llm), drafter_of(llm), 4, 8)
     assert times is not None and times.target.rows == (1, 4, 8)
     answer = llm.generate([0, 0, 0, 0], sampling)

@@ -145,7 +145,10 @@ GOOD = [
     ("runtime/drafter.py", "from swiftspec.model.loader import load\nlogits = self.model.forward(batch)"),
     ("distributed/transport/grpc/client.py", "import grpc"),
     ("serve/cli/chat.py", "from swiftspec import demo\nimport typer"),
-    ("__init__.py", "import importlib\nif TYPE_CHECKING:\n    from swiftspec.llm import LLM\n__version__ = '1'"),
+    (
+        "__init__.py",
+        "import importlib\nif TYPE_CHECKING:\n    from swiftspec.llm_engine import LLMEngine\n__version__ = '1'",
+    ),
 ]
 
 

@@ -14,8 +14,8 @@ from swiftspec.deploy.ray import ray_application
 from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.http.middleware.security import PUBLIC_PATHS
 from swiftspec.serve.kv_events.config import kv_events_config
-from swiftspec.serve.settings.flags import FLAGS
-from swiftspec.serve.settings.settings import env_name
+from swiftspec.settings.flags import FLAGS
+from swiftspec.settings.settings import env_name
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "examples" / "deploy").iterdir())

@@ -15,9 +15,10 @@ import pytest
 import ray
 from ray import serve
 
-from swiftspec import LLM, SamplingParams
+from swiftspec import SamplingParams
 from swiftspec.deploy.ray import rank_replicas, ray_application
-from swiftspec.serve.built_in_models import DEMO_MODELS
+from swiftspec.llm_engine import LLMEngine
+from swiftspec.startup.built_in_models import DEMO_MODELS
 from swiftspec.text.codec import TextCodec
 from tests.support.clients import openai
 
@@ -61,7 +62,7 @@ def stream(url: str, session: str | None = None, max_tokens: int = 48) -> str:
 
 def expected(max_tokens: int) -> str:
     """Returns the text of an engine in this process."""
-    codec, llm = TextCodec(DEMO_MODELS.target), LLM(DEMO_MODELS.target, DEMO_MODELS.draft)
+    codec, llm = TextCodec(DEMO_MODELS.target), LLMEngine(DEMO_MODELS.target, DEMO_MODELS.draft)
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     return codec.decode(llm.generate(codec.encode(PROMPT), sampling).token_ids)
 

@@ -11,7 +11,7 @@ import pytest
 
 from swiftspec.deploy.replica import EngineReplica, replica_settings
 from swiftspec.errors import UserError
-from swiftspec.serve.settings.settings import UsageError
+from swiftspec.settings.settings import UsageError
 from tests.support.toy_pair import make_pair
 
 REQUEST = {"prompt": "def f", "temperature": 0.0, "max_tokens": 9}

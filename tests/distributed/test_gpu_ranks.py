@@ -27,7 +27,7 @@ from swiftspec.distributed.rank_startup import EngineRank
 from swiftspec.distributed.remote.worker import Worker, WorkerServer
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.errors import RankLost, UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph import CudaCapture
 from swiftspec.runtime.overlapped import ThreadedVerifier
@@ -53,14 +53,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def text(pair: tuple[Path, Path]) -> list[int]:
-    llm = LLM(pair[0], dtype="float32", device="cpu", ops="reference", set_torch_threads=False)
+    llm = LLMEngine(pair[0], dtype="float32", device="cpu", ops="reference", set_torch_threads=False)
     return llm.generate(PROMPT, ANSWER).token_ids
 
 
-def run_rank(world: World, pair: tuple[Path, Path], config: EngineConfig, act: Callable[[LLM], Any]) -> Any:
-    """Rank 0 acts on its LLM, the others run until it ends."""
+def run_rank(world: World, pair: tuple[Path, Path], config: EngineConfig, act: Callable[[LLMEngine], Any]) -> Any:
+    """Rank 0 acts on its LLMEngine, the others run until it ends."""
     if world.rank == 0:
-        return act(LLM(*pair, config, world=world, **OPTIONS))
+        return act(LLMEngine(*pair, config, world=world, **OPTIONS))
     return EngineRank(world, config, ModelPair.create(*pair, config, world, OPTIONS), None).run(traced=False)
 
 
@@ -75,7 +75,7 @@ def test_every_rank_uses_its_own_gpu(
     monkeypatch.setattr(rank_startup, "pin_to_cores", lambda cores: None)
     config = EngineConfig("async", target_tp=target, draft_tp=draft, **SHAPE)
 
-    def act(llm: LLM) -> list[int]:
+    def act(llm: LLMEngine) -> list[int]:
         with closing(llm):
             return llm.generate(PROMPT, ANSWER).token_ids
 
@@ -150,7 +150,7 @@ def test_a_graph_whose_capture_failed_is_not_kept(monkeypatch: pytest.MonkeyPatc
 def test_other_threads_set_the_device(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], text: list[int]
 ) -> None:
-    """The thread of verifications, those of a worker's streams, and whatever thread calls an `LLM`."""
+    """The thread of verifications, those of a worker's streams, and whatever thread calls an `LLMEngine`."""
     gpus = FakeGpus(monkeypatch, 2)
     nothing: Any = None
 
@@ -165,12 +165,12 @@ def test_other_threads_set_the_device(
         verifier: Any = SimpleNamespace(runner=SimpleNamespace(model=SimpleNamespace(device=GPU_1)))
         return ThreadedVerifier(verifier)._thread.submit(gpus.current).result()
 
-    def load() -> LLM:
+    def load() -> LLMEngine:
         options: Any = {**OPTIONS, "device": "cuda:1"}
         with gpus.rank(1):
-            return LLM(*pair, EngineConfig("serial", **SHAPE), **options)
+            return LLMEngine(*pair, EngineConfig("serial", **SHAPE), **options)
 
-    def decode(llm: LLM) -> list[int]:
+    def decode(llm: LLMEngine) -> list[int]:
         with GpuTensors():
             return llm.generate(PROMPT, ANSWER).token_ids
 
@@ -272,7 +272,7 @@ class Communicator(JoinedThreads):
 
 
 def end_job(
-    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], job: Communicators, act: Callable[[LLM], Any],
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], job: Communicators, act: Callable[[LLMEngine], Any],
     log: Callable[[str], None] = lambda line: None,
 ) -> list[Any]:  # fmt: skip
     """Runs two ranks, each with a captured graph. Returns how they ended."""
@@ -282,7 +282,7 @@ def end_job(
     def work(world: World) -> Any:
         world = replace(world, log=log)
         if world.rank == 0:
-            llm = LLM(*pair, SERIAL, world=world, **OPTIONS)
+            llm = LLMEngine(*pair, SERIAL, world=world, **OPTIONS)
             job.hold_graph(llm.roles.rank)
             with closing(llm):  # as the chat, a single answer and the server do
                 return act(llm)
@@ -302,7 +302,7 @@ def test_graphs_are_freed_before_the_communicator(
 ) -> None:
     job = Communicators(FakeGpus(monkeypatch, 2))
 
-    def act(llm: LLM) -> list[int]:
+    def act(llm: LLMEngine) -> list[int]:
         found = llm.generate(PROMPT, ANSWER).token_ids
         if ending == "SIGTERM":
             raise SystemExit(143)
@@ -319,7 +319,7 @@ def test_after_a_lost_rank_the_communicator_is_aborted(
     """Closing it would wait for that rank. No error of the abort replaces RankLost, which decides on the exit code."""
     job = Communicators(FakeGpus(monkeypatch, 2))
 
-    def act(llm: LLM) -> list[int]:
+    def act(llm: LLMEngine) -> list[int]:
         job.lost = True
         return llm.generate(PROMPT, ANSWER).token_ids
 

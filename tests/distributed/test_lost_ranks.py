@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
 from tests.support.rank_jobs import Json, answer, sampling_from
 from tests.support.ranks import Pool
@@ -63,7 +63,7 @@ def test_grammars_and_log_probabilities(pool: Pool, spoken: tuple[Path, Path], s
         ([44], {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5, "logprobs": 0, "max_tokens": 15}),
         (prompt, {**GREEDY, "prompt_logprobs": 0}),
     ]
-    alone = LLM(spoken[0], dtype=torch.float64)
+    alone = LLMEngine(spoken[0], dtype=torch.float64)
     for (prompt, values), got in zip(requests, answers(pool, split, spoken, requests), strict=True):
         want = answer(alone, prompt, dict(values))
         assert (got["tokens"], got["reason"], got["lost"]) == (want["tokens"], want["reason"], None)
@@ -78,7 +78,7 @@ def test_a_cancelled_prefill_does_not_affect_the_next_request(pool: Pool, long: 
     other = [*LONG[:300], 7, *LONG[301:]]
     turns = ((LONG, 1), (other, None), (LONG, 0), (other, 2), (LONG, None), (other, 4), (other, None))
     requests = [(prompt, GREEDY if polls is None else {**GREEDY, "looks": polls}) for prompt, polls in turns]
-    alone = LLM(long[0], dtype=torch.float64, prefix_cache_memory=0)
+    alone = LLMEngine(long[0], dtype=torch.float64, prefix_cache_memory=0)
     want = {tuple(prompt): alone.generate(prompt, sampling_from(GREEDY)).token_ids for prompt in (LONG, other)}
     got = answers(pool, split, long, requests)
     assert got[0]["tokens"] == got[2]["tokens"] == [] and got[0]["looks"] == 2
@@ -99,7 +99,7 @@ def test_requests_that_set_bs_and_d(pool: Pool, long: tuple[Path, Path], split: 
     values = {**GREEDY, "temperature": 0.9, "seed": 4, "max_tokens": 20}
     requests = [(LONG[:50], {**values, **shape}) for each in shapes for shape in ({}, each)]
     requests.append((LONG[:50], values))
-    alone = LLM(long[0], dtype=torch.float64).generate(LONG[:50], sampling_from(values)).token_ids
+    alone = LLMEngine(long[0], dtype=torch.float64).generate(LONG[:50], sampling_from(values)).token_ids
     got = answers(pool, split, long, requests, **({"self_switch": True, "adapt_batch": True} if decides else {}))
     for (_, shaped), each in zip(requests, got, strict=True):
         assert (each["tokens"], each["lost"]) == (alone, None)

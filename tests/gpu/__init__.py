@@ -1,2 +1,2 @@
 """Tests that need an NVIDIA GPU. Tests of several ranks on one GPU have "virtual" in their names, for
-tools/gpu_check.py."""
+tools/gpu/steps.py."""

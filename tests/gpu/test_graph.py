@@ -18,7 +18,7 @@ from swiftspec.backends import cuda, unfused
 from swiftspec.backends.cuda.linear import PeerCommunicator, make_inbox
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives.peers import PeerMemoryGroup
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
 from swiftspec.model.shard import Shard
@@ -74,9 +74,11 @@ def test_the_gpu_generates_the_text_of_the_cpu(plan: EngineConfig) -> None:
     """Serially, and with both models concurrently on two streams of one GPU."""
     sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     prompt = list(range(50, 90))
-    plain = LLM(DEMO / "target", dtype=torch.float32, max_model_len=128, device="cpu").generate(prompt, sampling)
+    plain = LLMEngine(DEMO / "target", dtype=torch.float32, max_model_len=128, device="cpu").generate(prompt, sampling)
     pair: tuple[Path, Path, EngineConfig] = (DEMO / "target", DEMO / "draft", plan)
-    tree = LLM(*pair, dtype=torch.float32, max_model_len=128, ops="unfused", device="cuda").generate(prompt, sampling)
+    tree = LLMEngine(*pair, dtype=torch.float32, max_model_len=128, ops="unfused", device="cuda").generate(
+        prompt, sampling
+    )
     assert tree.token_ids == plain.token_ids and tree.stats.drafter_lost is None
 
 

@@ -14,7 +14,7 @@ from swiftspec.errors import DrafterLost
 from swiftspec.lab.exactness import trial
 from swiftspec.lab.exactness.command import main
 from swiftspec.lab.exactness.statistics import chi_square, compare, holm, pooled, survival, total_variation
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import available
@@ -79,8 +79,8 @@ def test_the_interval_contains_zero_for_equal_distributions() -> None:
 def test_the_biased_verifier_is_detected_and_the_exact_one_passes(pair: list[str]) -> None:
     target, draft = Path(pair[1]), Path(pair[3])
     sampling = SamplingParams(temperature=0.7, top_k=3, max_tokens=3)
-    plain = LLM(target)
-    tree = LLM(target, draft, EngineConfig(verify="reject", draft_steps=2))
+    plain = LLMEngine(target)
+    tree = LLMEngine(target, draft, EngineConfig(verify="reject", draft_steps=2))
     assert trial.compare_samples(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
     runner = verifier_of(tree).runner
     replace_roles(
@@ -112,10 +112,10 @@ def test_guided_requests_are_guided_by_the_negative_prompt(
     whole = trial.compare_samples
 
     def noted(
-        plain: LLM, tree: trial.CountingEngine, prompt: Any, sampling: SamplingParams, *more: Any
+        plain: LLMEngine, tree: trial.CountingEngine, prompt: Any, sampling: SamplingParams, *more: Any
     ) -> trial.SampleVerdict:
         prompts.append(sampling)
-        assert isinstance(tree.engine, LLM) and not tree.engine.config.self_switch
+        assert isinstance(tree.engine, LLMEngine) and not tree.engine.config.self_switch
         return whole(plain, tree, prompt, sampling, *more)
 
     monkeypatch.setattr(trial, "compare_samples", noted)
@@ -133,7 +133,7 @@ def test_an_unused_draft_proves_nothing(
     monkeypatch.setattr(LocalDrafter, "observe", fails)
     assert main([*pair, "--raw", "--temperature", "0", "--greedy-tokens", "9"]) == 1
     assert "NOT TESTED: the drafter was lost (it left)" in capsys.readouterr().out
-    idle = trial.CountingEngine(LLM(Path(pair[1])))
+    idle = trial.CountingEngine(LLMEngine(Path(pair[1])))
     idle.generate([5, 17, 40], SamplingParams(max_tokens=3))
     assert idle.idle == "no draft token was accepted"
 

@@ -19,7 +19,7 @@ from swiftspec.cache.model_cache import ModelCache
 from swiftspec.errors import UserError
 from swiftspec.lab import quantize
 from swiftspec.lab.quantize import AwqMatrix
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.formats.awq import from_awq
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
@@ -126,10 +126,10 @@ def test_the_result_loads_and_decodes(
     del config["quantization_config"]
     (expanded / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
     prompt = [5, 9, 11]
-    wanted = LLM(expanded, dtype="float64", device="cpu", ops="reference").generate(prompt, GREEDY).token_ids
-    assert LLM(out, dtype="float64", device="cpu", ops="reference").generate(prompt, GREEDY).token_ids == wanted
+    wanted = LLMEngine(expanded, dtype="float64", device="cpu", ops="reference").generate(prompt, GREEDY).token_ids
+    assert LLMEngine(out, dtype="float64", device="cpu", ops="reference").generate(prompt, GREEDY).token_ids == wanted
     if cpu.level() != "none":
-        native = LLM(out, dtype="float32", device="cpu").generate(prompt, GREEDY).token_ids
+        native = LLMEngine(out, dtype="float32", device="cpu").generate(prompt, GREEDY).token_ids
         assert native == wanted
 
 
@@ -166,7 +166,7 @@ def test_routers_and_rates_stay_as_they_are(tmp_path: Path) -> None:
             assert torch.allclose(after[key].float(), before[key].float(), rtol=1e-3, atol=1e-6)
         assert all(after[key].dtype == before[key].dtype for key in there if key.endswith("A_log"))
     for name in ("hybrid", "shared"):
-        text = LLM(tmp_path / f"{name}-int4", device="cpu", dtype="float32", ops="reference").generate(
+        text = LLMEngine(tmp_path / f"{name}-int4", device="cpu", dtype="float32", ops="reference").generate(
             [3, 1, 4], GREEDY
         )
         assert len(text.token_ids) == GREEDY.max_tokens

@@ -16,10 +16,10 @@ from swiftspec.lab import sweep as sweeps
 from swiftspec.lab.measurement import RequestProgress
 from swiftspec.lab.profile import main
 from swiftspec.lab.worker_pool import EngineBuild, Pair, RankPool
-from swiftspec.llm import LLM
-from swiftspec.serve import model_resolution as serve_found
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.terminal import StartupProgress
+from swiftspec.startup import model_resolution as serve_found
 from swiftspec.text.codec import TextCodec
 from tests.support.ranks import Pool
 from tests.support.toy_pair import make_pair
@@ -109,7 +109,7 @@ def test_an_interrupted_sweep_resumes_without_repetition(
         built.append((order.plan.mode, order.plan.initial_draft_steps, str(order.alone)))
         return engine(self, order)
 
-    def by_rounds(llm: LLM, *args: Any) -> measurement.Run:
+    def by_rounds(llm: LLMEngine, *args: Any) -> measurement.Run:
         """Replaces the clock by one that counts rounds, since the repetitions and variations of a sweep depend on
         measured speeds."""
         run = decode_all(llm, *args)
@@ -145,7 +145,7 @@ def test_a_sweep_killed_between_two_d_resumes_with_the_next(
     decoded: list[int] = []
     decode_all = measurement.decode_all
 
-    def counting(llm: LLM, prompts: Any, max_tokens: int, deadline: float, sampling: Any) -> measurement.Run:
+    def counting(llm: LLMEngine, prompts: Any, max_tokens: int, deadline: float, sampling: Any) -> measurement.Run:
         if max_tokens == 8:
             if len(decoded) == killed_at:
                 raise KeyboardInterrupt

@@ -19,7 +19,8 @@ AR = EngineBuild(EngineConfig("ar"))
 
 
 class CyclicEngine:
-    """Stands in for an `LLM`: only the garbage collector frees it. `alive`: the earlier ones at its construction."""
+    """Stands in for an `LLMEngine`: only the garbage collector frees it. `alive`: the earlier ones at its
+    construction."""
 
     built: ClassVar[weakref.WeakSet[CyclicEngine]] = weakref.WeakSet()
 
@@ -32,7 +33,7 @@ class CyclicEngine:
 
 
 def test_memory_is_free_before_the_next_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "LLM", CyclicEngine)
+    monkeypatch.setattr(worker_pool, "LLMEngine", CyclicEngine)
     pool, alive = RankPool(Pair(DEMO / "target", DEMO / "draft", {}), None), list[int]()
     gc.disable()
     try:
@@ -47,7 +48,7 @@ def test_memory_is_free_before_the_next_engine_is_built(monkeypatch: pytest.Monk
 
 
 def test_the_context_is_that_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "LLM", CyclicEngine)
+    monkeypatch.setattr(worker_pool, "LLMEngine", CyclicEngine)
     longest = read_config(DEMO / "target").max_position_embeddings
 
     def context(of: int | None, options: LoadOptions) -> int | None:

@@ -19,7 +19,7 @@ from swiftspec.builder.memory_estimate import MemoryEstimate
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.file_io import read_object
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.block_head import BlockHead
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.draft_head import DraftHead
@@ -235,7 +235,7 @@ def test_what_does_not_fit_is_refused(
     make_dflash(tmp_path)
     spoil(tmp_path)
     with pytest.raises(UserError, match=message):
-        LLM(target, tmp_path, dtype=torch.float64)
+        LLMEngine(target, tmp_path, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +253,6 @@ def test_configurations_without_draft_heads(
     given: dict[str, Any] = {"mode": "serial", **options}
     plan = EngineConfig(**given)
     with pytest.raises(UserError, match=message):
-        LLM(target, tmp_path, plan if plan.mode != "async" else replace(plan, draft_tp=0), dtype=torch.float64)
+        LLMEngine(target, tmp_path, plan if plan.mode != "async" else replace(plan, draft_tp=0), dtype=torch.float64)
     with pytest.raises(UserError, match="is a draft head, which cannot run alone"):
-        LLM(tmp_path, dtype=torch.float64)
+        LLMEngine(tmp_path, dtype=torch.float64)

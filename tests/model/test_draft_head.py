@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from swiftspec.backends import cpu, reference
 from swiftspec.errors import UserError
 from swiftspec.file_io import read_object
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.block_head import BlockHead
 from swiftspec.model.draft_head import DraftHead
 from swiftspec.model.head_loader import load_draft_head
@@ -267,14 +267,14 @@ def test_what_does_not_fit_is_refused(
     make_eagle3(tmp_path, layers=IDS, draft_vocab=40)
     spoil(tmp_path)
     with pytest.raises(UserError, match=message):
-        LLM(target, tmp_path, dtype=torch.float64)
+        LLMEngine(target, tmp_path, dtype=torch.float64)
 
 
 def test_other_refusals(tmp_path: Path, target: Path) -> None:
     make_eagle3(tmp_path, layers=IDS)
     with pytest.raises(UserError, match="is a draft head, which cannot run alone"):
-        LLM(tmp_path, dtype=torch.float64)
+        LLMEngine(tmp_path, dtype=torch.float64)
     with pytest.raises(UserError, match="has no MTP layer"):
-        LLM(target, "mtp", dtype=torch.float64)
+        LLMEngine(target, "mtp", dtype=torch.float64)
     with pytest.raises(UserError, match="hidden_layers are not supported with a draft head"):
-        LLM(target, tmp_path, dtype=torch.float64, hidden_layers=(1,))
+        LLMEngine(target, tmp_path, dtype=torch.float64, hidden_layers=(1,))

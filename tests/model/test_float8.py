@@ -13,7 +13,7 @@ from bench.data.heldout import DEMO
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.float8 import FLOAT8, LARGEST, Fp8KVScale
@@ -100,7 +100,7 @@ def test_no_key_with_a_norm_can_overflow(tmp_path: Path) -> None:
 def test_tree_decoding_equals_autoregressive_decoding(pair: tuple[Path, Path], ops: str, plan: EngineConfig) -> None:
     """With the same cache: whole requests, requests that continue from a cached prefix, and guided ones."""
     options = {"dtype": torch.float64, "max_model_len": 128, "ops": ops, "kv_cache_dtype": "fp8"}
-    plain, tree = LLM(pair[0], **options), LLM(*pair, plan, **options)  # pyright: ignore[reportArgumentType]
+    plain, tree = LLMEngine(pair[0], **options), LLMEngine(*pair, plan, **options)  # pyright: ignore[reportArgumentType]
     assert verifier_of(tree).runner.cache.kv.k.dtype == FLOAT8
     accepted = 0
     for sampling in (GREEDY, SEEDED, GUIDED):
@@ -109,14 +109,14 @@ def test_tree_decoding_equals_autoregressive_decoding(pair: tuple[Path, Path], o
             assert answer.token_ids == plain.generate(prompt, sampling).token_ids
             accepted += answer.stats.accepted
     assert accepted > 20
-    exact = LLM(pair[0], dtype=torch.float64, max_model_len=128, ops="reference")
+    exact = LLMEngine(pair[0], dtype=torch.float64, max_model_len=128, ops="reference")
     assert any(exact.generate(p, GREEDY).token_ids != plain.generate(p, GREEDY).token_ids for p in PROMPTS)
 
 
 def test_particles_fan_out_over_float8(pair: tuple[Path, Path]) -> None:
     """The same text for the same seed, after any earlier requests."""
     plan = EngineConfig("smc")
-    llm, other = (LLM(*pair, plan, dtype=torch.float64, ops="reference", kv_cache_dtype="fp8") for _ in range(2))
+    llm, other = (LLMEngine(*pair, plan, dtype=torch.float64, ops="reference", kv_cache_dtype="fp8") for _ in range(2))
     assert scheduler_of(llm).target.cache.kv.v.dtype == FLOAT8
     other.generate(PROMPTS[1], replace(SEEDED, seed=1))
     assert llm.generate(PROMPTS[0], SEEDED).token_ids == other.generate(PROMPTS[0], SEEDED).token_ids
@@ -124,6 +124,6 @@ def test_particles_fan_out_over_float8(pair: tuple[Path, Path]) -> None:
 
 def test_float8_is_refused_where_it_is_not_supported(pair: tuple[Path, Path]) -> None:
     with pytest.raises(UserError, match="or ops reference on a CPU; use ops reference"):
-        LLM(pair[0], kv_cache_dtype="fp8")
+        LLMEngine(pair[0], kv_cache_dtype="fp8")
     with pytest.raises(UserError, match="kv_cache_dtype must be one of auto, fp8, not"):
-        LLM(pair[0], kv_cache_dtype="fp4")  # pyright: ignore[reportArgumentType]
+        LLMEngine(pair[0], kv_cache_dtype="fp4")  # pyright: ignore[reportArgumentType]

@@ -12,7 +12,7 @@ import torch
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import RequestStart, VerifyResult
 from swiftspec.observe import recorder as module
 from swiftspec.observe.recorder import Recorder
@@ -25,9 +25,9 @@ DEMO = Path(__file__).parents[2] / "swiftspec" / "demo"
 PROMPT = [5, 6, 7, 8, 9]
 
 
-def engine(mode: str, dtype: torch.dtype) -> LLM:
+def engine(mode: str, dtype: torch.dtype) -> LLMEngine:
     plan = EngineConfig(mode, population=PopulationConfig(particles=2, smc_draft_tokens=2))
-    return LLM(DEMO / "target", None if mode == "ar" else DEMO / "draft", plan, dtype=dtype)
+    return LLMEngine(DEMO / "target", None if mode == "ar" else DEMO / "draft", plan, dtype=dtype)
 
 
 class Listener(list[dict[str, Any]]):

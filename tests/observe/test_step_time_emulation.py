@@ -11,7 +11,7 @@ import torch
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.observe import step_time_emulation
 from swiftspec.observe.step_time_emulation import StepTimeEmulation, StepTimes, wait_until
 from swiftspec.params import SamplingParams
@@ -119,7 +119,7 @@ def test_forwards_take_the_emulated_time(tmp_path: Path) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     slow = emulation.parse_emulation("target=8ms,draft=2ms")
     pair = (tmp_path / "target", tmp_path / "draft", EngineConfig("serial", draft_steps=2))
-    answers = [LLM(*pair, dtype=torch.float64, emulate=e).generate([3, 4, 5], sampling) for e in (None, slow)]
+    answers = [LLMEngine(*pair, dtype=torch.float64, emulate=e).generate([3, 4, 5], sampling) for e in (None, slow)]
     stats = answers[1].stats
     assert answers[0].token_ids == answers[1].token_ids
     assert stats.target_busy_time >= 8e-3 * stats.rounds

@@ -16,7 +16,7 @@ from swiftspec.lab import timeline
 from swiftspec.lab.measurement import rounds_of
 from swiftspec.lab.profile import main
 from swiftspec.lab.timeline import Trace
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import RequestStart
 from swiftspec.observe.recorder import Recorder
 from swiftspec.observe.rpc_latency import RpcLog, RpcRecord
@@ -46,7 +46,7 @@ def traced(
     pair: tuple[Path, Path], plan: EngineConfig, file: Path, requests: int = 1, dtype: torch.dtype = torch.float64
 ) -> list[list[int]]:
     draft = None if plan.mode == "ar" else pair[1]
-    llm = LLM(pair[0], draft, plan, dtype=dtype, trace=file)
+    llm = LLMEngine(pair[0], draft, plan, dtype=dtype, trace=file)
     sampling = GREEDY if plan.mode != "smc" else SamplingParams(max_tokens=24, ignore_eos=True)
     answers = [llm.generate(PROMPT, sampling).token_ids for _ in range(requests)]
     llm.close()
@@ -112,7 +112,7 @@ def test_a_recorded_request_has_only_its_own_rpcs() -> None:
 
 
 def test_without_a_trace_nothing_is_recorded(pair: tuple[Path, Path]) -> None:
-    llm = LLM(*pair, EngineConfig("serial"), dtype=torch.float64)
+    llm = LLMEngine(*pair, EngineConfig("serial"), dtype=torch.float64)
     assert drafter_of(llm).runner.hooks == verifier_of(llm).runner.hooks == []
     llm.generate(PROMPT, GREEDY)
     assert drafter_of(llm).runner.hooks == verifier_of(llm).runner.hooks == []

@@ -18,7 +18,7 @@ from swiftspec import file_io
 from swiftspec.errors import UserError
 from swiftspec.lab import outputs, results
 from swiftspec.profiles import store
-from swiftspec.serve.settings.config_sources import load_settings as load_settings
+from swiftspec.serve.cli.config_sources import load_settings as load_settings
 from tests.support.profiles import KEY, profile, run
 
 

@@ -15,7 +15,7 @@ import torch
 
 from swiftspec.config import GRAFTED, EngineConfig
 from swiftspec.engine import Completion, TreeDecoding
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
@@ -42,8 +42,8 @@ Answers = dict[tuple[tuple[int, ...], str], Completion]  # by prompt and samplin
 class Engines:
     """Engines on the same target: without a draft, and with the drafter."""
 
-    plain: LLM
-    drafting: LLM
+    plain: LLMEngine
+    drafting: LLMEngine
     drafter: Drafter
     answers: Answers
 
@@ -66,10 +66,10 @@ def engines(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     kind: str = request.param
     target, draft = make_models(tmp_path_factory.mktemp("models"), kind)
     config = EngineConfig("serial", verify_batch=16, drafter=GRAFTED if "+" in kind else "model")
-    drafting = LLM(target, draft, config.for_models(draft), **OPTIONS)
+    drafting = LLMEngine(target, draft, config.for_models(draft), **OPTIONS)
     decoding = drafting.engine.decoding
     assert isinstance(decoding, TreeDecoding)
-    return Engines(LLM(target, **OPTIONS), drafting, decoding.drafter, answers[kind in HYBRIDS])
+    return Engines(LLMEngine(target, **OPTIONS), drafting, decoding.drafter, answers[kind in HYBRIDS])
 
 
 def make_models(folder: Path, kind: str) -> tuple[Path, Path | str]:
@@ -117,12 +117,12 @@ class ChangedProposals:
         self._drafter.close()
 
 
-def changed(engines: Engines, change: Callable[[Proposal], Proposal]) -> LLM:
+def changed(engines: Engines, change: Callable[[Proposal], Proposal]) -> LLMEngine:
     replace_roles(engines.drafting, ChangedProposals(engines.drafter, change))
     return engines.drafting
 
 
-def unchanged(engines: Engines) -> LLM:
+def unchanged(engines: Engines) -> LLMEngine:
     return changed(engines, lambda proposal: proposal)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swiftspec.backends import cpu, reference
 from swiftspec.config import EngineConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import NodeSource, Proposal, VerifyResult, merge_results
 from swiftspec.model.batch import HostBatch
 from swiftspec.model.block_head import BlockHead
@@ -60,10 +60,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def plain(target: Path, prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> list[int]:
     """The text of autoregressive decoding."""
     alone = replace(sampling, verify_batch=None, draft_steps=None)
-    return LLM(target, **OPTIONS | options).generate([*prompt], alone).token_ids
+    return LLMEngine(target, **OPTIONS | options).generate([*prompt], alone).token_ids
 
 
-def draft_well(llm: LLM, text: Sequence[int], missed: int = 0) -> None:
+def draft_well(llm: LLMEngine, text: Sequence[int], missed: int = 0) -> None:
     """Makes the head draft `text`, as second choice at every position that `missed` divides."""
     executor: Any = drafter_of(llm).executors[0]
     forward = executor.forward
@@ -81,7 +81,7 @@ def draft_well(llm: LLM, text: Sequence[int], missed: int = 0) -> None:
     executor.forward = knowing
 
 
-def check_cache(target: Path, llm: LLM, text: Sequence[int], ids: tuple[int, ...] = IDS) -> None:
+def check_cache(target: Path, llm: LLMEngine, text: Sequence[int], ids: tuple[int, ...] = IDS) -> None:
     """The live cache of the head equals that of the whole text, written in one forward."""
     runner = drafter_of(llm).runner
     head = runner.model
@@ -106,7 +106,7 @@ def test_the_text_equals_plain_decoding(tmp_path: Path, pair: tuple[Path, Path],
         kinds = ["sliding_attention", "full_attention", "sliding_attention"]
         head = tmp_path
         make_dflash(head, ids=IDS, layer_types=kinds, use_sliding_window=True, sliding_window=window)
-    llm, sampling = LLM(target, head, **OPTIONS), REQUESTS[name]
+    llm, sampling = LLMEngine(target, head, **OPTIONS), REQUESTS[name]
     assert isinstance(drafter_of(llm), BlockDrafter) and llm.config.initial_draft_steps == 5
     answer = llm.generate(PROMPT, sampling)
     assert answer.token_ids == plain(target, PROMPT, sampling)
@@ -120,7 +120,7 @@ def test_the_text_equals_plain_decoding(tmp_path: Path, pair: tuple[Path, Path],
 def test_accepted_paths(pair: tuple[Path, Path], name: str, missed: int) -> None:
     """Of a head that drafts the text: most rounds accept several nodes, second choices included."""
     target, head = pair
-    llm, sampling = LLM(target, head, EngineConfig(verify_batch=12), **OPTIONS), REQUESTS[name]
+    llm, sampling = LLMEngine(target, head, EngineConfig(verify_batch=12), **OPTIONS), REQUESTS[name]
     want = plain(target, PROMPT, sampling)
     draft_well(llm, [*PROMPT, *want], missed)
     answer = llm.generate(PROMPT, sampling)
@@ -134,7 +134,7 @@ def test_accepted_paths(pair: tuple[Path, Path], name: str, missed: int) -> None
 def test_prefixes_are_reused(pair: tuple[Path, Path]) -> None:
     """By target and head alike, from the live cache and from the prefix cache."""
     target, head = pair
-    llm, other = LLM(target, head, **OPTIONS), [*range(40, 62)] * 3
+    llm, other = LLMEngine(target, head, **OPTIONS), [*range(40, 62)] * 3
     first = [*PROMPT * 4, 9]
     text = [*first, *llm.generate(first, GREEDY).token_ids]
     for prompt in ([*text[:60], 12, 13], [*other, 3], [*text[:50], 14], other, text[:20]):
@@ -150,7 +150,7 @@ def test_hybrids(tmp_path: Path) -> None:
     target, head = tmp_path / "target", tmp_path / "head"
     make_checkpoint(target, family="qwen3_5_text", dtype=torch.float64)
     make_dflash(head, ids=(0, 2), num_target_layers=4)
-    llm, text = LLM(target, head, EngineConfig(verify_batch=24), **OPTIONS), [*PROMPT]
+    llm, text = LLMEngine(target, head, EngineConfig(verify_batch=24), **OPTIONS), [*PROMPT]
     for sampling in (GREEDY, SEEDED, GREEDY):
         answer = llm.generate(text, sampling)
         assert answer.token_ids == plain(target, text, sampling) and answer.stats.drafter_lost is None
@@ -161,7 +161,7 @@ def test_hybrids(tmp_path: Path) -> None:
 
 def test_the_shortest_prompt_and_the_longest_text(pair: tuple[Path, Path]) -> None:
     target, head = pair
-    llm = LLM(target, head, EngineConfig(verify_batch=16), dtype=torch.float64, max_model_len=20)
+    llm = LLMEngine(target, head, EngineConfig(verify_batch=16), dtype=torch.float64, max_model_len=20)
     for prompt in ([5], [5], PROMPT, [*PROMPT, *PROMPT, 9, 4, 40], [5]):
         sampling = replace(GREEDY, max_tokens=None)
         want = plain(target, prompt, sampling, max_model_len=20)
@@ -172,7 +172,7 @@ def test_the_shortest_prompt_and_the_longest_text(pair: tuple[Path, Path]) -> No
 def test_a_request_that_begins_without_the_drafter(pair: tuple[Path, Path]) -> None:
     """The target has no states of cached tokens; the context of the head then begins after them."""
     target, head = pair
-    llm, prompt = LLM(target, head, **OPTIONS), [*PROMPT * 4, 9]
+    llm, prompt = LLMEngine(target, head, **OPTIONS), [*PROMPT * 4, 9]
     want = [*prompt, *llm.generate(prompt, GREEDY).token_ids]
     drafter, verifier, start = drafter_of(llm), verifier_of(llm), request_start(prompt, GREEDY)
     assert verifier.open(start) == len(prompt) - 1
@@ -215,7 +215,7 @@ def test_native_operators(tmp_path: Path, dtype: torch.dtype) -> None:
     target, head, options = tmp_path / "target", tmp_path / "head", {"dtype": dtype, "max_model_len": 200}
     make_checkpoint(target, layers=6, hidden_size=64, dtype=torch.float64)
     make_dflash(head, ids=IDS, hidden=64)
-    llm = LLM(target, head, **options)
+    llm = LLMEngine(target, head, **options)
     assert drafter_of(llm).runner.ops is cpu
     for prompt in (PROMPT, PROMPT * 5):
         for sampling in (GREEDY, SEEDED):
@@ -228,7 +228,7 @@ def test_native_operators(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_adaptation_keeps_the_depth(pair: tuple[Path, Path], drafter: str) -> None:
     target, head = pair
     config = EngineConfig(self_switch=True, adapt_steps=True, adapt_batch=True, drafter=drafter)
-    llm = LLM(target, head, config, **OPTIONS)
+    llm = LLMEngine(target, head, config, **OPTIONS)
     assert not llm.config.adapt_steps and not llm.config.time_rows
     for sampling in (GREEDY, replace(SEEDED, max_tokens=80), GREEDY):
         answer = llm.generate(PROMPT, sampling)
@@ -240,7 +240,7 @@ def test_depth(pair: tuple[Path, Path]) -> None:
     """d limits the depth of the proposals, up to the drafted positions of a block."""
     target, head = pair
     for steps, depth in ((1, 1), (3, 3), (9, 5)):
-        llm = LLM(target, head, EngineConfig(verify_batch=32, draft_steps=steps), **OPTIONS)
+        llm = LLMEngine(target, head, EngineConfig(verify_batch=32, draft_steps=steps), **OPTIONS)
         assert llm.config.initial_draft_steps == depth
         want = plain(target, PROMPT, GREEDY)
         draft_well(llm, [*PROMPT, *want])
@@ -250,7 +250,7 @@ def test_depth(pair: tuple[Path, Path]) -> None:
 
 def test_traces(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     """The rows of a block are not nodes, and the root's keys and values are computed again."""
-    llm = LLM(*pair, trace=tmp_path / "trace.jsonl", **OPTIONS)
+    llm = LLMEngine(*pair, trace=tmp_path / "trace.jsonl", **OPTIONS)
     answer = llm.generate(PROMPT, GREEDY)
     llm.close()
     lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]

@@ -10,7 +10,7 @@ import torch
 
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import TokenChunk
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -28,10 +28,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "target", folder / "draft"
 
 
-def make(pair: tuple[Path, Path], mode: str, cache_memory: int = 1) -> LLM:
+def make(pair: tuple[Path, Path], mode: str, cache_memory: int = 1) -> LLMEngine:
     few = PopulationConfig(particles=2, smc_draft_tokens=2)
     plan = EngineConfig(mode, population=few)
-    return LLM(pair[0], None if mode == "ar" else pair[1], plan, dtype=torch.float64, prefix_cache_memory=cache_memory)
+    return LLMEngine(
+        pair[0], None if mode == "ar" else pair[1], plan, dtype=torch.float64, prefix_cache_memory=cache_memory
+    )
 
 
 def after(polls: int) -> tuple[Callable[[], bool], list[int]]:

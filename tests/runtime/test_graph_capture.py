@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from swiftspec.backends import reference, unfused
 from swiftspec.config import EngineConfig
+from swiftspec.errors import RankLost
 from swiftspec.model.loader import load_model
+from swiftspec.runtime import graph_capture
 from swiftspec.runtime.executors.available import target_captures
 from swiftspec.runtime.executors.graph_verifications import GraphVerificationExecutor
 from swiftspec.runtime.graph_capture import CAPTURE_PHASE, capture_graphs, num_captures
@@ -48,3 +51,24 @@ def test_progress_counts_the_graphs_of_both_models(tmp_path: Path) -> None:
     plain = make_verifier(runners[2]), make_drafter(runners[3], config)
     capture_graphs(*plain, config, None)
     assert num_captures(*plain) == 0
+
+
+@pytest.mark.parametrize("lost", [RankLost("group target: GPU rank 1 waited too long for rank 0"), None])
+def test_an_error_that_another_rank_has_caused_is_not_one_of_this_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: RankLost | None
+) -> None:
+    """So that it is not recorded as a fault of its operators, which later starts would not use."""
+    make_checkpoint(tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32, ops=unfused, max_positions=64)
+    runner = make_runner(model, unfused, context=32, tree_slots=18)
+    verifier = make_verifier(runner)
+    fault = RuntimeError("CUDA error: unspecified launch failure")
+
+    def fails() -> None:
+        raise fault
+
+    monkeypatch.setattr(model, "group", SimpleNamespace(lost=lambda error: lost if error is fault else None))
+    monkeypatch.setattr(graph_capture, "target_captures", lambda executors, config: [fails])
+    with pytest.raises(RankLost if lost is not None else RuntimeError) as raised:
+        capture_graphs(verifier, None, EngineConfig("ar", verify_batch=1), None)
+    assert raised.value is (lost or fault) and raised.value.__cause__ is None

@@ -16,7 +16,7 @@ from bench.peers import load_transformers
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.transport.codec import pack_message, unpack_request_start
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import RequestStart
 from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.params import SamplingParams
@@ -69,9 +69,9 @@ def test_autoregressive_and_tree_decoding_equal_transformers(pair: Pair, negativ
     target, draft, model = pair
     want = transformers_text(model, PROMPT, scale, negative)
     sampling = guided(scale, negative)
-    assert LLM(target, dtype=torch.float64).generate(PROMPT, sampling).token_ids == want
+    assert LLMEngine(target, dtype=torch.float64).generate(PROMPT, sampling).token_ids == want
     for plan in TREES.values():
-        tree = LLM(target, draft, EngineConfig(**plan), dtype=torch.float64).generate(PROMPT, sampling)
+        tree = LLMEngine(target, draft, EngineConfig(**plan), dtype=torch.float64).generate(PROMPT, sampling)
         assert tree.token_ids == want
         # at s = 0 the text follows from a prompt that the draft has not read
         assert tree.stats.rounds < 40 or plan.get("verify_batch") == 1 or scale == 0
@@ -82,7 +82,7 @@ def test_a_prompt_of_several_chunks_and_float32(pair: Pair) -> None:
     target, draft, model = pair
     want = transformers_text(model, LONG, 2.0, NEGATIVE)
     for dtype in (torch.float64, torch.float32):
-        tree = LLM(target, draft, dtype=dtype)
+        tree = LLMEngine(target, draft, dtype=dtype)
         assert tree.generate(LONG, guided(2.0)).token_ids == want
 
 
@@ -90,7 +90,7 @@ def test_bias_comes_after_guidance_as_in_transformers(pair: Pair) -> None:
     target, draft, model = pair
     want = transformers_text(model, PROMPT, 2.0, NEGATIVE, sequence_bias=[[[7], 3.0], [[12], 4.0]])
     sampling = guided(2.0, logit_bias={7: 3.0, 12: 4.0})
-    assert LLM(target, draft, dtype=torch.float64).generate(PROMPT, sampling).token_ids == want
+    assert LLMEngine(target, draft, dtype=torch.float64).generate(PROMPT, sampling).token_ids == want
     assert want != transformers_text(model, PROMPT, 2.0, NEGATIVE)
 
 
@@ -109,23 +109,23 @@ def test_penalties_come_after_guidance(pair: Pair) -> None:
         output.append(int(logits.argmax()))
         text.append(output[-1])
     sampling = guided(2.0, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=25)
-    assert LLM(target, draft, dtype=torch.float64).generate(PROMPT, sampling).token_ids == output
+    assert LLMEngine(target, draft, dtype=torch.float64).generate(PROMPT, sampling).token_ids == output
 
 
 @pytest.mark.parametrize("scale", fast_first([2.0, 0.7], 1))
 def test_sampled_trees_equal_autoregressive_decoding(pair: Pair, scale: float) -> None:
     target, draft, _ = pair
     sampling = guided(scale, **SAMPLED)
-    plain = LLM(target, dtype=torch.float64).generate(PROMPT, sampling).token_ids
-    assert plain != LLM(target, dtype=torch.float64).generate(PROMPT, guided(1.0, **SAMPLED)).token_ids
+    plain = LLMEngine(target, dtype=torch.float64).generate(PROMPT, sampling).token_ids
+    assert plain != LLMEngine(target, dtype=torch.float64).generate(PROMPT, guided(1.0, **SAMPLED)).token_ids
     for plan in TREES.values():
-        llm = LLM(target, draft, EngineConfig(**plan), dtype=torch.float64)
+        llm = LLMEngine(target, draft, EngineConfig(**plan), dtype=torch.float64)
         assert llm.generate(PROMPT, sampling).token_ids == plain
 
 
 def test_scale_1_disables_guidance_and_is_free(pair: Pair) -> None:
     target, draft, _ = pair
-    llm = LLM(target, draft, dtype=torch.float64, prefix_cache_memory=0)
+    llm = LLMEngine(target, draft, dtype=torch.float64, prefix_cache_memory=0)
     runner = verifier_of(llm).runner
     cache, rows, forward = runner.cache, [], runner.model.forward
 
@@ -147,7 +147,7 @@ def test_rejection_uses_the_guided_distribution(pair: Pair) -> None:
     """Target and draft are the same model: at scale 1 q equals p, and every first child is accepted; guided, p
     differs."""
     values = {"temperature": 0.8, "seed": 5, "max_tokens": 60}
-    llm = LLM(pair[0], pair[0], EngineConfig(verify="reject"), dtype=torch.float64)
+    llm = LLMEngine(pair[0], pair[0], EngineConfig(verify="reject"), dtype=torch.float64)
     free = Acceptance.from_rounds(llm.generate(PROMPT, guided(1.0, **values)).stats.verified)
     assert free.expected_rate == pytest.approx(1, abs=1e-6) and free.accepted_child[0] == free.tried_child[0]
     away = Acceptance.from_rounds(llm.generate(PROMPT, guided(3.0, **values)).stats.verified)
@@ -155,7 +155,7 @@ def test_rejection_uses_the_guided_distribution(pair: Pair) -> None:
 
 
 def test_the_context_limits_the_longer_text(pair: Pair) -> None:
-    llm = LLM(*pair[:2], dtype=torch.float64, max_model_len=64)
+    llm = LLMEngine(*pair[:2], dtype=torch.float64, max_model_len=64)
     answer = llm.generate(PROMPT, guided(2.0, LONG[:50], max_tokens=None))
     assert len(answer.token_ids) == 14 and answer.finish_reason == "length"
     with pytest.raises(UserError, match="the negative prompt of 64 tokens does not fit the context of 64"):
@@ -167,7 +167,7 @@ def test_the_context_limits_the_longer_text(pair: Pair) -> None:
 def test_a_failed_allocation_for_the_negative_prompt_ends_one_request(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm, zeros = LLM(pair[0], dtype=torch.float64), torch.zeros
+    llm, zeros = LLMEngine(pair[0], dtype=torch.float64), torch.zeros
 
     def scarce(shape: Any, *more: int, **kind: Any) -> torch.Tensor:
         if isinstance(shape, tuple) and shape[1] == 2:
@@ -214,5 +214,5 @@ def test_guiding_logits_or_log_probabilities_gives_the_same_distribution() -> No
 def test_the_demo_models_equal_transformers(scale: float) -> None:
     prompt, negative = (text[-60:] for text in read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[:2])
     want = transformers_text(load_transformers(DEMO / "target", torch.float64), prompt, scale, negative)
-    answer = LLM(DEMO / "target", DEMO / "draft", dtype=torch.float64).generate(prompt, guided(scale, negative))
+    answer = LLMEngine(DEMO / "target", DEMO / "draft", dtype=torch.float64).generate(prompt, guided(scale, negative))
     assert answer.token_ids == want and answer.stats.rounds < 30

@@ -17,7 +17,7 @@ from swiftspec.backends import cpu, reference
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import GRAFTED, EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import NodeSource, merge_results
 from swiftspec.model.draft_head import DraftHead
 from swiftspec.model.loader import load_model
@@ -68,7 +68,7 @@ TEXTS = [
 
 @pytest.mark.parametrize(("pair", "config"), fast_first(TEXTS, 2, unpack=True), indirect=["pair"])
 def test_the_text_equals_plain_decoding(pair: Pair, config: EngineConfig) -> None:
-    plain, head = LLM(pair[0], **OPTIONS), LLM(*pair, config, **OPTIONS)
+    plain, head = LLMEngine(pair[0], **OPTIONS), LLMEngine(*pair, config, **OPTIONS)
     short, long = [5], [*PROMPT, 40, 41] * 3
     requests = [(PROMPT, sampling) for sampling in (GREEDY, SEEDED, PENALISED, GUIDED)]
     for prompt, sampling in (*requests, (short, SEEDED), (long, GREEDY), (short, GUIDED), (long, GUIDED)):
@@ -83,12 +83,12 @@ def test_the_last_token_of_the_context(pair: Pair) -> None:
     for length in (40, 41, 47):
         options: dict[str, Any] = OPTIONS | {"max_model_len": length}
         sampling = replace(SEEDED, max_tokens=None)
-        want = LLM(pair[0], **options).generate(PROMPT, sampling).token_ids
-        answer = LLM(*pair, WIDE, **options).generate(PROMPT, sampling)
+        want = LLMEngine(pair[0], **options).generate(PROMPT, sampling).token_ids
+        answer = LLMEngine(*pair, WIDE, **options).generate(PROMPT, sampling)
         assert answer.token_ids == want and len(want) == length - len(PROMPT)
 
 
-def check_cache(llm: LLM, target: Path, tokens: list[int]) -> int:
+def check_cache(llm: LLMEngine, target: Path, tokens: list[int]) -> int:
     """Compares keys and values of the head with those that follow from a forward of the target over `tokens`. Returns
     the number of positions."""
     runner = drafter_of(llm).runner
@@ -109,7 +109,7 @@ def check_cache(llm: LLM, target: Path, tokens: list[int]) -> int:
 
 def test_the_cache_follows_from_the_states_of_the_target(pair: Pair) -> None:
     """Also after requests that begin with an earlier text, or a part of it, and after one that did not use the head."""
-    llm = LLM(*pair, WIDE, **OPTIONS)
+    llm = LLMEngine(*pair, WIDE, **OPTIONS)
     first = llm.generate(PROMPT, GREEDY)
     text = [*PROMPT, *first.token_ids]
     assert check_cache(llm, pair[0], text) > 55
@@ -125,11 +125,11 @@ def test_the_cache_follows_from_the_states_of_the_target(pair: Pair) -> None:
 
 def test_a_drafter_that_joins_a_request_late(pair: Pair) -> None:
     """As after autoregressive rounds: the context of the head begins where it has states of the target."""
-    llm = LLM(*pair, WIDE, **OPTIONS)
+    llm = LLMEngine(*pair, WIDE, **OPTIONS)
     drafter, verifier = drafter_of(llm), verifier_of(llm)
     prompt = [*PROMPT, *range(40, 60)]
     llm.generate(prompt, replace(GREEDY, max_tokens=1))  # so that the target's prefix cache supplies the prompt
-    want = LLM(pair[0], **OPTIONS).generate(prompt, replace(GREEDY, max_tokens=40)).token_ids
+    want = LLMEngine(pair[0], **OPTIONS).generate(prompt, replace(GREEDY, max_tokens=40)).token_ids
     start = request_start(prompt, GREEDY)
     assert verifier.open(start) == len(prompt) - 1
     plain, got = llm_rounds(verifier, start, 3)
@@ -166,7 +166,7 @@ def test_proposals_are_those_of_the_head(tmp_path: Path) -> None:
     assert isinstance(folder, Path)
     tensors = load_file(folder / "model.safetensors")
     embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
-    llm = LLM(
+    llm = LLMEngine(
         target,
         folder,
         EngineConfig("serial", verify_batch=5, draft_leaves=1, draft_steps=4, calibration=0.05),
@@ -216,7 +216,7 @@ def spine(proposal: Any) -> list[int]:
 @pytest.mark.parametrize("kind", ["eagle3", "qwen3_5_text"])
 def test_ranks(tmp_path: Path, pool: Pool, kind: str) -> None:
     target, head = make_head_pair(tmp_path, kind)
-    plain = LLM(target, **OPTIONS)
+    plain = LLMEngine(target, **OPTIONS)
     common = {"seed": 3, "max_tokens": 50, "ignore_eos": True}
     requests = [(PROMPT * times, {"temperature": t, **common}) for t in (0, 0.7) for times in (1, 3)]
     plan = {"mode": "serial", "target_tp": 2, "verify_batch": 24}
@@ -233,7 +233,7 @@ def test_native_operators(tmp_path: Path, dtype: torch.dtype) -> None:
     make_checkpoint(target, layers=6, hidden_size=64, dtype=torch.float64)
     make_eagle3(folder, layers=IDS, hidden=64, target_hidden=64, draft_vocab=40)
     options: dict[str, Any] = OPTIONS | {"dtype": dtype}
-    plain, head = LLM(target, **options), LLM(target, folder, WIDE, **options)
+    plain, head = LLMEngine(target, **options), LLMEngine(target, folder, WIDE, **options)
     for sampling in (GREEDY, SEEDED, GUIDED):
         answer = head.generate(PROMPT, sampling)
         assert answer.token_ids == plain.generate(PROMPT, sampling).token_ids and answer.stats.accepted > 0

@@ -20,7 +20,7 @@ from swiftspec.backends import reference, unfused
 from swiftspec.backends.reference import Scores
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import NonFiniteLogits
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from tests.support.cases import fast_first
 from tests.support.ranks import Pool
@@ -66,12 +66,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine(folder: Path, kind: str, plan: dict[str, Any], dtype: torch.dtype, draft_kind: str = "sound") -> LLM:
+def engine(folder: Path, kind: str, plan: dict[str, Any], dtype: torch.dtype, draft_kind: str = "sound") -> LLMEngine:
     draft = None if plan["mode"] == "ar" else folder / draft_kind / "draft"
-    return LLM(folder / kind / "target", draft, EngineConfig(**plan), dtype=dtype)
+    return LLMEngine(folder / kind / "target", draft, EngineConfig(**plan), dtype=dtype)
 
 
-def one_fails_the_next_is_sound(damaged: LLM, sound: LLM, sampling: SamplingParams) -> None:
+def one_fails_the_next_is_sound(damaged: LLMEngine, sound: LLMEngine, sampling: SamplingParams) -> None:
     want = sound.generate(GOOD, sampling).token_ids
     for _ in range(2):
         with pytest.raises(NonFiniteLogits, match="logits are not finite"):
@@ -129,7 +129,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 def test_weights_that_are_not_finite_are_detected_in_any_tensor(tmp_path: Path, where: str, dtype: torch.dtype) -> None:
     make_checkpoint(tmp_path, hidden_size=64, intermediate_size=64, num_attention_heads=2, layers=1)
     damage(tmp_path, *DAMAGE[where])
-    llm = LLM(tmp_path, None, EngineConfig(mode="ar"), dtype=dtype)
+    llm = LLMEngine(tmp_path, None, EngineConfig(mode="ar"), dtype=dtype)
     for sampling in (REQUESTS["sampled"], REQUESTS["greedy"], REQUESTS["top-p"]):
         with pytest.raises(NonFiniteLogits):
             llm.generate(GOOD, sampling)

@@ -16,7 +16,7 @@ from swiftspec.backends import reference
 from swiftspec.config import EngineConfig
 from swiftspec.decode import decode
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
@@ -31,8 +31,8 @@ from swiftspec.runtime.overlapped import (
 )
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.serve.rank_plan import split_ranks
-from swiftspec.serve.settings.settings import Settings
+from swiftspec.settings.rank_plan import split_ranks
+from swiftspec.settings.settings import Settings
 from tests.support.proposals import draft_proposal
 from tests.support.roles import make_drafter, make_runner, make_verifier, request_start
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -190,4 +190,4 @@ def test_one_rank_runs_both_models_only_on_a_gpu(checkpoint: Path) -> None:
     with pytest.raises(UserError, match="draft_tp"):
         EngineConfig("async", target_tp=2, draft_tp=0)
     with pytest.raises(UserError, match="requires a GPU, not cpu"):
-        LLM(checkpoint, checkpoint, EngineConfig("async", draft_tp=0))
+        LLMEngine(checkpoint, checkpoint, EngineConfig("async", draft_tp=0))

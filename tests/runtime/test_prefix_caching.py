@@ -17,7 +17,7 @@ from swiftspec import _C
 from swiftspec.cache.delta import DeltaCache
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import NonFiniteLogits
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.prefix_caching import PrefixCachingRunner, with_cached_lengths
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
@@ -41,13 +41,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("pair"), vocab=VOCAB, seed=3)
 
 
-def make(pair: Pair, mode: str = "serial", cache_memory: int = 1, **config: Any) -> LLM:
+def make(pair: Pair, mode: str = "serial", cache_memory: int = 1, **config: Any) -> LLMEngine:
     draft = None if mode == "ar" else pair[1]
     plan = EngineConfig(mode, **config)
-    return LLM(pair[0], draft, plan, dtype=torch.float64, max_model_len=CONTEXT, prefix_cache_memory=cache_memory)
+    return LLMEngine(pair[0], draft, plan, dtype=torch.float64, max_model_len=CONTEXT, prefix_cache_memory=cache_memory)
 
 
-def runners(llm: LLM) -> list[PrefixCachingRunner]:
+def runners(llm: LLMEngine) -> list[PrefixCachingRunner]:
     if llm.config.mode == "smc":
         both: list[Any] = [scheduler_of(llm).target, scheduler_of(llm).draft]
     else:
@@ -56,14 +56,14 @@ def runners(llm: LLM) -> list[PrefixCachingRunner]:
     return both
 
 
-def set_budget(llm: LLM, budget: int, min_tokens: int = MIN_TOKENS) -> LLM:
+def set_budget(llm: LLMEngine, budget: int, min_tokens: int = MIN_TOKENS) -> LLMEngine:
     """Sets another budget of tokens."""
     for runner in runners(llm):
         runner.prefix_cache.budget, runner.prefix_cache.min_tokens = budget, min_tokens
     return llm
 
 
-def ask(llm: LLM, prompt: Sequence[int], sampling: SamplingParams, rounds: int | None = None) -> list[int]:
+def ask(llm: LLMEngine, prompt: Sequence[int], sampling: SamplingParams, rounds: int | None = None) -> list[int]:
     """The answer's tokens; stopped after `rounds` rounds."""
     tokens, stream = list[int](), llm.stream(prompt, sampling)
     for count, chunk in enumerate(stream, 1):
@@ -77,7 +77,7 @@ class Requests(RuleBasedStateMachine):
     """Successive requests, most of which continue an earlier text or a part of it."""
 
     pair: Pair
-    makers: ClassVar[dict[str, LLM]] = {}
+    makers: ClassVar[dict[str, LLMEngine]] = {}
     first_text: ClassVar[list[int]] = A
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class HybridRequests(Requests):
     first_text: ClassVar[list[int]] = [(7 * i * i + i) % VOCAB for i in range(75)]
 
 
-def every(llm: LLM) -> list[Any]:
+def every(llm: LLMEngine) -> list[Any]:
     return [verifier_of(llm).runner, drafter_of(llm).runner]
 
 
@@ -316,8 +316,8 @@ def test_kv_of_logits_that_are_not_finite_is_not_cached(pair: Pair) -> None:
 
 
 def test_an_interrupted_prefill_leaves_whole_chunks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(pair[0], dtype=torch.float64)
-    fresh = LLM(pair[0], dtype=torch.float64, prefix_cache_memory=0)
+    llm = LLMEngine(pair[0], dtype=torch.float64)
+    fresh = LLMEngine(pair[0], dtype=torch.float64, prefix_cache_memory=0)
     (runner,), calls = runners(llm), 0
     prompt = [7 * i % VOCAB for i in range(PREFILL_CHUNK_TOKENS + 100)]
     forward = runner.model.forward
@@ -356,7 +356,7 @@ def test_without_memory_for_a_copy_all_entries_are_dropped(pair: Pair, monkeypat
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 def test_with_native_operators_results_are_bitwise_identical_to_a_fresh_prefill(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, vocab=64, layers=2, dtype=torch.float32, seed=3, hidden_size=64, intermediate_size=64)
-    llm, fresh = (LLM(tmp_path, tmp_path, prefix_cache_memory=memory) for memory in (1, 0))
+    llm, fresh = (LLMEngine(tmp_path, tmp_path, prefix_cache_memory=memory) for memory in (1, 0))
     text = [11 * i % 61 for i in range(PREFILL_CHUNK_TOKENS + 45)]
     for _ in range(3):
         text = [*text, *ask(llm, text, GREEDY), 4, 2, 9]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from swiftspec.backends import reference
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.model.loader import load_model
@@ -49,7 +49,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def text_of(checkpoint: Path, sampling: SamplingParams) -> list[int]:
     sampling = replace(sampling, max_tokens=60, ignore_eos=True)
-    return PROMPT + LLM(checkpoint, dtype=torch.float64).generate(PROMPT, sampling).token_ids
+    return PROMPT + LLMEngine(checkpoint, dtype=torch.float64).generate(PROMPT, sampling).token_ids
 
 
 @pytest.fixture(scope="module")

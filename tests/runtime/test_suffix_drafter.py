@@ -13,12 +13,12 @@ import torch
 from swiftspec.batching.decoding import BatchDecoding
 from swiftspec.config import SUFFIX_LOOKUP, EngineConfig
 from swiftspec.errors import DrafterLost, UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import NodeSource, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.suffix_drafter import SuffixDrafter
-from swiftspec.serve.built_in_models import DEMO_MODELS
+from swiftspec.startup.built_in_models import DEMO_MODELS
 from swiftspec.text.codec import TextCodec
 from tests.support.ranks import Pool
 from tests.support.roles import replace_roles, request_start, tree_of
@@ -33,7 +33,7 @@ CODE = "def read_lines(path):\n    with open(path) as file:\n        return file
 
 def proposals_equal_plain(target: Path, prompt: list[int], kinds: list[SamplingParams], **options: Any) -> list[float]:
     """Checks the texts of suffix lookup. Returns the tokens per round of each."""
-    plain, lookup = LLM(target, **options), LLM(target, SUFFIX_LOOKUP, EngineConfig(), **options)
+    plain, lookup = LLMEngine(target, **options), LLMEngine(target, SUFFIX_LOOKUP, EngineConfig(), **options)
     found = []
     for sampling in kinds:
         answer = lookup.generate(prompt, sampling)
@@ -63,7 +63,7 @@ def test_the_text_of_random_models_equals_plain_decoding(tmp_path: Path, family:
 
 def test_ranks_verify_the_proposals_of_rank_0(tmp_path: Path, pool: Pool) -> None:
     make_checkpoint(tmp_path, dtype=torch.float64, num_attention_heads=8, hidden_size=64)
-    plain = LLM(tmp_path, dtype=torch.float64)
+    plain = LLMEngine(tmp_path, dtype=torch.float64)
     shared = {"seed": 3, "max_tokens": 60, "ignore_eos": True}
     requests = [(PROMPT * 4, {"temperature": t, **shared}) for t in (0, 0.7, 0.7)]
     plan = {"mode": "serial", "target_tp": 2}
@@ -77,18 +77,22 @@ def test_ranks_verify_the_proposals_of_rank_0(tmp_path: Path, pool: Pool) -> Non
 def test_measured_rows_do_not_change_the_text() -> None:
     """On a CPU the number of nodes follows from the measured time of a row."""
     prompt = TextCodec(DEMO_MODELS.target).encode(CODE + "def read_lines(path):\n")
-    plain = LLM(DEMO_MODELS.target).generate(prompt, GREEDY)
-    adaptive = LLM(DEMO_MODELS.target, SUFFIX_LOOKUP, EngineConfig(self_switch=True, adapt_batch=True))
+    plain = LLMEngine(DEMO_MODELS.target).generate(prompt, GREEDY)
+    adaptive = LLMEngine(DEMO_MODELS.target, SUFFIX_LOOKUP, EngineConfig(self_switch=True, adapt_batch=True))
     assert adaptive.config.time_rows and adaptive.config.max_nodes > adaptive.config.verify_batch
     assert adaptive.generate(prompt, GREEDY).token_ids == plain.token_ids
 
 
 def test_a_later_request_copies_from_an_earlier_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, dtype=torch.float64)
-    llm = LLM(tmp_path, SUFFIX_LOOKUP, EngineConfig(), dtype=torch.float64)
+    llm = LLMEngine(tmp_path, SUFFIX_LOOKUP, EngineConfig(), dtype=torch.float64)
     first, again = (llm.generate(PROMPT, SEEDED) for _ in range(2))
     assert first.token_ids == again.token_ids
     assert again.stats.rounds < 20 < first.stats.rounds
+    alone = replace(SEEDED, seed=12, suffix_memory=False)
+    rounds = [llm.generate(PROMPT, each).stats.rounds for each in (alone, alone, replace(alone, suffix_memory=True))]
+    assert min(rounds) > 20, "requests with suffix_memory=False read no earlier text, and keep none"
+    assert llm.generate(PROMPT, SEEDED).stats.rounds < 20
 
 
 def drafter_after(tokens: list[int], **sampling: Any) -> SuffixDrafter:
@@ -184,13 +188,13 @@ class FailingDrafter(NoDrafter):
 
 def test_suffix_lookup_replaces_a_lost_draft(tmp_path: Path) -> None:
     pair = make_pair(tmp_path)
-    llm = LLM(*pair, EngineConfig("serial"), dtype=torch.float64)
+    llm = LLMEngine(*pair, EngineConfig("serial"), dtype=torch.float64)
     prompt = PROMPT * 2
-    text = LLM(pair[0], dtype=torch.float64).generate(prompt, GREEDY).token_ids
+    text = LLMEngine(pair[0], dtype=torch.float64).generate(prompt, GREEDY).token_ids
     prompt += text  # contains the answer to its beginning
     replace_roles(llm, FailingDrafter(), spare=SuffixDrafter(8, 512))
     answer = llm.generate(prompt, GREEDY)
-    assert answer.token_ids == LLM(pair[0], dtype=torch.float64).generate(prompt, GREEDY).token_ids
+    assert answer.token_ids == LLMEngine(pair[0], dtype=torch.float64).generate(prompt, GREEDY).token_ids
     assert answer.stats.drafter_lost == "the draft model left"
     sources = [source for each in answer.stats.verified for source in each.sources]
     assert NodeSource.SUFFIX in sources
@@ -214,6 +218,6 @@ def test_combinations_that_need_a_draft_model_are_refused(plan: dict[str, Any], 
 
 def test_mode_ar_has_no_lookup(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, dtype=torch.float64)
-    llm = LLM(tmp_path, SUFFIX_LOOKUP, EngineConfig("ar"), dtype=torch.float64)
+    llm = LLMEngine(tmp_path, SUFFIX_LOOKUP, EngineConfig("ar"), dtype=torch.float64)
     assert not isinstance(llm.engine.decoding, BatchDecoding) and not isinstance(tree_of(llm).drafter, SuffixDrafter)
     assert llm.generate(PROMPT, GREEDY).stats.drafted == 0

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.grammar import GrammarCompiler, GrammarConstraint, GrammarTooComplex
 from tests.support.proposals import draft_proposal
@@ -56,8 +56,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def plain(pair: tuple[Path, Path]) -> LLM:
-    return LLM(pair[0], dtype=torch.float64)
+def plain(pair: tuple[Path, Path]) -> LLMEngine:
+    return LLMEngine(pair[0], dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +118,9 @@ def test_a_parser_handles_a_large_chunk(grammars: GrammarCompiler, tokenizer: To
     assert allowed(rules) == allowed(grammars.compile(LIST), *words) and EOS in allowed(rules)
 
 
-def make(pair: tuple[Path, Path], kind: str) -> LLM:
+def make(pair: tuple[Path, Path], kind: str) -> LLMEngine:
     config: dict[str, Any] = {"proposal": "sample"} if kind == "sample" else {}
-    llm = LLM(*pair, EngineConfig("serial", **config), dtype=torch.float64)
+    llm = LLMEngine(*pair, EngineConfig("serial", **config), dtype=torch.float64)
     if kind == "ahead":
         replace_roles(llm, make_drafter(drafter_of(llm).runner, llm.config, ahead=True))
     return llm
@@ -129,7 +129,7 @@ def make(pair: tuple[Path, Path], kind: str) -> LLM:
 @pytest.mark.parametrize("kind", ["serial", "ahead", "sample"])
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_text_equals_autoregressive_decoding_and_parses(
-    pair: tuple[Path, Path], plain: LLM, tokenizer: Tokenizer, kind: str, name: str
+    pair: tuple[Path, Path], plain: LLMEngine, tokenizer: Tokenizer, kind: str, name: str
 ) -> None:
     if (kind, name) == ("sample", "greedy"):
         pytest.skip("drawn proposals need a temperature")
@@ -144,18 +144,18 @@ def test_the_text_equals_autoregressive_decoding_and_parses(
 
 
 def test_rejection_sampling_follows_a_grammar(pair: tuple[Path, Path], tokenizer: Tokenizer) -> None:
-    llm = LLM(*pair, EngineConfig("serial", verify="reject"), dtype=torch.float64)
+    llm = LLMEngine(*pair, EngineConfig("serial", verify="reject"), dtype=torch.float64)
     for seed in range(3):
         got = llm.generate([5, 60], replace(PARAMS, temperature=1.0, seed=seed))
         assert got.finish_reason == "stop" and json.loads(tokenizer.decode(got.token_ids[:-1]))
 
 
-def test_an_answer_ends_with_its_grammar_for_any_parameters(plain: LLM) -> None:
+def test_an_answer_ends_with_its_grammar_for_any_parameters(plain: LLMEngine) -> None:
     got = plain.generate([5], replace(PARAMS, ignore_eos=True))
     assert got.finish_reason == "stop" and got.token_ids[-1] == EOS
 
 
-def test_the_next_request_is_not_restricted_by_the_previous_grammar(pair: tuple[Path, Path], plain: LLM) -> None:
+def test_the_next_request_is_not_restricted_by_the_previous_grammar(pair: tuple[Path, Path], plain: LLMEngine) -> None:
     llm, free = make(pair, "serial"), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     want = plain.generate([5, 60], free).token_ids
     stream = llm.stream([5, 60], PARAMS)
@@ -164,9 +164,9 @@ def test_the_next_request_is_not_restricted_by_the_previous_grammar(pair: tuple[
     assert llm.generate([5, 60], free).token_ids == want
 
 
-def test_a_proposal_that_the_grammar_forbids_is_not_accepted(pair: tuple[Path, Path], plain: LLM) -> None:
+def test_a_proposal_that_the_grammar_forbids_is_not_accepted(pair: tuple[Path, Path], plain: LLMEngine) -> None:
     """A draft that has lost its own parser could make such a proposal."""
-    llm = LLM(pair[0], dtype=torch.float64)
+    llm = LLMEngine(pair[0], dtype=torch.float64)
     want = plain.generate([5, 60], PARAMS).token_ids
     stream = llm.stream([5, 60], PARAMS)
     assert next(stream).token_ids == (want[0],)
@@ -185,7 +185,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_an_invalid_grammar_is_reported_in_one_line(plain: LLM, text: str) -> None:
+def test_an_invalid_grammar_is_reported_in_one_line(plain: LLMEngine, text: str) -> None:
     with pytest.raises(UserError, match=WRONG[text]) as error:
         plain.stream([5], replace(PARAMS, grammar=text))
     assert "\n" not in str(error.value) and len(str(error.value)) < 400

@@ -14,8 +14,8 @@ from swiftspec.builder.roles import EngineLimits
 from swiftspec.config import EngineConfig
 from swiftspec.engine import TokenChunk
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
-from swiftspec.messages import Logprob
+from swiftspec.llm_engine import LLMEngine
+from swiftspec.messages import SampledLogprob
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
 from swiftspec.sampling.logprobs import token_logprobs
@@ -40,10 +40,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "target", folder / "draft"
 
 
-def make(pair: tuple[Path, Path], mode: str, **config: Any) -> LLM:
+def make(pair: tuple[Path, Path], mode: str, **config: Any) -> LLMEngine:
     """An engine; mode "ahead" has a lookahead drafter in the same process."""
     plan = EngineConfig("serial" if mode == "ahead" else mode, **config)
-    llm = LLM(pair[0], None if mode == "ar" else pair[1], plan, dtype=torch.float64)
+    llm = LLMEngine(pair[0], None if mode == "ar" else pair[1], plan, dtype=torch.float64)
     if mode == "ahead":
         drafter: Any = llm.roles.inner_roles
         replace_roles(llm, make_drafter(drafter.drafter.runner, plan, ahead=True))
@@ -59,7 +59,7 @@ def rows_of(pair: tuple[Path, Path], text: list[int]) -> Tensor:
         return model(torch.tensor([text])).logits[0, :-1].log_softmax(-1)
 
 
-def check(found: tuple[Logprob, ...] | None, tokens: list[int], rows: Tensor, k: int) -> None:
+def check(found: tuple[SampledLogprob, ...] | None, tokens: list[int], rows: Tensor, k: int) -> None:
     assert found is not None and len(found) == len(tokens) == len(rows)
     for likelihood, token, row in zip(found, tokens, rows):  # transformers normalises in float32
         assert likelihood.logprob == pytest.approx(float(row[token]), abs=1e-5)
@@ -145,7 +145,7 @@ def test_log_probabilities_end_with_the_stop_token(pair: tuple[Path, Path]) -> N
 
 
 def test_only_verifications_need_another_executor(pair: tuple[Path, Path]) -> None:
-    llm = LLM(*pair, EngineConfig("serial"), dtype=torch.float32)
+    llm = LLMEngine(*pair, EngineConfig("serial"), dtype=torch.float32)
     verifier, params = verifier_of(llm), SamplingParams(temperature=0, logprobs=1)
     assert verifier.required_features(params) == {"greedy", "log-probabilities"}
     assert verifier.required_features(replace(params, logprobs=None, prompt_logprobs=1)) == {"greedy"}
@@ -173,7 +173,7 @@ def test_a_sharded_vocabulary_gives_the_log_probabilities_of_one_rank(size: int,
     width = -(-vocab // size)
     padded = torch.nn.functional.pad(logits, (0, size * width - vocab))
 
-    def on_rank(group: Any) -> tuple[Logprob, ...]:
+    def on_rank(group: Any) -> tuple[SampledLogprob, ...]:
         sampler = Sampler(params, (), vocab, "cpu", shard=VocabShard(group, width, vocab))
         return token_logprobs(sampler, padded[:, group.rank * width : (group.rank + 1) * width], tokens, k, others)
 

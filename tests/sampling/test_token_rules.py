@@ -13,7 +13,7 @@ import torch
 
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.sampling.token_rules import TokenRules
@@ -36,10 +36,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return folder / "target", folder / "draft"
 
 
-def engine(pair: Pair, mode: str, dtype: torch.dtype = torch.float64) -> LLM:
+def engine(pair: Pair, mode: str, dtype: torch.dtype = torch.float64) -> LLMEngine:
     """An engine; mode "ahead" has a lookahead drafter in the same process, mode "batch" two sequences."""
     config = EngineConfig("ar" if mode == "ar" else "serial", max_num_seqs=2 if mode == "batch" else 1)
-    llm = LLM(pair[0], None if mode == "ar" else pair[1], config, dtype=dtype, max_model_len=128)
+    llm = LLMEngine(pair[0], None if mode == "ar" else pair[1], config, dtype=dtype, max_model_len=128)
     if mode == "ahead":
         drafter: Any = tree_of(llm).drafter
         replace_roles(llm, make_drafter(drafter.runner, config, ahead=True))
@@ -56,7 +56,7 @@ def follows_rules(tokens: Sequence[int], params: SamplingParams) -> bool:
     return early and allowed and not spelled
 
 
-def rules_of(llm: LLM) -> dict[str, SamplingParams]:
+def rules_of(llm: LLMEngine) -> dict[str, SamplingParams]:
     """Rules that change the text, made from the text without them."""
     text = llm.generate(PROMPT, replace(GREEDY, ignore_eos=True)).token_ids
     shaped = SamplingParams(temperature=0.9, seed=4, top_p=0.95, presence_penalty=0.5, max_tokens=30)
@@ -121,7 +121,7 @@ def test_native_executors_give_the_same_text(pair: Pair, name: str) -> None:
 
 def test_a_population_follows_the_rules(pair: Pair) -> None:
     population = PopulationConfig(particles=4, smc_draft_tokens=3)
-    llm = LLM(*pair, EngineConfig("smc", population=population), dtype=torch.float64, max_model_len=128)
+    llm = LLMEngine(*pair, EngineConfig("smc", population=population), dtype=torch.float64, max_model_len=128)
     params = SamplingParams(
         seed=4, max_tokens=30, min_tokens=12, stop_token_ids=tuple(range(0, 40, 2)), allowed_token_ids=tuple(range(40)),
         bad_words_ids=((3,), (5,)),

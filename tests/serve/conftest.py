@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftspec.serve import session
+from swiftspec.startup import session
 from swiftspec.text.template import TemplateRenderer
 
 

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from swiftspec import LLM, AsyncEngine, EngineConfig, SamplingParams
-from swiftspec.config import PopulationConfig
-from swiftspec.engine import TokenChunk
+from swiftspec import LLM, AsyncEngine, SamplingParams, TextChunk
+from swiftspec.engine import Completion, Stats
 from swiftspec.errors import UserError
 from swiftspec.serve.http.engine_link.engine_client import (
     EngineRequest,
@@ -26,11 +24,12 @@ from swiftspec.serve.http.engine_link.engine_client import (
     RequestRejectedError,
 )
 from swiftspec.serve.http.engine_link.frames import DoneFrame, TokensFrame
-from tests.support.tiny_checkpoints import make_pair
+from tests.support.toy_pair import make_pair
 
-TREE = EngineConfig("serial", draft_steps=2)
-CHAINS = EngineConfig("serial", max_num_seqs=2)
-PARTICLES = EngineConfig("smc", population=PopulationConfig(2, 2, smc_groups=2))
+Options = dict[str, Any]
+TREE: Options = {"draft_steps": 2, "verify_batch": 8, "graft_suffix": False, "self_switch": False}
+CHAINS: Options = {"max_num_seqs": 2}
+PARTICLES: Options = {"mode": "smc", "particles": 2, "smc_draft_tokens": 2, "smc_groups": 2}
 LONG = SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True)
 
 
@@ -39,19 +38,19 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_pair(tmp_path_factory.mktemp("pair"))
 
 
-def load(pair: tuple[Path, Path], config: EngineConfig = TREE) -> LLM:
-    return LLM(*pair, config, max_model_len=96, dtype=torch.float64)
+def load(pair: tuple[Path, Path], options: Options = TREE) -> LLM:
+    return LLM(*pair, max_model_len=96, dtype="float64", **options)
 
 
 class Gate:
-    """Holds the decoding thread of an LLM before it delivers a chunk. `num_held`: number of chunks that were held.
-    `error`: raised on the decoding thread when it continues."""
+    """Holds the decoding thread of an LLM before it delivers a chunk. `num_held`: number of chunks that were
+    held. `error`: raised on the decoding thread when it continues."""
 
     def __init__(self, llm: LLM) -> None:
         self.num_held = 0
         self.error: Exception | None = None
-        self._permits, self._run_batch = threading.Semaphore(0), llm.engine.run_batch
-        llm.engine.run_batch = self._held_batch  # type: ignore[method-assign]
+        self._permits, self._run_batch = threading.Semaphore(0), llm.llm_engine.engine.run_batch
+        llm.llm_engine.engine.run_batch = self._held_batch  # type: ignore[method-assign]
 
     def _held_batch(self, *arguments: Any) -> Generator[Any]:
         with closing(self._run_batch(*arguments)) as chunks:
@@ -86,42 +85,50 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def read(engine: AsyncEngine, prompt: list[int], sampling: SamplingParams) -> list[TokenChunk]:
-    async with aclosing(engine.stream(prompt, sampling)) as chunks:
+async def read(engine: AsyncEngine, prompt: list[int], sampling: SamplingParams, **options: Any) -> list[TextChunk]:
+    async with aclosing(engine.generate(prompt, sampling, **options)) as chunks:
         return [chunk async for chunk in chunks]
 
 
-def tokens(chunks: list[TokenChunk]) -> list[int]:
+async def complete(engine: AsyncEngine, prompt: list[int], sampling: SamplingParams, **options: Any) -> Completion:
+    chunks = await read(engine, prompt, sampling, **options)
+    assert all(chunk.finish_reason is None for chunk in chunks[:-1])
+    return Completion(tokens(chunks), chunks[-1].finish_reason or "", chunks[-1].stats or Stats())
+
+
+def tokens(chunks: list[TextChunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
 @pytest.mark.parametrize("config", [TREE, CHAINS, PARTICLES], ids=["tree", "chains", "particles"])
-def test_concurrent_requests_have_the_text_of_an_llm(pair: tuple[Path, Path], config: EngineConfig) -> None:
+def test_concurrent_requests_have_the_text_of_an_llm(pair: tuple[Path, Path], config: Options) -> None:
     llm = load(pair, config)
     requests = [([5, n], replace(LONG, seed=n, max_tokens=10 + 4 * n)) for n in range(1, 5)]
-    alone = [llm.generate(*request) for request in requests]
+    alone = [llm.llm_engine.generate(*request) for request in requests]
 
     async def scene(engine: AsyncEngine) -> None:
-        completions = await asyncio.gather(*(engine.generate(*request) for request in requests))
+        completions = await asyncio.gather(*(complete(engine, *request) for request in requests))
         assert [each.token_ids for each in completions] == [each.token_ids for each in alone]
         assert [each.finish_reason for each in completions] == ["length"] * 4
         assert [each.stats.tokens for each in completions] == [14, 18, 22, 26]
         assert [each.stats.rounds for each in completions] == [each.stats.rounds for each in alone]
         streamed = await asyncio.gather(*(read(engine, *request) for request in requests))
         assert [tokens(chunks) for chunks in streamed] == [each.token_ids for each in alone]
-        assert engine.info is not None and engine.info.max_num_seqs == llm.max_num_seqs
+        assert engine.info is not None and engine.info.max_num_seqs == llm.llm_engine.max_num_seqs
 
     run(llm, scene)
 
 
 def test_a_stream_has_the_chunks_of_an_llm(pair: tuple[Path, Path]) -> None:
     llm = load(pair)
-    sampling = replace(LONG, logprobs=2, prompt_logprobs=1)
+    sampling = replace(LONG, logprobs=2)
     alone = list(llm.stream([5, 6, 7], sampling))
 
     async def scene(engine: AsyncEngine) -> None:
-        assert await read(engine, [5, 6, 7], sampling) == alone
-        assert alone[0].prompt_logprobs is not None and alone[0].logprobs is not None
+        chunks = await read(engine, [5, 6, 7], sampling)
+        assert [replace(each, stats=None) for each in chunks] == [replace(each, stats=None) for each in alone]
+        assert alone[0].logprobs is not None and chunks[-1].stats is not None and alone[-1].stats is not None
+        assert chunks[-1].stats.rounds == alone[-1].stats.rounds
 
     run(llm, scene)
 
@@ -132,7 +139,7 @@ def test_a_closed_or_abandoned_stream_cancels_its_request(pair: tuple[Path, Path
     gate = Gate(llm)
 
     async def scene(engine: AsyncEngine) -> None:
-        stream = engine.stream([5, 1], LONG)
+        stream = engine.generate([5, 1], LONG)
         gate.pass_chunks(1)
         await anext(stream)
         await gate.until_held(2)
@@ -145,8 +152,8 @@ def test_a_closed_or_abandoned_stream_cancels_its_request(pair: tuple[Path, Path
             await stream.aclose()
         gate.pass_chunks()
         await until(lambda: engine.state.running == 0)
-        assert llm.stats.rounds == 2 and llm.stats.tokens < 30
-        assert len((await engine.generate([5], replace(LONG, max_tokens=3))).token_ids) == 3
+        assert llm.llm_engine.stats.rounds == 2 and llm.llm_engine.stats.tokens < 30
+        assert len((await complete(engine, [5], replace(LONG, max_tokens=3))).token_ids) == 3
 
     run(llm, scene)
 
@@ -156,7 +163,7 @@ def test_a_cancelled_task_leaves_the_queue(pair: tuple[Path, Path]) -> None:
     gate = Gate(llm)
 
     async def scene(engine: AsyncEngine) -> None:
-        running, waiting = (asyncio.create_task(engine.generate([5, n], LONG)) for n in range(2))
+        running, waiting = (asyncio.create_task(complete(engine, [5, n], LONG)) for n in range(2))
         await gate.until_held()
         await until(lambda: engine.state.waiting == 1)
         waiting.cancel()
@@ -181,12 +188,12 @@ def test_a_request_ends_early_with_its_cost(pair: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("config", [TREE, CHAINS, PARTICLES], ids=["tree", "chains", "particles"])
-def test_requests_of_one_caller_equal_each_alone(pair: tuple[Path, Path], config: EngineConfig) -> None:
+def test_requests_of_one_caller_equal_each_alone(pair: tuple[Path, Path], config: Options) -> None:
     """Choices of one prompt, and other prompts."""
     llm = load(pair, config)
     samplings = [replace(LONG, seed=seed, max_tokens=4 + seed) for seed in range(3)]
     requests = [*(([5, 1], sampling) for sampling in samplings), ([7, 2, 3], samplings[2])]
-    alone = [llm.generate(*request).token_ids for request in requests]
+    alone = [llm.llm_engine.generate(*request).token_ids for request in requests]
 
     async def scene(engine: AsyncEngine) -> None:
         engine_requests = [EngineRequest(prompt, asdict(sampling)) for prompt, sampling in requests]
@@ -197,14 +204,14 @@ def test_requests_of_one_caller_equal_each_alone(pair: tuple[Path, Path], config
                 num_running.add(engine.state.running)
                 if isinstance(frame, TokensFrame):
                     found[index] += frame.token_ids
-        assert found == alone and max(num_running) == llm.max_num_seqs
+        assert found == alone and max(num_running) <= llm.llm_engine.max_num_seqs
 
     run(llm, scene)
 
 
 def test_texts_of_a_population_are_returned_if_requested(pair: tuple[Path, Path]) -> None:
     llm = load(pair, PARTICLES)
-    alone = llm.generate([5, 1], LONG).stats.population.choices(2)
+    alone = llm.llm_engine.generate([5, 1], LONG).stats.population.choices(2)
 
     async def scene(engine: AsyncEngine) -> None:
         sampling = {"temperature": 0.8, "seed": 1, "max_tokens": 30, "ignore_eos": True}
@@ -221,16 +228,16 @@ def test_the_queue_rejects_and_replaces_requests(pair: tuple[Path, Path]) -> Non
     gate = Gate(llm)
 
     async def scene(engine: AsyncEngine) -> None:
-        running = asyncio.create_task(engine.generate([5, 1], LONG, replace_key="a"))
+        running = asyncio.create_task(complete(engine, [5, 1], LONG, replace_key="a"))
         await gate.until_held()
-        waiting = asyncio.create_task(engine.generate([5, 2], LONG))
+        waiting = asyncio.create_task(complete(engine, [5, 2], LONG))
         await until(lambda: engine.state.waiting == 1)
         with pytest.raises(RequestRejectedError, match="the queue is full") as full:
-            await engine.generate([5, 3], LONG)
+            await complete(engine, [5, 3], LONG)
         assert full.value.status == 429 and full.value.retry_after
         waiting.cancel()
         await asyncio.wait([waiting])
-        newest = asyncio.create_task(engine.generate([5, 4], LONG, replace_key="a"))
+        newest = asyncio.create_task(complete(engine, [5, 4], LONG, replace_key="a"))
         with pytest.raises(GenerationFailedError, match="newer") as replaced:
             await running
         assert replaced.value.kind == "replaced"
@@ -245,10 +252,10 @@ def test_waiting_and_running_have_time_limits(pair: tuple[Path, Path]) -> None:
     gate = Gate(llm)
 
     async def scene(engine: AsyncEngine) -> None:
-        running = asyncio.create_task(engine.generate([5, 1], LONG))
+        running = asyncio.create_task(complete(engine, [5, 1], LONG))
         await gate.until_held()
         with pytest.raises(RequestRejectedError, match=r"waited 0\.05 s \(queue timeout\)"):
-            await engine.generate([5, 2], LONG)
+            await complete(engine, [5, 2], LONG)
         with pytest.raises(GenerationFailedError, match=r"longer than 0\.5 s"):
             await running
         gate.pass_chunks()
@@ -258,11 +265,11 @@ def test_waiting_and_running_have_time_limits(pair: tuple[Path, Path]) -> None:
 
 def test_event_loops_of_several_threads_share_an_engine(pair: tuple[Path, Path]) -> None:
     llm = load(pair, CHAINS)
-    alone = {n: llm.generate([5, n], replace(LONG, seed=n)).token_ids for n in range(4)}
+    alone = {n: llm.llm_engine.generate([5, n], replace(LONG, seed=n)).token_ids for n in range(4)}
     engine, found = AsyncEngine(llm), dict[int, list[int]]()
 
     async def some(numbers: range) -> None:
-        completions = await asyncio.gather(*(engine.generate([5, n], replace(LONG, seed=n)) for n in numbers))
+        completions = await asyncio.gather(*(complete(engine, [5, n], replace(LONG, seed=n)) for n in numbers))
         found.update(zip(numbers, [each.token_ids for each in completions], strict=True))
 
     threads = [threading.Thread(target=asyncio.run, args=[some(range(at, 4, 2))]) for at in range(2)]
@@ -276,16 +283,16 @@ def test_event_loops_of_several_threads_share_an_engine(pair: tuple[Path, Path])
 
 def test_an_error_of_a_request_affects_no_other(pair: tuple[Path, Path]) -> None:
     llm = load(pair, CHAINS)
-    alone = llm.generate([5, 1], LONG).token_ids
+    alone = llm.llm_engine.generate([5, 1], LONG).token_ids
 
     async def scene(engine: AsyncEngine) -> None:
-        good = asyncio.create_task(engine.generate([5, 1], LONG))
-        for prompt, message in (([], "empty"), ([5] * 96, "does not fit the context"), ([999], "outside 0..63")):
+        good = asyncio.create_task(complete(engine, [5, 1], LONG))
+        for prompt, message in (([], "empty"), ([5] * 96, "does not fit the context"), ([999], "outside 0..299")):
             with pytest.raises(InvalidRequestError, match=message):
-                await engine.generate(prompt, LONG)
+                await complete(engine, prompt, LONG)
         bad: Any = ["a"]
         with pytest.raises(UserError, match="prompt token"):
-            await engine.generate(bad, LONG)
+            await complete(engine, bad, LONG)
         assert (await good).token_ids == alone
 
     run(llm, scene)
@@ -296,7 +303,7 @@ def test_an_error_outside_requests_ends_the_engine(pair: tuple[Path, Path]) -> N
     gate = Gate(llm)
 
     async def scene(engine: AsyncEngine) -> None:
-        running, waiting = (asyncio.create_task(engine.generate([5, n], LONG)) for n in range(2))
+        running, waiting = (asyncio.create_task(complete(engine, [5, n], LONG)) for n in range(2))
         await gate.until_held()
         await until(lambda: engine.state.waiting == 1)
         gate.error = RuntimeError("the GPU is gone")
@@ -304,7 +311,7 @@ def test_an_error_outside_requests_ends_the_engine(pair: tuple[Path, Path]) -> N
         with pytest.raises(GenerationFailedError, match="after 0 tokens: RuntimeError: the GPU is gone") as failed:
             await running
         assert failed.value.kind == "engine_error"
-        for request in (waiting, engine.generate([5], LONG)):
+        for request in (waiting, complete(engine, [5], LONG)):
             with pytest.raises(RequestRejectedError, match="the engine is dead: RuntimeError") as rejected:
                 await request
             assert rejected.value.status == 503 and rejected.value.retry_after is None
@@ -320,7 +327,7 @@ def test_close_drains_or_aborts(pair: tuple[Path, Path], drain_timeout_s: float)
 
     async def scene() -> None:
         engine = AsyncEngine(llm)
-        running, waiting = (asyncio.create_task(engine.generate([5, n], LONG)) for n in range(2))
+        running, waiting = (asyncio.create_task(complete(engine, [5, n], LONG)) for n in range(2))
         await gate.until_held()
         await until(lambda: engine.state.waiting == 1)
         closing_task = asyncio.create_task(engine.close(drain_timeout_s))
@@ -336,7 +343,7 @@ def test_close_drains_or_aborts(pair: tuple[Path, Path], drain_timeout_s: float)
         await closing_task
         await engine.close()
         with pytest.raises(RequestRejectedError, match="the engine is dead: it was closed"):
-            await engine.generate([5], LONG)
+            await complete(engine, [5], LONG)
         with pytest.raises(UserError, match="closed"):
             llm.generate([5], LONG)
 
@@ -348,7 +355,7 @@ def test_trace_events_are_recorded_for_subscribers(pair: tuple[Path, Path]) -> N
         kinds = list[str]()
         async with aclosing(engine.events.subscribe(None)) as batches:
             assert [item.event.kind for item in await anext(batches) if not isinstance(item, int)] == ["head"]
-            text = asyncio.create_task(engine.generate([5, 1], replace(LONG, max_tokens=9)))
+            text = asyncio.create_task(complete(engine, [5, 1], replace(LONG, max_tokens=9)))
             async for batch in batches:
                 events = [item.event for item in batch if not isinstance(item, int)]
                 kinds += [event.kind for event in events]

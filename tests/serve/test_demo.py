@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
 from swiftspec.config import EngineConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.awq import Awq
@@ -26,7 +26,7 @@ def prompts() -> list[list[int]]:
     return read_prompts(AutoTokenizer.from_pretrained(TARGET))
 
 
-def tokens_per_round(llm: LLM, temperature: float, count: int, length: int = 128) -> float:
+def tokens_per_round(llm: LLMEngine, temperature: float, count: int, length: int = 128) -> float:
     tokens = rounds = 0
     for prompt in prompts()[:count]:
         sampling = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, seed=7)
@@ -37,7 +37,7 @@ def tokens_per_round(llm: LLM, temperature: float, count: int, length: int = 128
 
 @functools.cache
 def greedy_with_four_steps() -> float:
-    llm = LLM(TARGET, DRAFT, EngineConfig(draft_steps=4), dtype=torch.bfloat16)
+    llm = LLMEngine(TARGET, DRAFT, EngineConfig(draft_steps=4), dtype=torch.bfloat16)
     return tokens_per_round(llm, 0.0, len(prompts()))
 
 
@@ -62,8 +62,8 @@ def test_the_models_are_small_and_document_their_origin() -> None:
 )
 def test_serial_equals_ar_token_by_token(sampling: SamplingParams) -> None:
     prompt = prompts()[0][-120:]
-    plain = LLM(TARGET, dtype=torch.float64).generate(prompt, sampling)
-    tree = LLM(TARGET, DRAFT, dtype=torch.float64).generate(prompt, sampling)
+    plain = LLMEngine(TARGET, dtype=torch.float64).generate(prompt, sampling)
+    tree = LLMEngine(TARGET, DRAFT, dtype=torch.float64).generate(prompt, sampling)
     assert tree.token_ids == plain.token_ids and tree.stats.rounds < plain.stats.rounds
 
 
@@ -76,7 +76,7 @@ def test_the_tree_gives_at_least_2_7_tokens_per_round() -> None:
 def test_lookahead_expansion_keeps_most_of_the_tokens_per_round() -> None:
     """One round late, a tree contains slightly fewer accepted tokens (the paper loses 8 %). For a fixed d the rounds
     are those of two groups of ranks, so one process can count them."""
-    llm, every = LLM(TARGET, DRAFT, EngineConfig(draft_steps=8), dtype=torch.bfloat16), len(prompts())
+    llm, every = LLMEngine(TARGET, DRAFT, EngineConfig(draft_steps=8), dtype=torch.bfloat16), len(prompts())
     serial = tokens_per_round(llm, 0.0, every)
     replace_roles(llm, make_drafter(drafter_of(llm).runner, llm.config, ahead=True))
     ahead = tokens_per_round(llm, 0.0, every)
@@ -87,8 +87,8 @@ def test_lookahead_expansion_keeps_most_of_the_tokens_per_round() -> None:
 @pytest.mark.long
 def test_coupled_noise_makes_sampling_nearly_as_predictable_as_greedy() -> None:
     """At temperature 1: at least 80 % of the (calibrated) greedy ratio, 1.2 times the uncoupled one."""
-    coupled = LLM(TARGET, DRAFT, EngineConfig(draft_steps=4), dtype=torch.bfloat16)
-    uncoupled = LLM(TARGET, DRAFT, EngineConfig(draft_steps=4, proposal="top"), dtype=torch.bfloat16)
+    coupled = LLMEngine(TARGET, DRAFT, EngineConfig(draft_steps=4), dtype=torch.bfloat16)
+    uncoupled = LLMEngine(TARGET, DRAFT, EngineConfig(draft_steps=4, proposal="top"), dtype=torch.bfloat16)
     every = len(prompts())
     greedy, with_noise = greedy_with_four_steps(), tokens_per_round(coupled, 1.0, every)
     assert with_noise >= 0.8 * greedy

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from swiftspec import llm
+from swiftspec import llm_engine
 from swiftspec.errors import UserError
 from swiftspec.serve import __main__ as command_line
-from swiftspec.serve import session
-from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import StartupProgress
+from swiftspec.settings.settings import Settings
+from swiftspec.startup import session
 
 
 def test_verdicts_are_kept_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_an_illegal_access_is_no_lack_of_memory(
     def fail(*of: Any, **options: Any) -> None:
         raise RuntimeError(text)
 
-    monkeypatch.setattr(llm, "LLM", fail)
+    monkeypatch.setattr(llm_engine, "LLMEngine", fail)
     stands_in: Any = SimpleNamespace(size=1, target=None, draft=None, plan=None)
     with pytest.raises(kind):
         session._load_llm(Settings(), stands_in, stands_in, (), None, StartupProgress(quiet=True))

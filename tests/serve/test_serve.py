@@ -18,10 +18,10 @@ from swiftspec.config import EngineConfig
 from swiftspec.engine import Stats
 from swiftspec.serve import answer_stats
 from swiftspec.serve.__main__ import main
-from swiftspec.serve.built_in_models import DEMO_MODELS
 from swiftspec.serve.cli import generate
 from swiftspec.serve.cli.arguments import parse_command
-from swiftspec.serve.settings.settings import Settings, env_name
+from swiftspec.settings.settings import Settings, env_name
+from swiftspec.startup.built_in_models import DEMO_MODELS
 from swiftspec.text.codec import template_renderer
 from tests.support.toy_pair import (
     CONTEXT,
@@ -174,7 +174,7 @@ def test_the_process_of_the_template(command: Command, pair: list[str], monkeypa
         return started[-1]
 
     monkeypatch.setattr("swiftspec.text.template.subprocess.Popen", noted)
-    monkeypatch.setattr("swiftspec.serve.session.template_renderer", template_renderer)
+    monkeypatch.setattr("swiftspec.startup.session.template_renderer", template_renderer)
     command.json(*pair, "--raw", "--prompt", "a", "--max-tokens", "1")
     assert not started
     command.json(*pair, "--prompt", "a", "--max-tokens", "1")
@@ -351,7 +351,7 @@ def test_special_tokens_may_differ_in_name(command: Command, pair: list[str], tm
 
 def test_the_demo_models_may_be_missing(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     missing = replace(DEMO_MODELS, target=tmp_path)
-    monkeypatch.setattr("swiftspec.serve.built_in_models.DEMO_MODELS", missing)
+    monkeypatch.setattr("swiftspec.startup.built_in_models.DEMO_MODELS", missing)
     assert "the demo models are missing" in command.refuses("--prompt", "a", code=1)
 
 

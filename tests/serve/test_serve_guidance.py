@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from swiftspec import llm
+from swiftspec import llm_engine
 from swiftspec.serve.__main__ import main
-from swiftspec.serve.settings.settings import Settings, env_name
+from swiftspec.settings.settings import Settings, env_name
 from tests.support.toy_pair import byte_level_tokenizer, make_pair
 
 
@@ -66,6 +66,6 @@ def test_a_draft_that_samples_differently_is_warned_about(capsys: pytest.Capture
 def test_invalid_sampling_is_refused_before_weights_are_loaded(
     capsys: pytest.CaptureFixture[str], flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm, "LLM", None)
+    monkeypatch.setattr(llm_engine, "LLMEngine", None)
     assert main([*flags, "--verify", "reject"]) == 1
     assert "temperature 0 is not supported with proposal sample" in capsys.readouterr().err

@@ -14,11 +14,11 @@ from swiftspec.engine import Stats
 from swiftspec.errors import UserError
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.answer_stats import population_stats, summary_line
-from swiftspec.serve.session import open_session
-from swiftspec.serve.settings.config_sources import load_settings
-from swiftspec.serve.settings.settings import Settings, UsageError, env_name
+from swiftspec.serve.cli.config_sources import load_settings
 from swiftspec.serve.terminal import StartupProgress
+from swiftspec.settings.settings import Settings, UsageError, env_name
 from swiftspec.smc.group_result import GroupResult
+from swiftspec.startup.session import open_session
 from tests.support.toy_pair import make_pair
 
 ASK = ["--prompt", "def add(a, b):\n", "--threads", "1", "--temperature", "0.8"]

@@ -31,8 +31,8 @@ from swiftspec.model.vocabulary import Vocabulary
 from swiftspec.params import SamplingParams
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.cli.worker import run_worker
-from swiftspec.serve.settings.settings import Settings
-from swiftspec.serve.worker_endpoints import load_security
+from swiftspec.settings.settings import Settings
+from swiftspec.startup.worker_endpoints import load_security
 from tests.support.collector import collecting
 from tests.support.draft_heads import make_eagle3
 from tests.support.server_process import ROOT, ServerProcess, restore_signals

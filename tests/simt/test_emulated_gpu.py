@@ -26,6 +26,7 @@ MOST = ("test_linear",)  # of these, where most of the kernels differ
 # of that, a shape without a split of K and one with, and launches of many rows
 SHORT = "test_products and (64-32 or 512-72) or test_many_rows"
 LIBRARIES = ("test_unfused",)  # operators of torch
+STAMPS = ("test_stamps",)  # other builds skip it
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="no g++, or no Linux")
 
@@ -109,9 +110,19 @@ def test_the_gpu_tests_pass(
 ) -> None:
     """Every file of tests/gpu except those of library operators; for Ampere, those whose kernels differ. The quick runs
     are limited to the most informative files and cases."""
-    files = [file for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if file.stem not in LIBRARIES]
+    every = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+    files = [file for file in every if file.stem not in (*LIBRARIES, *STAMPS)]
     if only is not None:
         files = [file for file in files if file.stem in only]
     done = run_tests(module(arch), files, which, cases)
     assert done.returncode == 0, done.stdout[-6000:]
     assert all(f"PASSED tests/gpu/{file.name}::" in done.stdout for file in files), done.stdout[-6000:]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_kernels_record_stamps(tmp_path: Path) -> None:
+    """In a build with SWIFTSPEC_STAMPS, which other builds of the emulated GPU are not."""
+    stamped = build(COMPILER, tmp_path, flags=("-O1", "-DSWIFTSPEC_STAMPS=1"))
+    done = run_tests(stamped, [ROOT / "tests" / "gpu" / "test_stamps.py"], "", "few")
+    assert done.returncode == 0 and "PASSED tests/gpu/test_stamps.py::" in done.stdout, done.stdout[-6000:]

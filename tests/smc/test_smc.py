@@ -14,7 +14,7 @@ from swiftspec.backends import reference
 from swiftspec.batching.decoding import decode_groups
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
@@ -160,8 +160,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, draft
 
 
-def llm(pair: tuple[Path, Path], **population: Any) -> LLM:
-    return LLM(*pair, EngineConfig("smc", population=PopulationConfig(**population)), dtype=torch.float64)
+def llm(pair: tuple[Path, Path], **population: Any) -> LLMEngine:
+    return LLMEngine(*pair, EngineConfig("smc", population=PopulationConfig(**population)), dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")

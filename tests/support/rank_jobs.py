@@ -20,6 +20,7 @@ from swiftspec.builder.load_options import LoadOptions, Side
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.control import policy
 from swiftspec.control.round_stats import Decision, RoundStats
+from swiftspec.control.trial_budget import TrialBudget
 from swiftspec.distributed.collectives.shm import SharedMemoryGroup
 from swiftspec.distributed.launch.world import join_world
 from swiftspec.distributed.remote import failover
@@ -28,8 +29,8 @@ from swiftspec.distributed.transport.codec import pack_message
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.engine import TokenChunk
 from swiftspec.errors import NonFiniteLogits, UserError
-from swiftspec.llm import LLM, serve_rank
-from swiftspec.messages import Logprob, RequestStart
+from swiftspec.llm_engine import LLMEngine, serve_rank
+from swiftspec.messages import RequestStart, SampledLogprob
 from swiftspec.model.loader import load_model
 from swiftspec.model.vocabulary import VocabularyIdentity
 from swiftspec.params import SamplingParams
@@ -81,8 +82,8 @@ def decode(
                     serve_rank(world, target, draft, EngineConfig(**plan), **options)
             return None
         for _ in range(engines - 1):
-            LLM(target, draft, EngineConfig(**plan), world=world, **options).close()
-        llm = LLM(target, draft, EngineConfig(**plan), world=world, **options)
+            LLMEngine(target, draft, EngineConfig(**plan), world=world, **options).close()
+        llm = LLMEngine(target, draft, EngineConfig(**plan), world=world, **options)
     except UserError as error:
         return [{"refused": str(error)}]
     try:
@@ -224,26 +225,28 @@ def _without_timeouts() -> Iterator[None]:
 
 @contextmanager
 def switched_by_dice(chance: float | None) -> Iterator[None]:
-    """Replaces the decisions of the policy in every round, d and bs included, by random ones with that probability."""
-    decide, draw = policy.decide, random.Random(3)
+    """Replaces the decisions of the policy in every round, d and bs included, by random ones with that probability,
+    whatever the draft costs."""
+    decide, settle, draw = policy.decide, TrialBudget.settle, random.Random(3)
 
     def by_dice(measured: RoundStats) -> Decision:
         if draw.random() >= (chance or 0):
             return measured.current
         return Decision(draw.randint(1, 6), draw.choice((8, 5, 2)), not measured.speculating or draw.random() < 0.3)
 
-    policy.decide = decide if chance is None else by_dice
+    if chance is not None:
+        policy.decide, TrialBudget.settle = by_dice, lambda self, gain: None
     try:
         yield
     finally:
-        policy.decide = decide
+        policy.decide, TrialBudget.settle = decide, settle
 
 
-def answer(llm: LLM, prompt: list[int], values: Json) -> Json:
+def answer(llm: LLMEngine, prompt: list[int], values: Json) -> Json:
     """Decodes a prompt. Key `cut` of the values closes the answer after that many rounds, `looks` after that many polls
     during the prefill."""
     cut, looks, tokens, reason = values.pop("cut", None), values.pop("looks", None), list[int](), None
-    likelihoods: list[Logprob] = []
+    likelihoods: list[SampledLogprob] = []
     had: list[None] = []
 
     def cancelled() -> bool:
@@ -275,7 +278,7 @@ def answer(llm: LLM, prompt: list[int], values: Json) -> Json:
     }
 
 
-def batch(llm: LLM, requests: Sequence[tuple[list[int], Json]]) -> list[Json]:
+def batch(llm: LLMEngine, requests: Sequence[tuple[list[int], Json]]) -> list[Json]:
     """Like `answer`, for all requests concurrently; one with `cut` is cancelled after that many chunks."""
     cuts = [values.pop("cut", None) for _, values in requests]
     chunks: list[list[TokenChunk]] = [[] for _ in requests]

@@ -12,7 +12,7 @@ from swiftspec.builder.model_pair import build_drafter, make_group_method
 from swiftspec.builder.roles import TreeRoles
 from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
 from swiftspec.engine import TreeDecoding
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
@@ -126,34 +126,34 @@ def restrict_executors(role: LocalDrafter | LocalVerifier | BatchScheduler, *nam
     role.executors = left
 
 
-def tree_of(llm: LLM) -> TreeRoles:
+def tree_of(llm: LLMEngine) -> TreeRoles:
     """The roles of an engine that decodes by a draft tree."""
     assert isinstance(llm.roles.inner_roles, TreeRoles)
     return llm.roles.inner_roles
 
 
-def drafter_of(llm: LLM) -> LocalDrafter:
+def drafter_of(llm: LLMEngine) -> LocalDrafter:
     """Its drafter, which is one of this process."""
     drafter = tree_of(llm).drafter
     assert isinstance(drafter, LocalDrafter)
     return drafter
 
 
-def verifier_of(llm: LLM) -> LocalVerifier:
+def verifier_of(llm: LLMEngine) -> LocalVerifier:
     """Its verifier, likewise."""
     verifier = tree_of(llm).verifier
     assert isinstance(verifier, LocalVerifier)
     return verifier
 
 
-def scheduler_of(llm: LLM) -> BatchScheduler:
+def scheduler_of(llm: LLMEngine) -> BatchScheduler:
     """The scheduler of an engine that decodes sequence groups."""
     assert isinstance(llm.roles.inner_roles, BatchScheduler)
     return llm.roles.inner_roles
 
 
 def replace_roles(
-    llm: LLM, drafter: Drafter | None = None, verifier: Verifier | None = None, spare: Drafter | None = None
+    llm: LLMEngine, drafter: Drafter | None = None, verifier: Verifier | None = None, spare: Drafter | None = None
 ) -> None:
     """Replaces drafter or verifier of an engine; without a controller. `spare`: see `FallbackDrafter`."""
     parts = tree_of(llm)

@@ -21,7 +21,7 @@ from swiftspec.distributed.transport.grpc.client import GrpcConnection
 from swiftspec.distributed.transport.grpc.endpoint import SERVICES, Endpoint, RpcSecurity
 from swiftspec.distributed.transport.grpc.server import RpcServer
 from swiftspec.distributed.transport.opcodes import Opcode
-from swiftspec.llm import LLM, LLMBase
+from swiftspec.llm_engine import LLMEngine, TokenEngine
 from swiftspec.model.vocabulary import VocabularyIdentity
 
 TOKENIZER = bytes(32)  # the models of the tests have none
@@ -131,7 +131,7 @@ def client_on_workers(
     tokenizer: Path = Path(),
     trace: Path | None = None,
     **plan: Any,
-) -> Iterator[LLMBase]:
+) -> Iterator[TokenEngine]:
     """A client: each model is on a worker, or loaded here."""
     remote = {"target_remote": isinstance(target, WorkerAddress), "draft_remote": isinstance(draft, WorkerAddress)}
     config = EngineConfig(**{"mode": "async" if draft else "ar", **remote, **plan})
@@ -142,9 +142,9 @@ def client_on_workers(
     }
     local_draft = draft if isinstance(draft, Path) else None
     if isinstance(target, WorkerAddress):
-        running = LLMBase(build_remote_roles(RemoteTarget(target), local_draft, config, tokenizer, **options))
+        running = TokenEngine(build_remote_roles(RemoteTarget(target), local_draft, config, tokenizer, **options))
     else:
-        running = LLM(target, local_draft, config, **options)
+        running = LLMEngine(target, local_draft, config, **options)
     try:
         yield running
     finally:

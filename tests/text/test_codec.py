@@ -45,7 +45,9 @@ def pieces(codec: TextCodec, tokens: Sequence[int], context: Sequence[int] = ())
 
 
 def reference(codec: TextCodec, tokens: Sequence[int]) -> str:
-    return str(codec.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    """Without an incomplete character at the end."""
+    text = str(codec.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return text.rstrip(REPLACEMENT_CHARACTER)
 
 
 def nasty(codec: TextCodec, rng: random.Random, length: int) -> list[int]:
@@ -64,7 +66,8 @@ def test_pieces_form_the_whole_text(codec: TextCodec) -> None:
     rng = random.Random(0)
     for trial in range(400):
         tokens = nasty(codec, rng, trial % 40 + 1)
-        assert "".join(pieces(codec, tokens)) == reference(codec, tokens) == codec.decode(tokens), tokens
+        text = "".join(pieces(codec, tokens)).rstrip(REPLACEMENT_CHARACTER)  # of a long run of stray bytes
+        assert text == reference(codec, tokens) == codec.decode(tokens).rstrip(REPLACEMENT_CHARACTER), tokens
 
 
 def test_pieces_of_any_size(codec: TextCodec) -> None:
@@ -76,7 +79,7 @@ def test_pieces_of_any_size(codec: TextCodec) -> None:
             count = rng.randint(1, 6)
             text += detokenizer.push(left[:count])
             left = left[count:]
-        assert text + detokenizer.finish() == reference(codec, tokens)
+        assert (text + detokenizer.finish()).rstrip(REPLACEMENT_CHARACTER) == reference(codec, tokens)
 
 
 def test_no_partial_characters(codec: TextCodec) -> None:
@@ -85,6 +88,9 @@ def test_no_partial_characters(codec: TextCodec) -> None:
     assert "".join(texts).strip() == text
     assert not any(REPLACEMENT_CHARACTER in piece for piece in texts)
     assert sum(bool(piece) for piece in texts) > 3  # but it still streams
+    tokens = codec.encode(text)
+    for count in range(len(tokens)):  # also where a limit ends the text within a character
+        assert text.startswith("".join(pieces(codec, tokens[:count])).strip())
 
 
 def test_stray_bytes_neither_stop_the_stream_nor_slow_it(byte_level: TextCodec) -> None:
@@ -95,7 +101,7 @@ def test_stray_bytes_neither_stop_the_stream_nor_slow_it(byte_level: TextCodec) 
         length += len(detokenizer.push((stray,)))
         assert length >= count - MAX_PENDING_TOKENS - 4
         assert len(detokenizer._pending) <= MAX_PENDING_TOKENS + 1
-    assert length + len(detokenizer.finish()) == 200
+    assert detokenizer.finish() == ""
 
 
 def test_a_first_word_keeps_its_space_after_a_prompt(byte_fallback: TextCodec) -> None:

@@ -17,7 +17,7 @@ from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.formats.int4 import Int4Weight, unpack_int4
@@ -104,8 +104,8 @@ def test_the_pair_gives_the_same_text_in_mode_serial(tmp_path: Path, kind: Kind)
     write(DRAFT, LARGE_DRAFT, kind, tmp_path / "draft")
     for dtype in (torch.float32, torch.bfloat16):
         options: LoadOptions = {"dtype": dtype, "max_model_len": 128}
-        plain = LLM(TARGET, **options).generate(PROMPT, GREEDY)
-        tree = LLM(tmp_path / "target", tmp_path / "draft", EngineConfig(), **options).generate(PROMPT, GREEDY)
+        plain = LLMEngine(TARGET, **options).generate(PROMPT, GREEDY)
+        tree = LLMEngine(tmp_path / "target", tmp_path / "draft", EngineConfig(), **options).generate(PROMPT, GREEDY)
         assert tree.token_ids == plain.token_ids, dtype
         assert tree.stats.rounds < plain.stats.rounds
 

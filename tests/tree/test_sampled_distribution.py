@@ -122,7 +122,7 @@ def test_a_restarted_tree_follows_the_target(monkeypatch: pytest.MonkeyPatch) ->
 def test_rounds_without_the_draft_keep_the_distribution(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """After a first round the drafter pauses for one round, then receives the tokens of the meantime."""
     pair = Pair(2, 3, plan_of(mode, 3, 1, 2), PLAIN)
-    pair.around = lambda drafter: Controller(drafter, lambda: RoundStats(pair.plan))
+    pair.around = lambda drafter: Controller(drafter, lambda kind: RoundStats(pair.plan))
     monkeypatch.setattr(policy, "decide", lambda measured: Decision(2, 3, not measured.speculating))
     assert pair.enumerate(monkeypatch, 3, 4)[0] < 1e-12
 

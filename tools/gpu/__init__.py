@@ -1,1 +1,1 @@
-"""Parts of tools/gpu_check.py."""
+"""Parts of tools/gpu_queue.py."""

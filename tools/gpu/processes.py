@@ -1,4 +1,4 @@
-"""Runs steps sequentially. A step that fails, hangs or leaves child processes behind does not stop the others."""
+"""Runs a step as a process. One that fails, hangs or leaves child processes behind does not affect the others."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.gpu.steps import NOTHING_EARLY, ROOT, SCRATCH, SECONDS, SMOKE, Step, slug
+from tools.gpu.steps import ROOT, SCRATCH, SECONDS, Step, slug
 
-NO_TESTS = 5  # exit code of pytest if it ran no tests
+SKIPPED = 5  # exit code of pytest if it ran no tests, and of benchmarks that lack what they need
 TAIL, WHOLE_TAIL = 600, 6000  # characters of output retained from a successful step, and from any other
 LAST_WORDS = 4.0  # seconds that an interrupted process has to report its state
 LAST_WAIT = 5.0  # timeout in seconds after a kill; a process blocked in the driver may survive it
@@ -29,7 +27,7 @@ MARGIN = 12.0  # seconds for ending a step
 @dataclass(frozen=True, slots=True)
 class Outcome:
     name: str
-    state: str  # ok, failed, out of time, not begun, nothing to run
+    state: str  # ok, failed, out of time, no time left, nothing to run
     seconds: float
     tail: str
 
@@ -53,7 +51,7 @@ def run(step: Step, limit: float) -> Outcome:
         except OSError as error:
             return Outcome(step.name, "failed", 0.0, str(error))
         try:
-            state = {0: "ok", NO_TESTS: "nothing to run"}.get(process.wait(limit), "failed")
+            state = {0: "ok", SKIPPED: "nothing to run"}.get(process.wait(limit), "failed")
         except subprocess.TimeoutExpired:
             state = "out of time"
             interrupt(process)
@@ -83,57 +81,15 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait(LAST_WAIT)
 
 
-def run_all(steps: Sequence[Step], budget: float, file: Path, machine: dict[str, Any]) -> dict[str, Any]:
-    """Runs the steps sequentially. After each, writes all results to `file` and packs the logs next to it.
-
-    A step may take longer than its limit by what the steps before it did not use (`time_for`).
-    If the smoke test passes without kernels that start early and fails with them, all later steps run without them.
-    """
-    whole: dict[str, Any] = {"machine": machine, "steps": [], "decodes": []}
-    began = time.monotonic()
-    environment: dict[str, str] = {}
-    for index, step in enumerate(steps):
-        left = budget - (time.monotonic() - began)
-        print(f"== {step.name}: {shlex.join(step.command)}", flush=True)
-        around = replace(step, environment={**environment, **step.environment})
-        limit = time_for(step, steps[index + 1 :], left)
-        outcome = run(around, limit) if left > 1 else Outcome(step.name, "not begun", 0.0, "")
-        print(outcome.tail, flush=True)
-        print(f"== {step.name}: {outcome.state}, {outcome.seconds:.0f} s", flush=True)
-        if step.name == SMOKE and outcome.state != "ok" and whole["steps"][-1]["state"] == "ok":
-            environment = NOTHING_EARLY
-            print("== early starts of kernels cause the failure: the remaining steps run without them", flush=True)
-        published = {"tail": without_paths(outcome.tail), "command": without_paths(shlex.join(step.command))}
-        whole["steps"].append(asdict(outcome) | published | {"extra": step.extra})
-        found = read(step.result)
-        if found is not None and step.name.startswith("decode"):
-            whole["decodes"].append({**found, "step": step.name})
-        if found is not None and step.keep is not None and (found.get("results") or found.get("constants")):
-            step.keep.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        file.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-        pack_logs(file.with_name(f"{file.stem.removesuffix('-step')}-logs.tar.gz"))
-    return whole
-
-
 def without_paths(text: str) -> str:
     """Replaces the paths of this machine's checkout and interpreter, since results may be published."""
     return text.replace(sys.executable, "python").replace(f"{ROOT}/", "").replace(str(ROOT), ".")
 
 
-def time_for(step: Step, later: Sequence[Step], left: float) -> float:
-    """Returns the seconds that a step may take: its limit, or for a required step more if more of the `left` seconds
-    remain than the required ones of the `later` steps need; all of them if it is patient."""
-    if step.patient:
-        return left
-    reserved = sum(each.limit for each in later if not each.extra)
-    saved = left - reserved if step.stretches and not step.extra else 0.0
-    return min(max(step.limit, saved), left)
-
-
 def pack_logs(file: Path) -> None:
-    """Packs all logs into one file, for environments that return only a few files."""
+    """Packs all logs, samples and traces into one file, for environments that return only a few files."""
     with tarfile.open(file, "w:gz") as packed:
-        for log in sorted(SCRATCH.glob("*.log")):
+        for log in sorted([*SCRATCH.glob("*.log"), *SCRATCH.glob("*.jsonl"), *SCRATCH.glob("trace.json")]):
             packed.add(log, log.name)
 
 

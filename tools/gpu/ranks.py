@@ -2,7 +2,7 @@
 
     python -m tools.gpu.ranks 4 bench.gpu.all_reduce --rows 8
 
-torchrun starts its ranks in sessions of their own, so that they would survive the end of a step of tools.gpu_check. If
+torchrun starts its ranks in sessions of their own, so that they would survive the end of a step of tools.gpu_queue. If
 a rank fails, the others are killed. The exit code is 0 if all ranks succeed, else that of a failed one.
 """
 

@@ -1,4 +1,8 @@
-"""Steps of tools/gpu_check.py. Each is a process with its own time limit."""
+"""Steps of tools/gpu_queue.py: two tables, the questions that a GPU decides and the checks of correctness.
+
+The most important steps come first, since the last ones are skipped if the budget ends. A step is a process with its
+own time limit. Adding a variant is adding a row, with its rule in decisions.py.
+"""
 
 from __future__ import annotations
 
@@ -6,140 +10,132 @@ import importlib.util
 import re
 import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRATCH = ROOT / "build" / "gpu-check"
+SCRATCH = ROOT / "build" / "gpu-queue"
+STAMPS = ROOT / "build" / "stamps"  # an extension with SWIFTSPEC_STAMPS
 SECONDS = "{seconds}"  # placeholder in a command for the limit of the step minus the time for ending it
 EPOCHS = "6"  # epochs of each test under the sanitizer: every number of rows once
 PAIR, SMALL_PAIR, MIDDLE_PAIR = "Llama-3-70B,Llama-3.2-1B", "Llama-3-8B,Llama-3.2-1B", "Llama-3-70B,Llama-3.2-3B"
+MODELS = "Llama-3-8B,Llama-3-70B,Llama-3.2-1B"
 NOTHING_EARLY = {"SWIFTSPEC_EARLY_STARTS": "0"}  # csrc/cuda/launch.cuh
-NAMES = {"SWIFTSPEC_EARLY_STARTS": "nothing early"}
 SIZES, SWEEP_S = (2, 4, 8), "180"  # GPUs of the sums over several; seconds of the sweep
-SMOKE = "smoke"  # if this fails, all later steps run without early starts
+TRIAL = "trial"  # if it finds that early starts fail, all later steps run without them
+TREES = "4,8;3,16;4,16;5,16"  # d,bs
+ROWS = "1,4,8,16,32"
+# up to two units of 16 keys around the lengths at which rows get own units, and long ones
+STAMPED_CONTEXTS = "488,496,500,508,512,520,32000"
+CONTEXTS = "128,488,492,496,500,504,508,512,516,520,1000,2000,4000,32000"
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of the check: a command with a time limit.
+    """A step: a command with a time limit, in seconds.
 
-    It writes JSON to `result`. If the JSON contains results or constants, it is also copied to `keep`.
+    It writes JSON to `result`, which is copied to `keep` if it contains results or constants. `needs`: a file without
+    which the step is skipped.
     """
 
     name: str
     command: tuple[str, ...]
-    limit: float  # seconds
+    limit: float
     result: Path | None = None
     keep: Path | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    extra: bool = False  # runs only if time is left
-    stretches: bool = True  # may use the time that earlier steps have saved, for a slow machine
-    patient: bool = False  # may use all that is left of the budget: without it the other steps show nothing
+    needs: Path | None = None
 
 
-def plan(output: Path, gpu: str, gpus: int = 1) -> list[Step]:
-    """Returns the steps, the most informative first. `gpus`: number of GPUs of this machine."""
-    python, kernels = sys.executable, SCRATCH / "kernels.json"
-    constants = SCRATCH / "constants.json"
-    bench = (python, "-m", "bench.gpu.kernels", "--budget", SECONDS, "--json", str(kernels))
-    bench += ("--constants", str(constants))
-    kept, many = output / f"{gpu}-kernels.json", SCRATCH / "many-rows.json"
-    rows = (python, "-m", "bench.gpu.kernels", "--only", "Llama-3-70B TP1", "--rows", "32,64,128,256")
-    rows += ("--budget", SECONDS, "--json", str(many), "--constants", str(constants))
-    verify = (python, "-m", "bench.gpu.verify_chains", "--batch")
-    measure = (python, "-m", "bench.gpu.constants", "--json", str(constants))
+def module(name: str, *options: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", name, *options)
+
+
+def measured(name: str, command: tuple[str, ...], limit: float, **more: Any) -> Step:
+    """Returns a step whose command takes --json."""
+    file = SCRATCH / f"{slug(name)}.json"
+    return Step(name, (*command, "--json", str(file)), limit, file, **more)
+
+
+def with_stamps(*command: str) -> tuple[str, ...]:
+    return module("bench.gpu.with_extension", str(STAMPS), *command)
+
+
+def questions(output: Path, gpu: str) -> list[Step]:
+    """Returns the steps of one GPU: experiments that explain, operators, and whole decodes."""
+    kernels = module("bench.gpu.kernels", "--budget", SECONDS, "--constants", str(SCRATCH / "constants.json"))
+    ours = (*kernels, "--competitors", "swiftspec")
+    attention = (*ours, "--only", "Llama-3-(8B|70B) TP(1|4) attention", "--contexts", CONTEXTS, "--rows", "8")
+    projections = (*ours, "--only", "TP1 (qkv|o|swiglu|down|head) ", "--rows", "8,1,16,32")
+    step, chain = module("bench.gpu.step", "--pair"), module("bench.gpu.chain")
+    trees = ("--modes", "serial,ar", "--trees", TREES, "--rows", ROWS)
+    long = ("--modes", "serial", "--prompts", "1", "--context", "32000")
+    touched = with_stamps("bench.gpu.footprint", "--sizes", "36", "--touch")
+    stamps = with_stamps("bench.gpu.stamps", "--models", MODELS, "--trace", str(SCRATCH / "trace.json"))
+    of_attention = with_stamps("bench.gpu.stamps", "--models", "Llama-3-8B", "--contexts", STAMPED_CONTEXTS)
     return [
-        Step("constants", measure, 30, constants, output / f"{gpu}-constants.json"),
-        build(),
-        smoke("smoke, nothing early", NOTHING_EARLY),
-        smoke(SMOKE, {}),
-        *tests(),
-        decode("demo", 25),
-        Step("kernels", bench, 60, kernels, kept, stretches=False),  # fills its time; "the rest" continues
-        decode(SMALL_PAIR, 40),
-        decode(PAIR, 70),
-        sanitize("memcheck", "virtual", 35),
-        *several_gpus(output, gpu, gpus),
-        profile(),
-        decode(SMALL_PAIR, 40, "--context", "32000", extra=True),
-        decode(SMALL_PAIR, 60, "--particles", "4,8,16", extra=True),
-        decode(SMALL_PAIR, 40, environment=NOTHING_EARLY, extra=True),
-        decode(PAIR, 70, "--context", "32000", extra=True),
-        decode(MIDDLE_PAIR, 70, extra=True),
-        decode(PAIR, 70, "--ops", "unfused", extra=True),  # base configuration of the paper's Figure 8
-        Step("verify 1 x 8", (*verify, "1", "--steps", "8"), 20, extra=True),
-        Step("verify 16 x 5", (*verify, "16", "--steps", "5"), 20, extra=True),
-        Step("kernels, many rows", rows, 60, many, output / f"{gpu}-many-rows.json", extra=True),
-        sanitize("racecheck", "virtual and 4", 60, extra=True),  # four ranks; it may report false positives
-        Step("kernels, the rest", (*bench, "--resume"), 300, kernels, kept, extra=True),
+        measured(TRIAL, module("tools.gpu.trial"), 45),
+        measured("footprint", module("bench.gpu.footprint"), 40),
+        measured("chain", chain, 50),
+        measured("stamps", stamps, 30, needs=STAMPS),
+        measured(f"decode {SMALL_PAIR}", (*step, SMALL_PAIR, *trees), 70),
+        measured("footprint, pages touched", touched, 35, needs=STAMPS),
+        measured(f"decode {PAIR}", (*step, PAIR, *trees), 100),
+        measured("attention", attention, 30),
+        measured("sampling", (*ours, "--only", "(draw|children)", "--rows", "8"), 20),
+        measured("stamps of attention", of_attention, 30, needs=STAMPS),
+        measured("chain, nothing early", (*chain, "--no-leave-out"), 35, environment=NOTHING_EARLY),
+        measured("stalls", module("bench.gpu.stalls"), 40),
+        measured("constants", module("bench.gpu.constants"), 30, keep=output / f"{gpu}-constants.json"),
+        measured("projections", projections, 40, keep=output / f"{gpu}-kernels.json"),
+        measured(f"decode {SMALL_PAIR}, 32000 tokens", (*step, SMALL_PAIR, *long), 45),
+        measured("projections, many rows", (*ours, "--only", "Llama-3-70B TP1 ", "--rows", "32,64,128,256"), 30),
+        measured(f"decode {SMALL_PAIR}, particles", (*step, SMALL_PAIR, "--particles", "4,8,16"), 60),
     ]
 
 
-def several_gpus(output: Path, gpu: str, gpus: int) -> list[Step]:
+def checks(gpus: int = 1) -> list[Step]:
+    """Returns the steps that show whether results are right, and those that need several GPUs. `gpus`: their number."""
+    return [
+        measured(TRIAL, module("tools.gpu.trial"), 45),
+        *tests(),
+        measured("decode demo", module("bench.gpu.step", "--pair", "demo", "--least", "0.5"), 25),
+        *several_gpus(gpus),
+        sanitize("memcheck", "virtual", 35),
+        sanitize("racecheck", "virtual and 4", 60),  # four ranks; it may report false positives
+    ]
+
+
+def several_gpus(gpus: int) -> list[Step]:
     """Returns the steps of a machine with several GPUs: sums over 2, 4 and 8 of them, a large pair on the default split
     of all, and a sweep over all splits, which needs a package that a bare image lacks."""
     sizes = [size for size in SIZES if size <= gpus]
+    steps = [
+        measured(f"all-reduce over {size} GPUs", on_ranks(size, "bench.gpu.all_reduce", "--budget", SECONDS), 45)
+        for size in sizes
+    ]
     if not sizes:
         return []
-    steps = []
-    for size in sizes:
-        file = SCRATCH / f"all-reduce-{size}.json"
-        command = on_ranks(size, "bench.gpu.all_reduce", "--budget", SECONDS, "--json", str(file))
-        kept = output / f"{gpu}-all-reduce-{size}.json"
-        steps.append(Step(f"all-reduce over {size} GPUs", command, 45, file, kept, extra=True))
     size = sizes[-1]
     draft = max(1, size // 4)  # as `split_ranks` splits them
-    split, file = f"{size - draft}+{draft}", SCRATCH / "split.json"
-    command = on_ranks(size, "bench.gpu.step", "--pair", MIDDLE_PAIR, "--split", split, "--json", str(file))
-    steps.append(Step(f"decode {MIDDLE_PAIR}, split {split}", command, 120, file, extra=True))
+    split = f"{size - draft}+{draft}"
+    command = on_ranks(size, "bench.gpu.step", "--pair", MIDDLE_PAIR, "--split", split)
+    steps.append(measured(f"decode {MIDDLE_PAIR}, split {split}", command, 120))
     if importlib.util.find_spec("pydantic") is not None:
-        file = SCRATCH / "sweep.json"
-        command = on_ranks(size, "bench.gpu.sweep", "--pair", SMALL_PAIR, "--budget", SWEEP_S, "--json", str(file))
-        steps.append(Step(f"sweep over {size} GPUs", command, 240, file, extra=True))
+        sweep = on_ranks(size, "bench.gpu.sweep", "--pair", SMALL_PAIR, "--budget", SWEEP_S)
+        steps.append(measured(f"sweep over {size} GPUs", sweep, 240))
     return steps
 
 
-def on_ranks(size: int, module: str, *options: str) -> tuple[str, ...]:
+def on_ranks(size: int, name: str, *options: str) -> tuple[str, ...]:
     """Returns the command that runs a module on `size` ranks of this machine."""
-    return (sys.executable, "-m", "tools.gpu.ranks", str(size), module, *options)
-
-
-SWITCHES: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
-    ((), {}),
-    ((), NOTHING_EARLY),
-    (("--head", "native"), {}),
-    (("--kv-cache-dtype", "fp8"), {}),
-)
-
-
-def comparison(turns: int = 2) -> list[Step]:
-    """Returns the steps of `--compare`: `turns` times a decode with the defaults and one with each switch in its other
-    position.
-
-    Weight prefetch is not among the switches, because every decode measures with and without it.
-    """
-    return [
-        decode(SMALL_PAIR, 40, "--prompts", "2", *options, environment=environment, turn=turn)
-        for turn in range(1, turns + 1)
-        for options, environment in SWITCHES
-    ]
+    return module("tools.gpu.ranks", str(size), name, *options)
 
 
 def build() -> Step:
-    """Returns the step that builds the extension. It takes no time if the existing one is usable."""
-    return Step("build", (sys.executable, "-m", "tools.gpu.build"), 65, patient=True)
-
-
-def smoke(name: str, environment: dict[str, str]) -> Step:
-    """Returns the step that decodes a few tokens with the demo models.
-
-    It fails if the text differs from that of the CPU in its first half.
-    """
-    file = SCRATCH / f"{slug(name)}.json"
-    short = ("--prompts", "1", "--tokens", "24", "--context", "200", "--least", "0.5")
-    command = (sys.executable, "-m", "bench.gpu.step", *short, "--json", str(file))
-    return Step(name, command, 25, file, environment=environment)
+    """Returns the step that builds the extension; it takes no time if the existing one is usable."""
+    return Step("build", module("tools.gpu.build"), 300)
 
 
 def tests() -> list[Step]:
@@ -151,35 +147,16 @@ def tests() -> list[Step]:
     }
     named = [stem for stems in groups.values() for stem in stems]
     groups["engine"] = tuple(file.stem for file in files if file.stem not in named)
-    limits = (("operators", 35, 8), ("engine", 55, 8), ("ranks", 45, 16))  # tests of ranks may start processes
+    limits = (("operators", 60, 8), ("engine", 75, 8), ("ranks", 60, 16))  # tests of ranks may start processes
     return [tested(name, groups[name], limit, timeout_s) for name, limit, timeout_s in limits]
 
 
 def tested(name: str, stems: tuple[str, ...], limit: float, timeout_s: int) -> Step:
     """Returns the step that runs tests in a process, which is restarted if it hangs for `timeout_s` seconds or breaks
     the GPU."""
-    name = f"tests of {name}"
-    file = SCRATCH / f"{slug(name)}.json"
     paths = (f"tests/gpu/{stem}.py" for stem in stems)
-    command = (sys.executable, "-m", "tools.gpu.resumable_tests", "--budget", SECONDS, "--timeout", str(timeout_s))
-    command += ("--json", str(file), *paths)
-    return Step(name, command, limit, file)
-
-
-def decode(
-    pair: str,
-    limit: float,
-    *options: str,
-    environment: dict[str, str] | None = None,
-    extra: bool = False,
-    turn: int | None = None,
-) -> Step:
-    about = [option.removeprefix("--") for option in options]
-    switched = [NAMES[name] for name in environment or {}]
-    name = ", ".join([pair, *([" ".join(about)] if about else []), *switched, *([f"turn {turn}"] if turn else [])])
-    file = SCRATCH / f"{slug(name)}.json"
-    command = (sys.executable, "-m", "bench.gpu.step", "--pair", pair, *options, "--json", str(file))
-    return Step(f"decode {name}", command, limit, file, environment=environment or {}, extra=extra)
+    command = module("tools.gpu.resumable_tests", "--budget", SECONDS, "--timeout", str(timeout_s), *paths)
+    return measured(f"tests of {name}", command, limit)
 
 
 def tool(name: str) -> str:
@@ -187,7 +164,7 @@ def tool(name: str) -> str:
     return shutil.which(name) or f"/usr/local/cuda/bin/{name}"
 
 
-def sanitize(kind: str, which: str, limit: float, extra: bool = False) -> Step:
+def sanitize(kind: str, which: str, limit: float) -> Step:
     """Returns the step that runs compute-sanitizer on tests of several ranks on one GPU, for kernels of this project
     only.
 
@@ -195,19 +172,26 @@ def sanitize(kind: str, which: str, limit: float, extra: bool = False) -> Step:
     found.
     """
     options = ("--error-exitcode", "9", "--kernel-name", "kns=swiftspec")
-    test = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv")
+    test = module("pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv")
     command = (tool("compute-sanitizer"), "--tool", kind, *options, *test, "tests/gpu/test_sums.py", "-k", which)
     environment = {"SWIFTSPEC_TEST_EPOCHS": EPOCHS, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return Step(kind, command, limit, environment=environment, extra=extra)
+    return Step(kind, command, limit, environment=environment, needs=Path(command[0]))
 
 
-def profile() -> Step:
-    """Returns the step that profiles four operators: share of the memory speed, issue rate, and stall reasons of
-    warps."""
-    sections = ("SpeedOfLight", "SchedulerStats", "WarpStateStats")
-    options = ("--clock-control", "none", "--kernel-name", "regex:linear_kernel|attention_kernel")
-    options += tuple(part for section in sections for part in ("--section", section))
-    return Step("profile", (tool("ncu"), *options, sys.executable, "-m", "bench.gpu.profile_target"), 45, extra=True)
+# Modules that run on a CPU, too (tools/gpu/stand_in.py)
+ON_CPU = ("tools.gpu.trial", "bench.gpu.footprint", "bench.gpu.chain", "bench.gpu.kernels", "bench.gpu.step")
+
+
+def stand_in(steps: list[Step]) -> list[Step]:
+    """Returns the steps for a CPU, on which they run the same code as far as a CPU can. Those that need a GPU as a
+    whole stay as they are, and fail or are skipped. A CPU that runs other things takes longer."""
+    python = module("tools.gpu.stand_in")
+    return [
+        replace(step, command=(*python, *step.command[2:]), limit=2 * step.limit, keep=None)
+        if step.command[2] in ON_CPU
+        else step
+        for step in steps
+    ]
 
 
 def slug(gpu: str) -> str:

@@ -13,7 +13,7 @@ import gguf
 import torch
 from torch import Tensor
 
-from swiftspec.serve.built_in_models import SMOLLM2_DRAFT
+from swiftspec.startup.built_in_models import SMOLLM2_DRAFT
 
 TYPE = gguf.GGMLQuantizationType.Q4_0
 

@@ -5,6 +5,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/shared.cuh"
+#include "cuda/stamps.cuh"
 
 namespace swiftspec::cuda {
 namespace {
@@ -74,7 +75,9 @@ __global__ void __launch_bounds__(DeviceShape<kDim, kLong, Stored>::kThreads, 1)
     attention_kernel(const __grid_constant__ AttentionSetup a, const Stored* keys, const Stored* values,
                      uint16_t* out) {
   using F = DeviceShape<kDim, kLong, Stored>;
+  SWIFTSPEC_STAMP(a, kStart);
   ptx::wait_for_dependencies();
+  SWIFTSPEC_STAMP(a, kWaited);
   auto& s = *reinterpret_cast<SharedMemory<F>*>(dynamic_shared());
   const int rank = static_cast<int>(ptx::cluster_rank()), thread = static_cast<int>(threadIdx.x);
   const int clusters = static_cast<int>(gridDim.x) / F::kCluster, entries = group_table_size(a);
@@ -85,13 +88,17 @@ __global__ void __launch_bounds__(DeviceShape<kDim, kLong, Stored>::kThreads, 1)
     const int parts = j.parts();
     if (j.group.count == 0 || j.part >= parts) continue;
     load_key_counts(j, s, thread);
+    SWIFTSPEC_STAMP(a, kCounts);
     attend(j, s, stage_state, rank, [&](int mine) { load_queries(j, s, mine); });
     ptx::cluster_sync();
+    SWIFTSPEC_STAMP(a, kClusterBarrier);
     combine_blocks(j, rank, thread, parts == 1, [&](int i) { return ptx::in_block(&s, i); });
     if (parts > 1 && is_last(j, s, rank, thread, parts)) combine_parts(j, rank, thread, parts);
+    SWIFTSPEC_STAMP(a, kStored);
     // no block reads another block's memory any more; at the end no written data has to be made visible
     entry + clusters < entries ? ptx::cluster_sync() : ptx::cluster_meet();
   }
+  SWIFTSPEC_STAMP(a, kExit);
 }
 
 // Grid: (blocks of a row, rows).
@@ -123,7 +130,13 @@ void launch_attention(const AttentionSetup& a, const void* qkv, void* keys, void
                    .early = true};
   using Stored = typename F::Stored;
   launch_rope_append<F>(a, qkv, keys, values, stream);
-  launch("attention", attention_kernel<F::kDim, F::kLong, Stored>, how, stream, a, static_cast<const Stored*>(keys),
+#ifdef SWIFTSPEC_STAMPS
+  AttentionSetup stamped = a;
+  stamped.stamps = stamps::Recorder::get().next("attention", int64_t{grid.x} * grid.y * grid.z * F::kWarps);
+#else
+  const AttentionSetup& stamped = a;
+#endif
+  launch("attention", attention_kernel<F::kDim, F::kLong, Stored>, how, stream, stamped, static_cast<const Stored*>(keys),
          static_cast<const Stored*>(values), static_cast<uint16_t*>(out));
 }
 

@@ -7,6 +7,7 @@
 #include "cuda/attention/load.h"
 #include "cuda/attention/products.h"
 #include "cuda/attention/tile.h"
+#include "cuda/stamps.cuh"
 
 namespace swiftspec::attention {
 
@@ -156,17 +157,23 @@ SWIFTSPEC_HD void attend_tile(const TileTask<F>& j, SharedMemory<F>& s, StageSta
                               bool first_tile, PerWarp<F, Output<F>>& out, Work overlapped_work) {
   SWIFTSPEC_EACH_THREAD(thread) { plan_units(j, s, thread); }
   block_sync();
+  SWIFTSPEC_STAMP(j.setup, kPlanned);
   TilePlacement placement = place_tile(j, s, stage_state);
   plan_prefetch(j, stage_state, next, placement);
   start_loads(j, s, stage_state, next, placement);
+  SWIFTSPEC_STAMP(j.setup, kRequested);
   if (first_tile) {
     SWIFTSPEC_EACH_THREAD(thread) { overlapped_work(thread); }
   }
+  SWIFTSPEC_STAMP(j.setup, kQueries);
   score_tile(j, s, placement);
   block_sync();
+  SWIFTSPEC_STAMP(j.setup, kScores);
   SWIFTSPEC_EACH_WARP(index) { softmax_tile(j, s, index); }
   block_sync();
+  SWIFTSPEC_STAMP(j.setup, kSoftmax);
   accumulate_tile(j, s, out, placement, first_tile);
+  SWIFTSPEC_STAMP(j.setup, kValues);
 }
 
 // Computes the output of this block's tiles of the part, from `key_counts` on: one tile per turn. Without a tile the

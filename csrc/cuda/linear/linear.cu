@@ -70,7 +70,9 @@ __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool sta
       const int64_t input = static_cast<int64_t>(first + begin) * task.tiling.tile_k;
       stage_activations<kInt4, kRows8>(task, at, input, here * task.tiling.tile_k / tiles::kBlock,
                                          normalises_in_place(task, at), shared);
+      if (!staged && begin == 0) SWIFTSPEC_STAMP(task, kStagedByWarp);
       __syncthreads();
+      if (!staged && begin == 0) SWIFTSPEC_STAMP(task, kStaged);
     }
     multiply_chunk<kInt4, kRows8>(task, at, here, shared, ring, sums);
   }
@@ -104,10 +106,16 @@ __device__ void linear_body(const Ranks& ranks) {
   const Channel& channel = ranks.my_channel();
   const ThreadIndex at{ranks.block() >> task.tiling.cluster_log, static_cast<int>(ptx::cluster_rank()),
                  static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32};
+  SWIFTSPEC_STAMP(task, kStart);
   fetch_norm(task, at, shared);  // ahead of the ring, whose copies are many
   Ring ring(task, at, shared, tiles::tiles_of_warp(task.tiling, at.cluster, task.clusters, at.cta, at.warp));
+  SWIFTSPEC_STAMP(task, kRing);
   ptx::launch_dependents();
+#ifdef SWIFTSPEC_STAMPS
+  stamps::touch_pages(task.touched, task.touched_bytes);
+#endif
   ptx::wait_for_dependencies();
+  SWIFTSPEC_STAMP(task, kDependencies);
   const bool reduces = channel.layout.ranks > 0;
   const Session<DeviceMemory> session{channel, reduces ? ptx::load_system(channel.epoch) : 0};
   if (task.norm != nullptr) {
@@ -115,15 +123,19 @@ __device__ void linear_body(const Ranks& ranks) {
     norm_scales<kRows8>(task, at, 0, normalises_in_place(task, at) ? x : nullptr, shared);
     await_norm(task, at, shared);
   }
+  SWIFTSPEC_STAMP(task, kNormScales);
   int count = 0;
   for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters, ++count) {
     Sums<kRows8> sums;
     multiply<kInt4, kRows8>(task, at, count > 0, shared, ring, sums);
+    SWIFTSPEC_STAMP(task, kLastTile);
     if (turn + task.clusters >= task.tiling.turns()) {  // its own weights have been read
       prefetch_tiles(task, ranks.block() * kWarps + at.warp, at.lane);
     }
     const float4* joined = reduce_warps<kRows8>(task, at, count, sums, shared);
+    SWIFTSPEC_STAMP(task, kWarpSum);
     sync_cluster(task);
+    SWIFTSPEC_STAMP(task, kClusterBarrier);
     const int strip = turn << task.tiling.n_log;
     for_each_unit<kRows8>(task, at, kWarps, strip, [&](Unit& unit) {
       read_unit<kRows8>(task, at, strip, joined, unit);
@@ -135,12 +147,14 @@ __device__ void linear_body(const Ranks& ranks) {
         session.broadcast(tiles::ll_line(task.tiling, unit.strip, unit.j, at.lane, second), line_of(unit, second));
       }
     });
+    SWIFTSPEC_STAMP(task, kStored);
   }
   if (reduces) {
     receive<kRows8>(ranks, task, at, session);
     end_epoch(session, tiles::ll_lines(task.tiling, task.rows), ranks.block(), ranks.blocks());
   }
   ptx::cluster_meet();  // no CTA exits while another one reads its shared memory
+  SWIFTSPEC_STAMP(task, kExit);
 }
 
 template <bool kInt4, int kRows8, class Ranks>
@@ -181,7 +195,14 @@ LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
           to,
           w.next,
           w.next_bytes,
-          tiles::slice_bytes(w.next_bytes, static_cast<int64_t>(clusters) * w.tiling.cluster() * kWarps)};
+          tiles::slice_bytes(w.next_bytes, static_cast<int64_t>(clusters) * w.tiling.cluster() * kWarps)
+#ifdef SWIFTSPEC_STAMPS
+              ,
+          w.touched,
+          w.touched_bytes,
+          nullptr
+#endif
+  };
 }
 
 Launch launch_of(const LinearTask& task, int clusters) {
@@ -226,6 +247,10 @@ void linear(const LinearArgs& args, Stream stream) {
   if (args.channel != nullptr) ranks.channel = *args.channel;
   Launch how = launch_of(ranks.task, ranks.task.clusters);
   how.early = true;
+#ifdef SWIFTSPEC_STAMPS
+  const std::string name = "linear " + std::to_string(weights.tiling.k) + " x " + std::to_string(weights.tiling.n);
+  ranks.task.stamps = stamps::Recorder::get().next(name, int64_t{how.grid.x} * kWarps);
+#endif
   launch("linear", kernel_for<SingleRank>(weights.tiling.group != 0, rows8), how, stream, ranks);
 }
 

@@ -5,6 +5,7 @@
 #include "cuda/linear/lane_epilogue.h"
 #include "cuda/linear/tiles.h"
 #include "cuda/ptx.cuh"
+#include "cuda/stamps.cuh"
 
 namespace swiftspec::cuda {
 
@@ -20,6 +21,11 @@ struct LinearTask {
   Outputs to;
   const uint8_t* next;  // as in Weights
   int64_t next_bytes, next_slice_bytes;  // in all, and per warp
+#ifdef SWIFTSPEC_STAMPS
+  const uint8_t* touched;  // as in Weights
+  int64_t touched_bytes;
+  uint64_t* stamps;  // records of this launch, or null
+#endif
 };
 
 // Index of a thread in the launch of a rank.
@@ -44,6 +50,7 @@ class Ring {
 
   __device__ const uint8_t* wait() {
     ptx::barrier_wait(full_ + stage_, parity_);
+    if (stage_ == 0 && parity_ == 0) SWIFTSPEC_STAMP(task_, kFirstTile);
     return slots_ + stage_ * task_.tiling.tile_bytes;
   }
 

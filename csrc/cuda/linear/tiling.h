@@ -248,6 +248,10 @@ struct Weights {
   // Tiles of a following projection that this one prefetches to L2 when its own weights have been read; or null.
   const uint8_t* next = nullptr;
   int64_t next_bytes = 0;  // at most prefetch_bytes
+#ifdef SWIFTSPEC_STAMPS
+  const uint8_t* touched = nullptr;  // memory whose pages this projection touches, see stamps.cuh
+  int64_t touched_bytes = 0;
+#endif
 };
 
 }  // namespace swiftspec::cuda

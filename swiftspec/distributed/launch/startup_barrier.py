@@ -28,12 +28,13 @@ MAX_POLL_S = 0.02  # seconds; the longest interval between two polls
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Timeouts of a startup barrier, in seconds."""
+    """Timeouts of a startup barrier, in seconds, and the clock that measures them."""
 
     timeout_s: float = 300.0  # longest wait for all ranks to arrive
     first_log_s: float = 5.0  # time after which the missing ranks are logged for the first time
     log_interval_s: float = 30.0  # time between two log lines
     grace_s: float = 5.0  # longest time that rank 0 stays after its verdict, so that the other ranks can read it
+    clock: Callable[[], float] = time.monotonic
 
 
 def no_log(text: str) -> None:
@@ -106,7 +107,7 @@ class StartupBarrier:
     def _linger(self) -> None:
         """Blocks until all ranks have read the verdict, for at most `grace_s` seconds, because a store served by rank 0
         ends with it."""
-        clock = PollTimer(Timeouts(self.timeouts.grace_s))
+        clock = PollTimer(Timeouts(self.timeouts.grace_s, clock=self.timeouts.clock))
         others = [_heard_key(rank) for rank in self.ranks if rank > 0]
         while others and not self.store.check(others) and clock.sleep(lambda: None):
             pass
@@ -142,14 +143,14 @@ class PollTimer:
 
     def __init__(self, waiting: Timeouts, late: float = 0.0) -> None:
         self._waiting = waiting
-        now = time.monotonic()
+        now = waiting.clock()
         self._end, self._next = now + waiting.timeout_s + late, now + waiting.first_log_s
         self._nap = MAX_POLL_S / 32
 
     def sleep(self, on_log_due: Callable[[], None]) -> bool:
         """Sleeps until the next poll and returns True, or returns False after the deadline. Calls the callback if a log
         line is due."""
-        now = time.monotonic()
+        now = self._waiting.clock()
         if now >= self._end:
             return False
         if now >= self._next:

@@ -70,15 +70,20 @@ class Outage:
 
 
 class FailoverDrafter:
-    """Drafter that forwards to a remote drafter, and proposes only the root while that is late or lost. `outages`:
-    outages of the current or last request."""
+    """Drafter that forwards to a remote drafter, and to a spare one without a model while that is late or lost.
+    `outages`: outages of the current or last request."""
 
     def __init__(
-        self, drafter: ResumableDrafter, remote: RemoteDraft, clock: Callable[[], float] = time.monotonic
+        self,
+        drafter: ResumableDrafter,
+        remote: RemoteDraft,
+        spare: Drafter | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`drafter`: the remote drafter, or a controller that wraps it."""
+        """`drafter`: the remote drafter, or a controller that wraps it. `spare`: proposes meanwhile, and must not fail;
+        None: proposes only the root."""
         self._drafter, self._remote, self._clock = drafter, remote, clock
-        self._fallback = NoDrafter()
+        self._fallback = NoDrafter() if spare is None else spare
         self._usual_wait_s = 0.0  # seconds; moving average of the wait for a proposal
         self.outages: list[Outage] = []
 

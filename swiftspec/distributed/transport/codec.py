@@ -14,7 +14,7 @@ import numpy as np
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.messages import DraftProbs, Logprob, NodeSource, Proposal, RequestStart, VerifyResult
+from swiftspec.messages import DraftProbs, NodeSource, Proposal, RequestStart, SampledLogprob, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.tree.replica import TreeDelta
 
@@ -179,14 +179,14 @@ def unpack_scored_result(flat: Words) -> VerifyResult:
     return VerifyResult(*place, result.path, result.tokens, overlaps, logprobs, prompt_logprobs)
 
 
-def _read_logprobs(reader: WordReader) -> tuple[Logprob, ...] | None:
+def _read_logprobs(reader: WordReader) -> tuple[SampledLogprob, ...] | None:
     (count,), width = reader.take(1), reader.count()
     if count < 0:
         return None
     logprobs, ranks = reader.doubles(count), reader.take(count)
     top = [*zip(reader.take(count * width), reader.doubles(count * width), strict=True)]
     tops = [tuple(top[i * width : (i + 1) * width]) for i in range(count)]
-    return tuple(map(Logprob, logprobs, tops, ranks))
+    return tuple(map(SampledLogprob, logprobs, tops, ranks))
 
 
 def pack_tree_delta(delta: TreeDelta, before: Sequence[int] = ()) -> Words:

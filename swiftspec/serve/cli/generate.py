@@ -12,11 +12,11 @@ from swiftspec.errors import UserError
 from swiftspec.serve import answer_stats
 from swiftspec.serve.cli.arguments import ParsedCommand
 from swiftspec.serve.otel.spans import traced_session
-from swiftspec.serve.remote_session import open_local_or_remote
-from swiftspec.serve.session import Session
-from swiftspec.serve.settings.settings import UsageError
 from swiftspec.serve.stdio import OutputLost
 from swiftspec.serve.terminal import Interrupt, StartupProgress, visible
+from swiftspec.settings.settings import UsageError
+from swiftspec.startup.remote_session import open_local_or_remote
+from swiftspec.startup.session import Session
 from swiftspec.text.codec import MAX_TEXT_BYTES
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from rich.console import Console
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.serve import answer_stats
-from swiftspec.serve.session import Session
-from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import Interrupt, Painter, print_note
+from swiftspec.settings.settings import Settings
+from swiftspec.startup.session import Session
 
 MAX_ANSWER_TOKENS = 256  # token limit of an answer if the settings have none
 LABEL_WIDTH_CHARS = 11  # "speculative"
@@ -68,7 +68,9 @@ def _run(
     """Decodes and shows one answer. Returns None if Ctrl-C ended it. `bs`: nodes per round; 1: without the draft, None:
     as configured."""
     limit = session.sampling_params(settings).max_tokens or MAX_ANSWER_TOKENS
-    stream = session.answer(prompt, settings, guard.until_pressed, verify_batch=bs, max_tokens=limit)
+    # an earlier answer to the same prompt, which suffix lookup would copy, would make speculation look too fast
+    overrides = {"verify_batch": bs, "max_tokens": limit, "suffix_memory": False}
+    stream = session.answer(prompt, settings, guard.until_pressed, **overrides)
     try:
         for piece in stream:
             painter.write(piece.text, piece.accepted)

@@ -25,7 +25,7 @@ MAX_TOKEN_CHARS = 24  # longer tokens are cut
 class RoundHistory:
     """The last rounds, recorded for the command /tree.
 
-    `set_listener`: sets or removes the trace listener, see `LLM.listen`. `token_text`: decodes one token.
+    `set_listener`: sets or removes the trace listener, see `LLMEngine.listen`. `token_text`: decodes one token.
     """
 
     def __init__(self, set_listener: Callable[[TraceListener | None], None], token_text: Callable[[int], str]) -> None:

@@ -17,14 +17,14 @@ from swiftspec.extras import require_extra
 from swiftspec.file_io import one_line
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.gguf.file import is_gguf
-from swiftspec.serve.built_in_models import built_in_models
 from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
-from swiftspec.serve.model_resolution import check_before_download
-from swiftspec.serve.session import MemoryCheck, WeightProgress, load_options
-from swiftspec.serve.settings.settings import Settings, UsageError
 from swiftspec.serve.signals import GracefulStop, ignore_signals
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.worker_endpoints import load_security
+from swiftspec.settings.settings import Settings, UsageError
+from swiftspec.startup.built_in_models import built_in_models
+from swiftspec.startup.model_resolution import check_before_download
+from swiftspec.startup.session import MemoryCheck, WeightProgress, load_options
+from swiftspec.startup.worker_endpoints import load_security
 from swiftspec.text.codec import TOKENIZER_FILES, TextCodec, write_tokenizer_files
 from swiftspec.text.hub import locate_model
 

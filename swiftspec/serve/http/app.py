@@ -71,8 +71,8 @@ def create_app(
     `model_names`: names that clients can use for the model, the default first; by default the name of that folder.
     `metrics`: metrics that /metrics sends; None creates them.
     `on_finished`: callbacks that get the record of each request when it ends.
-    `compile`: asynchronous version of `grammar.build_grammar`; raises ValueError on an invalid grammar. The default
-        compiles in a process with limits on time and memory.
+    `compile`: asynchronous version of `output_grammar.build_grammar`; raises ValueError on an invalid grammar. The
+        default compiles in a process with limits on time and memory.
     `keep_alive_s`: seconds without output after which a stream sends a comment.
     `always_usage`: whether streams contain `usage` even if the request does not ask for it.
     `response_store_bytes`: limit of the memory of stored responses (/v1/responses); 0 stores none.

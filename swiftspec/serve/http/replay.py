@@ -21,7 +21,7 @@ from swiftspec.serve.http.engine_link import frontend_process
 from swiftspec.serve.http.engine_link.frontend_process import local_host_names
 from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
 from swiftspec.serve.http.middleware.security import SecurityMiddleware
-from swiftspec.serve.settings.settings import UsageError
+from swiftspec.settings.settings import UsageError
 
 DESCRIPTION = (
     "Serve the page that shows the draft tree, without a model: it plays a trace written by --trace or by the page."
@@ -32,9 +32,7 @@ MAX_TRACE_BYTES = 256 << 20  # the browser keeps the whole trace in memory
 def replay_main(argv: Sequence[str]) -> int:
     """Runs the command until it is interrupted, then returns the exit code 0. Raises UserError if the file is not a
     trace or the address is in use."""
-    parser = CommandParser(
-        prog="swiftspec", usage="python -m swiftspec.serve replay FILE [flags]", description=DESCRIPTION
-    )
+    parser = CommandParser(prog="swiftspec", usage="swiftspec replay FILE [flags]", description=DESCRIPTION)
     parser.add_argument("file", metavar="FILE", help="The trace: one JSON object per line.")
     parser.add_argument("--host", default="127.0.0.1", metavar="TEXT", help="Address to listen on [%(default)s].")
     parser.add_argument("--port", default="8000", metavar="N", help="Port; 0 chooses a free one [%(default)s].")

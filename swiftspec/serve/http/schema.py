@@ -109,6 +109,9 @@ class SamplingFields(ExtensibleBody):
     draft_steps: Positive | None = Field(
         None, description="Expansions per round, up to the server's limit. Does not change the text."
     )
+    suffix_memory: bool | None = Field(
+        None, description="false: suffix lookup neither reads nor keeps the texts of other requests."
+    )
     smc: Smc | None = Field(None, description="Only with --mode smc; the values must be those of the server.")
     replace_key: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         None, description="A request replaces unfinished requests with the same key."

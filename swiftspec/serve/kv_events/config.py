@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from swiftspec.errors import truncated_repr
 from swiftspec.extras import require_extra
-from swiftspec.serve.built_in_models import default_served_name
-from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
+from swiftspec.settings.settings import Settings, UsageError, flag_name
+from swiftspec.startup.built_in_models import default_served_name
 
 ENDPOINT_PATTERN = re.compile(r"tcp://(?:\*|\[[\w:.%]+\]|[\w.-]+):(\d{1,5})|ipc://.+")
 MAX_PORT = 65_535

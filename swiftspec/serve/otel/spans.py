@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
     from swiftspec.engine import Stats, TokenChunk
-    from swiftspec.serve.session import Session
-    from swiftspec.serve.settings.settings import Settings
+    from swiftspec.settings.settings import Settings
+    from swiftspec.startup.session import Session
 
 
 @contextmanager

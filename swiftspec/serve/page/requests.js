@@ -73,7 +73,8 @@ export class Requests {
     if (!this.ready(text, "Write a text first: the race runs it twice.")) return;
     this.app.tab("race");
     await this.working(async () => {
-      const asked = { max_tokens: MAX_TOKENS, ...settings() };
+      // suffix lookup would copy an earlier answer to the same text, which would make speculation look too fast
+      const asked = { max_tokens: MAX_TOKENS, ...settings(), suffix_memory: false };
       this.app.showLive();
       const run = async (said, more) => {
         this.app.race.waiting(said);

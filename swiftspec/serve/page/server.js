@@ -7,8 +7,14 @@ const EMBEDDED = "swiftspec-demo"; // the demo model; its chat template only joi
 export const MAX_TOKENS = 256; // default of a race, and of a model without a chat template, which may never end
 const EXAMPLES = {
   text: ["def read_lines(path):\n", "class Stack:\n    def __init__(self", "def main(argv=None):\n"],
-  talk: ["Explain in three sentences how a hash table works.", "Write a Python function that merges two sorted lists."],
+  talk: [
+    "Repeat after me: The cat sits on the wall and the birds sit in the tree. The cat looks at the birds, and the birds"
+    + " look at the cat.", // the answer copies the prompt, which suffix lookup decodes fast
+    "Explain in three sentences how a hash table works.", "Write a Python function that merges two sorted lists.",
+  ],
 };
+
+const LABEL_LENGTH = 60; // characters of an example on its button
 
 export class Server {
   constructor(app) {
@@ -56,7 +62,8 @@ export class Server {
     const examples = EXAMPLES[talks ? "talk" : "text"].map((text) => {
       const button = document.createElement("button");
       button.type = "button";
-      button.textContent = text.split("\n")[0];
+      const line = text.split("\n")[0];
+      button.textContent = line.length > LABEL_LENGTH ? `${line.slice(0, LABEL_LENGTH - 1)}…` : line;
       button.addEventListener("click", () => this.app.requests.send(text));
       return button;
     });

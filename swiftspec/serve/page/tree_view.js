@@ -203,7 +203,10 @@ export class TreeView {
       piece.textContent = pieces[at] === "" ? "" : visible(pieces[at]);
       return piece;
     }));
-    line.scrollLeft = line.scrollWidth;
+    const excess = line.scrollWidth - line.clientWidth;
+    if (excess <= 0) return;
+    const start = line.firstChild.offsetLeft; // the line begins with a whole piece
+    for (const piece of [...line.children].filter((each) => each.offsetLeft - start < excess)) piece.remove();
   }
 
   pace() {

@@ -10,22 +10,25 @@ from __future__ import annotations
 import math
 import socket
 import struct
+import threading
 
 HEARTBEAT_INTERVAL_S = 0.25
 LINK, SHUTDOWN = b"w", b"l"
-HEARTBEAT = struct.Struct("<?d")  # ready flag; start of the current operation on the monotonic clock, NaN when idle
+# ready flag; start of the current operation on the monotonic clock, NaN when idle; id of the thread that sends it
+HEARTBEAT = struct.Struct("<?dI")
 LENGTH_BYTES = 4  # bytes before the first message, big-endian
 
 
 def encode_heartbeat(ready: bool, busy_since: float | None) -> bytes:
-    """Encodes a heartbeat. `busy_since`: start of the current operation (monotonic clock); None when idle."""
-    return HEARTBEAT.pack(ready, math.nan if busy_since is None else busy_since)
+    """Encodes a heartbeat of this thread. `busy_since`: start of the current operation (monotonic clock); None when
+    idle."""
+    return HEARTBEAT.pack(ready, math.nan if busy_since is None else busy_since, threading.get_native_id())
 
 
-def decode_heartbeat(data: bytes) -> tuple[bool, float | None]:
-    """Decodes a heartbeat into (ready, busy_since)."""
-    ready, busy_since = HEARTBEAT.unpack(data)
-    return ready, None if math.isnan(busy_since) else busy_since
+def decode_heartbeat(data: bytes) -> tuple[bool, float | None, int]:
+    """Decodes a heartbeat into (ready, busy_since, thread id)."""
+    ready, busy_since, thread = HEARTBEAT.unpack(data)
+    return ready, None if math.isnan(busy_since) else busy_since, thread
 
 
 def encode_first_message(data: bytes) -> bytes:

@@ -22,6 +22,14 @@ SHM_DIR = Path("/dev/shm")
 FINAL_EXIT_CODES = {0, 2, 128 + signal.SIGHUP, 128 + signal.SIGINT, 141, 128 + signal.SIGTERM}  # of intended exits
 
 
+def cpu_wait_s(process: int, thread: int) -> float:
+    """Returns the seconds that a thread has been ready to run without a CPU; 0 where the system does not tell."""
+    try:
+        return int(Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """Command and supervision options of one process.
@@ -62,6 +70,7 @@ class SupervisedProcess:
         self._restart_policy = RestartPolicy()
         self._receive_buffer = b""
         self._last_heartbeat = self._timers_reset_at = 0.0
+        self._cpu_waits: dict[int, float] = {}  # seconds by thread, at the latest heartbeat
         self._busy_since: float | None = None
         self._ready_at: float | None = None
         self._exit_requested = False
@@ -71,6 +80,7 @@ class SupervisedProcess:
         program = self.program
         self.incarnation, self.restart_at, self.kill_reason, self._receive_buffer = self.incarnation + 1, None, "", b""
         self._last_heartbeat = self._timers_reset_at = now
+        self._cpu_waits = {}
         self._busy_since = self._ready_at = None
         self._exit_requested = False
         self.control, remote_end = socket.socketpair()
@@ -104,10 +114,11 @@ class SupervisedProcess:
             complete = len(self._receive_buffer) // control_protocol.HEARTBEAT.size * control_protocol.HEARTBEAT.size
             for at in range(0, complete, control_protocol.HEARTBEAT.size):
                 # `_ready_at` is never unset: a heartbeat encoded before `set_ready` may arrive after the ready one.
-                ready, self._busy_since = control_protocol.decode_heartbeat(
+                ready, self._busy_since, thread = control_protocol.decode_heartbeat(
                     self._receive_buffer[at : at + control_protocol.HEARTBEAT.size]
                 )
                 self._last_heartbeat = now
+                self._cpu_waits = self._read_cpu_waits(thread)
                 if ready and self._ready_at is None:
                     self._ready_at = now
             self._receive_buffer = self._receive_buffer[complete:]
@@ -119,13 +130,14 @@ class SupervisedProcess:
 
     def kill_if_hung(self, now: float) -> None:
         """Kills the process if it has sent no heartbeat, or has been in the same operation, for longer than the
-        timeout."""
+        timeout. Time in which it was ready to run, but other processes had the CPUs, does not count."""
         timeout = self.program.heartbeat_timeout_s
         if self.process is None or timeout is None or self.kill_reason:
             return
         limit = timeout if self._ready_at is not None else max(timeout, STARTUP_HEARTBEAT_TIMEOUT_S)
         limit = max(limit, EXIT_HEARTBEAT_TIMEOUT_S) if self._exit_requested else limit
-        if now - self._last_heartbeat > limit:
+        silent = now - self._last_heartbeat
+        if silent > limit and silent - self._cpu_wait_since_heartbeat() > limit:
             self.kill_reason = f"sent no heartbeat for {limit:g} s"
         elif (
             self._ready_at is not None
@@ -135,6 +147,17 @@ class SupervisedProcess:
             self.kill_reason = f"did not finish an operation within {WORK_UNIT_TIMEOUT_S:g} s"
         if self.kill_reason:
             self.signal(signal.SIGKILL)
+
+    def _read_cpu_waits(self, *threads: int) -> dict[int, float]:
+        """Returns the seconds that the main thread and `threads` of the process have waited for a CPU, by thread."""
+        if self.process is None:
+            return {}
+        return {thread: cpu_wait_s(self.process.pid, thread) for thread in (self.process.pid, *threads)}
+
+    def _cpu_wait_since_heartbeat(self) -> float:
+        """Returns the longest time that one of the threads has waited for a CPU since the latest heartbeat."""
+        waits = self._read_cpu_waits(*self._cpu_waits)
+        return max((waits[thread] - before for thread, before in self._cpu_waits.items()), default=0.0)
 
     def poll_exit(self) -> int | None:
         """Returns the exit code on the first call after the process has exited, and removes its shared-memory files.

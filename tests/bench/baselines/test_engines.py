@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from bench.baselines import engines, llama_plain, to_gguf
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -24,7 +24,7 @@ needs_llama_cpp = pytest.mark.skipif(not llama_plain.has_llama_cpp(), reason="ll
 def test_llama_cpp_chooses_the_same_tokens(tmp_path: Path, kind: str) -> None:
     """Compares after each part of our greedy text; one near-tie per part may be decided differently."""
     to_gguf.write_gguf(DEMO / "target", tmp_path / "model.gguf", kind)
-    llama, ours = llama_plain.LlamaCpp(tmp_path / "model.gguf", 1), LLM(DEMO / "target", dtype=torch.bfloat16)
+    llama, ours = llama_plain.LlamaCpp(tmp_path / "model.gguf", 1), LLMEngine(DEMO / "target", dtype=torch.bfloat16)
     for prompt in read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[:2]:
         text = ours.generate(prompt, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)).token_ids
         theirs = [llama.generate(prompt + text[:i], 1)[0][0] for i in range(len(text))]

@@ -35,7 +35,7 @@ def test_every_model_at_every_size_of_the_tables() -> None:
     llama = [name for name in shapes.MODELS if name.startswith("Llama")]
     assert set(product(llama, (1, 2, 4, 6, 8))) <= set(SPLITS) and len(set(SPLITS)) == len(SPLITS)
     names = [case.name for case in cases(MAKE, (8, 1, 16, 32, 4))]
-    assert len(set(names)) == len(names) == 5 * len(SPLITS) * 8 + 2 + 4
+    assert len(set(names)) == len(names) == 5 * len(SPLITS) * 8 + 2 + 8
     assert names[:6:5] == ["Llama-3-70B TP4 qkv x8", "Llama-3-70B TP4 attention 1000 x8"]
     assert names.index("Llama-3-8B TP1 qkv x8") < names.index("Llama-3-70B TP4 qkv x16") < len(names) // 8
 
@@ -278,13 +278,14 @@ def test_a_complete_run_in_two_processes(
     monkeypatch.setitem(shapes.MODELS, "small", (256, 4, 2, 64, 512, 128))
     small = Maker("cpu", BaselineKernels(), cold=1)
     several = [small.linear("small", 2, "o", 8), small.attention("small", 1, 40, 8)]
-    monkeypatch.setattr(kernels, "cases", lambda make, rows: iter(several))
-    monkeypatch.setattr(kernels, "copy_speed", lambda device: 4000.0)
+    monkeypatch.setattr(kernels, "cases", lambda make, rows, contexts: iter(several))
+    monkeypatch.setattr(kernels, "copy_speed", lambda device, size: 4000.0)
     monkeypatch.setattr(kernels, "graph_timer", lambda calls: 5.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     file, constants = tmp_path / "found.json", tmp_path / "constants.json"
     constants.write_text(json.dumps({"constants": {"gap": 2.85, "read": 4300.0}}))
     args = Namespace(json=file, only="", rows="8", budget=60.0, constants=constants)
+    args.device, args.contexts, args.competitors = "cuda", "1000", []
     assert kernels.work(args) == 0
     found = Findings.read(file)
     assert found.machine["copy GB/s"] == 4000.0 and "H800" in found.machine["quoted"]

@@ -1,4 +1,4 @@
-"""How bench/gpu/step.py computes its figures; tests/tools/test_gpu_check.py has a whole run of it."""
+"""How bench/gpu/step.py computes its figures; tests/tools/test_gpu_queue.py has a whole run of it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_agreement() -> None:
 def arguments(**changed: Any) -> Namespace:
     usual: dict[str, Any] = {
         "prompts": 1, "tokens": 8, "context": 64, "device": "cpu", "ops": "auto", "steps": 2, "head": "auto",
-        "kv_cache_dtype": "auto", "split": None, "modes": list(step.MODES),
+        "kv_cache_dtype": "auto", "split": None, "modes": list(step.MODES), "rows": [], "trees": [],
     }  # fmt: skip
     return Namespace(**usual | changed)
 
@@ -51,7 +51,7 @@ def test_every_mode_decodes_with_the_roles_of_the_product(monkeypatch: pytest.Mo
     def anywhere(target: Any, draft: Any, plan: EngineConfig, *others: Any) -> ModelPair:
         return create(target, draft, EngineConfig("serial") if plan.overlap_on_one_gpu else plan, *others)
 
-    class Recorded(step.LLM):
+    class Recorded(step.LLMEngine):
         def __init__(self, target: Any, draft: Any, config: EngineConfig, **options: Any) -> None:
             super().__init__(target, draft, config, **options)
             parts: Any = self.roles.inner_roles
@@ -62,7 +62,7 @@ def test_every_mode_decodes_with_the_roles_of_the_product(monkeypatch: pytest.Mo
         return load_model(path, **options)
 
     monkeypatch.setattr(ModelPair, "create", staticmethod(anywhere))
-    monkeypatch.setattr(step, "LLM", Recorded)
+    monkeypatch.setattr(step, "LLMEngine", Recorded)
     monkeypatch.setattr(step, "load_model", counted)
     parts: list[set[str]] = []
     found = step.measure("demo", arguments(head="int4"), lambda result: parts.append(set(result)))

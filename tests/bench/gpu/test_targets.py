@@ -32,13 +32,6 @@ def test_targets_are_the_published_table() -> None:
         assert asdict(targets.step(shape, ASSUMED) or step) == pytest.approx(asdict(step))
 
 
-def test_marlins_published_times_are_reproduced_and_interpolated_by_speed() -> None:
-    for size, took in targets.MARLIN.items():
-        assert targets.marlin_published(size, ASSUMED) == pytest.approx(took)
-    between = targets.marlin_published(50.0, ASSUMED)
-    assert between is not None and 20.3 < between < 38.1 and targets.marlin_published(10.0, ASSUMED) is None
-
-
 def test_measured_constants_move_the_targets() -> None:
     """Each in the right direction, and by no more than the change of the constant."""
     moved, base = 61_370_000, targets.linear(61_370_000, ASSUMED)

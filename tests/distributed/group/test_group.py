@@ -13,7 +13,7 @@ import transformers
 
 from swiftspec import _C
 from swiftspec.config import DEFAULT_DRAFT_STEPS, EngineConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.runtime.lookahead_drafter import EXPANSION_YIELD
 from tests.model.architectures.test_gemma4 import NATIVE as GEMMA4_E
 from tests.model.test_loader import quantise
@@ -57,7 +57,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 
 @functools.cache
 def plain(target: Path) -> list[list[int]]:
-    llm = LLM(target, dtype=torch.float64)
+    llm = LLMEngine(target, dtype=torch.float64)
     return [llm.generate(prompt, sampling_from(values)).token_ids for prompt, values in REQUESTS]
 
 
@@ -207,7 +207,7 @@ def test_rounds_are_the_same_in_groups(
     """For a fixed d the tree depends on nothing else; neither does the text of rejection sampling."""
     pair = pairs["llama"]
     shape: dict[str, Any] = {"draft_steps": 3, **how}
-    alone = LLM(*pair, EngineConfig(**shape), dtype=torch.float64)
+    alone = LLMEngine(*pair, EngineConfig(**shape), dtype=torch.float64)
     if mode == "async":
         replace_roles(alone, make_drafter(drafter_of(alone).runner, alone.config, ahead=True))
     sampled = [(prompt, values) for prompt, values in REQUESTS if values["temperature"] > 0]
@@ -317,7 +317,7 @@ def test_hundreds_of_requests_in_a_row(pool: Pool, pairs: Pairs, count: int) -> 
         requests.append((prompt, values | {"ignore_eos": draw.random() < 0.5}))
     plan = {"mode": "async", "target_tp": 1, "draft_tp": 1, "draft_steps": 2}
     answers = decode(pool, pair, plan, requests=requests, prefix_cache_memory=1)
-    llm = LLM(pair[0], dtype=torch.float64)
+    llm = LLMEngine(pair[0], dtype=torch.float64)
     for (prompt, values), answer in zip(requests, answers, strict=True):
         alone = llm.generate(prompt, sampling_from(values))
         assert (answer["tokens"], answer["reason"], answer["lost"]) == (alone.token_ids, alone.finish_reason, None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from tests.support.rank_jobs import Json, sampling_from
 from tests.support.ranks import Pool
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -37,7 +37,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def requests(pair: tuple[str, str]) -> list[tuple[list[int], Json, list[int], int]]:
     """Prompt, parameters, the answer after a fresh prefill, and the number of cached tokens."""
-    fresh, texts = LLM(pair[0], dtype=torch.float64, prefix_cache_memory=0), {"a": A, "b": B, "edited": A[:40]}
+    fresh, texts = LLMEngine(pair[0], dtype=torch.float64, prefix_cache_memory=0), {"a": A, "b": B, "edited": A[:40]}
     turns = [
         ("a", GREEDY, 0), ("b", WARM, len(A[:10])), ("a", WARM, 70), ("b", GREEDY | {"cut": 2}, 70), ("a", GUIDED, 91),
         ("edited", GUIDED, 40), ("b", GREEDY, 70), ("edited", WARM, 60),

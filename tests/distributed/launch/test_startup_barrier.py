@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +19,7 @@ from swiftspec.distributed.launch.startup_barrier import StartupBarrier, Timeout
 from swiftspec.distributed.launch.world import World, require_equal
 from swiftspec.errors import RankLost, UserError
 
-SOON = Timeouts(timeout_s=20.0, first_log_s=0.05, log_interval_s=0.05, grace_s=0.3)
-BRIEF = replace(SOON, timeout_s=0.3)
+SOON = Timeouts(timeout_s=60.0, first_log_s=5.0, log_interval_s=30.0, grace_s=0.3)
 PLAN = EngineConfig(mode="async", target_tp=1, draft_tp=1)
 FACTS = RankConfig(settings_of(PLAN) | {"dtype": "bfloat16", "trace": False}, {"draft": "d" * 64}, {"target": "t" * 64})
 
@@ -53,8 +53,14 @@ def start(worlds: list[World], *each: tuple[EngineConfig, RankConfig]) -> list[s
     return outcomes(*(lambda w=w, e=e: check_consistent(w, *e) for w, e in zip(worlds, each)))
 
 
-def job(size: int, messages: list[str] | None = None, waiting: Timeouts = SOON) -> list[World]:
-    page = store()
+def hours_after(arrived: Callable[[], bool] = lambda: True) -> Timeouts:
+    """Timeouts of a rank whose clock stands still until `arrived`, and then advances by an hour with each reading."""
+    hours = itertools.count(1)
+    return replace(SOON, timeout_s=4 * 3600.0, clock=lambda: next(hours) * 3600.0 if arrived() else 0.0)
+
+
+def job(size: int, messages: list[str] | None = None, waiting: Timeouts = SOON, page: Any = None) -> list[World]:
+    page = page or store()
     log = (lambda text: None) if messages is None else messages.append
     return [World(r, size, r, size, "here", page, log=log, timeouts=waiting) for r in range(size)]
 
@@ -147,26 +153,21 @@ def test_rank_0_stays_until_the_others_have_read_why_it_cannot_start() -> None:
 
 def test_each_waiting_rank_logs_which_ranks_it_waits_for() -> None:
     messages: list[str] = []
-    found = start(job(3, messages, BRIEF)[:1], (PLAN, FACTS))
-    assert found == ["ranks 1 and 2 did not join within 0.3 s: start all 3 ranks"]
+    found = start(job(3, messages, hours_after())[:1], (PLAN, FACTS))
+    assert found == ["ranks 1 and 2 did not join within 14400 s: start all 3 ranks"]
     assert messages[0] == "waiting for ranks 1 and 2"
     messages.clear()
-    found = start([job(2, messages, replace(BRIEF, grace_s=0.1))[1]], (PLAN, FACTS))
-    assert found == ["rank 0 did not release the startup barrier within 0.3 s"]
+    found = start([job(2, messages, hours_after())[1]], (PLAN, FACTS))
+    assert found == ["rank 0 did not release the startup barrier within 14400 s"]
     assert messages[0] == "rank 1 is waiting for rank 0"
 
 
 def test_only_rank_0_reports_if_it_is_present() -> None:
-    messages: list[str] = []
-    first, second, _ = job(3, messages, BRIEF)
-
-    def comes_second() -> None:
-        while not first.barrier("start").store.check(["said 0"]):
-            time.sleep(0.001)
-        check_consistent(second, PLAN, FACTS)
-
-    found = outcomes(lambda: check_consistent(first, PLAN, FACTS), comes_second)
-    assert found == ["rank 2 did not join within 0.3 s: start all 3 ranks"] * 2
+    messages, page = list[str](), store()
+    second = job(3, messages, page=page)[1]
+    first = job(3, messages, hours_after(lambda: second.barrier("start").store.check(["said 1"])), page)[0]
+    found = outcomes(lambda: check_consistent(first, PLAN, FACTS), lambda: check_consistent(second, PLAN, FACTS))
+    assert found == ["rank 2 did not join within 14400 s: start all 3 ranks"] * 2
     assert set(messages) == {"waiting for rank 2"}
 
 

@@ -14,20 +14,22 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec import LLM, SamplingParams
+from swiftspec import SamplingParams
 from swiftspec.distributed.launch import world as world_module
 from swiftspec.distributed.launch.startup_barrier import Timeouts
 from swiftspec.distributed.launch.world import World, available_cores, cores_near_gpu, parse_cpu_list, require_equal
 from swiftspec.errors import UserError
+from swiftspec.llm_engine import LLMEngine
 from tests.support.tiny_checkpoints import make_pair
 
 TIMEOUTS = Timeouts(timeout_s=20.0, first_log_s=5.0, log_interval_s=5.0, grace_s=0.2)
 SAMPLING = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True}
 RANK = """
 import json, sys, torch
-from swiftspec import LLM, EngineConfig, SamplingParams
+from swiftspec import EngineConfig, SamplingParams
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.distributed.launch.world import World
-from swiftspec.llm import serve_rank
+from swiftspec.llm_engine import serve_rank
 
 rank, address, target, draft, sampling = sys.argv[1:]
 world = World.join(int(rank), 2, address)
@@ -35,7 +37,7 @@ config = EngineConfig("async", target_tp=1, draft_tp=1, draft_steps=2)
 if world.rank:
     serve_rank(world, target, draft, config, dtype=torch.float64)
 else:
-    llm = LLM(target, draft, config, world=world, dtype=torch.float64)
+    llm = LLMEngine(target, draft, config, world=world, dtype=torch.float64)
     print(json.dumps(llm.generate([5, 6, 7], SamplingParams(**json.loads(sampling))).token_ids))
     llm.close()
 """
@@ -100,7 +102,7 @@ def test_two_processes_decode_without_environment_variables(tmp_path: Path, addr
     ]  # fmt: skip
     outputs = [rank.communicate(timeout=110)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
-    alone = LLM(target, draft, dtype=torch.float64).generate([5, 6, 7], SamplingParams(**SAMPLING))
+    alone = LLMEngine(target, draft, dtype=torch.float64).generate([5, 6, 7], SamplingParams(**SAMPLING))
     assert json.loads(outputs[0]) == alone.token_ids
 
 

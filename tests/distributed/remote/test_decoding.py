@@ -13,7 +13,7 @@ import torch
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from tests.support.cases import fast_first
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
@@ -50,9 +50,9 @@ def plain(target: Path, sampling: str, verify: str = "match") -> list[int]:
     """The text of one process, by autoregressive decoding or, where the text depends on the tree, in serial mode."""
     params = GREEDY if sampling == "greedy" else SAMPLED
     if verify == "match":
-        return LLM(target, None, **OPTIONS).generate(PROMPT, params).token_ids
+        return LLMEngine(target, None, **OPTIONS).generate(PROMPT, params).token_ids
     config = EngineConfig(mode="serial", verify=verify, draft_steps=3)
-    return LLM(target, target.parent / "draft", config, **OPTIONS).generate(PROMPT, params).token_ids
+    return LLMEngine(target, target.parent / "draft", config, **OPTIONS).generate(PROMPT, params).token_ids
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -132,7 +132,7 @@ def test_without_a_draft_and_with_guidance_and_scores(pair: tuple[Path, Path], t
     guided = replace(SAMPLED, guidance_scale=1.5, logprobs=2, max_tokens=8, repetition_penalty=1.0)
     scored = replace(GREEDY, logprobs=3, prompt_logprobs=1, max_tokens=8)
     with client_on_workers(target.client_address(), None) as running:
-        local = LLM(pair[0], None, **OPTIONS)
+        local = LLMEngine(pair[0], None, **OPTIONS)
         for params in (guided, scored):
             assert [*running.stream(PROMPT, params)] == [*local.stream(PROMPT, params)]
 
@@ -176,7 +176,7 @@ def test_sessions_are_independent(pair: tuple[Path, Path]) -> None:
 def test_a_drafter_that_restarts_costs_speed_only(pair: tuple[Path, Path], target: StartedWorker) -> None:
     draft = StartedWorker("draft", pair[1]).start()
     params = replace(GREEDY, max_tokens=120)
-    whole = LLM(pair[0], None, **OPTIONS).generate(PROMPT, params).token_ids
+    whole = LLMEngine(pair[0], None, **OPTIONS).generate(PROMPT, params).token_ids
     with client_on_workers(target.client_address(), draft.client_address(), draft_steps=3) as running:
         text: list[int] = []
         for count, chunk in enumerate(running.stream(PROMPT, params)):

@@ -97,7 +97,7 @@ class Machine(RuleBasedStateMachine):
         link = DraftLink(ServerLink(self.draft, RequestState(BOUNDS), "draft"))
         group = RemoteDrafter(link, 3)
         remote = RemoteDraft(group, link, self.reconnector)  # type: ignore[arg-type]
-        self.failover_drafter = FailoverDrafter(group, remote, lambda: self.now)
+        self.failover_drafter = FailoverDrafter(group, remote, clock=lambda: self.now)
         self.request = 0
         self.good = 0  # consecutive rounds without a fault of the draft
         self.begin()

@@ -20,7 +20,7 @@ from swiftspec.distributed.remote.session_messages import Answer
 from swiftspec.distributed.remote.worker import WorkerServer
 from swiftspec.distributed.transport.grpc import client
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM, LLMBase
+from swiftspec.llm_engine import LLMEngine, TokenEngine
 from swiftspec.messages import VerifyResult
 from swiftspec.observe.step_time_emulation import StepTimeEmulation, StepTimes
 from swiftspec.params import SamplingParams
@@ -40,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def plain(pair: tuple[Path, Path]) -> list[int]:
-    return LLM(pair[0], None, **OPTIONS).generate(PROMPT, SAMPLED).token_ids
+    return LLMEngine(pair[0], None, **OPTIONS).generate(PROMPT, SAMPLED).token_ids
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def slow(side: Any, model: Path, seconds: float) -> Iterator[StartedWorker]:
         yield worker
 
 
-def until_it_drafts(running: LLMBase, plain: list[int]) -> None:
+def until_it_drafts(running: TokenEngine, plain: list[int]) -> None:
     """Repeats requests until the draft worker is used again. Every text is the target's own."""
     until = time.monotonic() + 2 * MAX_DELAY_S
     while True:

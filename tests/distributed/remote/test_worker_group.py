@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swiftspec.distributed.worker_group import WorkerGroup
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from tests.support.ranks import Pool
 from tests.support.tiny_checkpoints import make_pair
@@ -36,7 +36,7 @@ def test_the_text_equals_that_of_one_rank(pool: Pool, tmp_path: Path, side: str,
     requests = [(PROMPT, asdict(params)) for params in REQUESTS]
     job = {"side": side, "model": str(model), "other": str(other), "plan": plan, "requests": requests}
     found = pool.run(2, "decode_on_group", **job)[0]
-    plain = LLM(target, None, **OPTIONS)
+    plain = LLMEngine(target, None, **OPTIONS)
     for (one, two, lost, accepted), params in zip(found, REQUESTS, strict=True):
         assert one == two == plain.generate(PROMPT, params).token_ids
         assert lost == [None, None] and accepted > 3
@@ -49,7 +49,7 @@ def test_all_ranks_mask_the_tokens_of_a_session(pool: Pool, tmp_path: Path) -> N
     often = SamplingParams(max_tokens=24, seed=2, ignore_eos=True, logit_bias={10: 40.0, 50: 40.0})
     job = {"side": "draft", "model": str(target), "other": str(target), "requests": [(PROMPT, asdict(often))]}
     plan = {"mode": "serial", "draft_steps": 3, "self_switch": False}
-    plain = LLM(target, None, **OPTIONS).generate(PROMPT, often).token_ids
+    plain = LLMEngine(target, None, **OPTIONS).generate(PROMPT, often).token_ids
     assert {*plain} == {10, 50}
     ((one, two, lost, accepted),) = pool.run(2, "decode_on_group", plan=plan, **job)[0]
     assert one == two == plain and lost == [None, None] and accepted > 12
@@ -66,7 +66,7 @@ def test_all_ranks_use_an_executor_that_all_have(pool: Pool, tmp_path: Path, sid
     requests = [(PROMPT, asdict(REQUESTS[0]))]
     job = {"side": side, "model": str(model), "other": str(other), "requests": requests, "more_on": rank}
     ((one, two, lost, accepted),) = pool.run(2, "decode_on_group", plan={"mode": "serial", "draft_steps": 3}, **job)[0]
-    assert one == two == LLM(target, None, **OPTIONS).generate(PROMPT, REQUESTS[0]).token_ids
+    assert one == two == LLMEngine(target, None, **OPTIONS).generate(PROMPT, REQUESTS[0]).token_ids
     assert lost == [None, None] and accepted > 3
 
 

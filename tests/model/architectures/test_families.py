@@ -22,7 +22,7 @@ from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
 from swiftspec.model.tensor_parallel import TensorParallelGroup
@@ -218,8 +218,8 @@ def test_greedy_text_in_every_mode(tmp_path: Path, family: str) -> None:
     want = text_by_transformers(theirs, 48)
     options: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 96}
     for ops in ("reference", "unfused"):
-        assert LLM(target, ops=ops, **options).generate(TOKENS, GREEDY).token_ids == want
-        answer = LLM(target, draft, EngineConfig("serial"), ops=ops, **options).generate(TOKENS, GREEDY)
+        assert LLMEngine(target, ops=ops, **options).generate(TOKENS, GREEDY).token_ids == want
+        answer = LLMEngine(target, draft, EngineConfig("serial"), ops=ops, **options).generate(TOKENS, GREEDY)
         assert answer.token_ids == want and answer.stats.accepted > 5 and len(set(want)) > 5
     assert on_ranks(2, lambda group: greedy_text(target, group, 48)) == [want, want]
 
@@ -232,7 +232,7 @@ def test_a_float8_cache_holds_every_key_and_value(tmp_path: Path, family: str) -
     if family.startswith("olmo") or family in HYBRIDS:
         reason = "gated delta layers" if family in HYBRIDS else "needs a norm before attention"
         with pytest.raises(UserError, match=reason):
-            LLM(target, **options)
+            LLMEngine(target, **options)
         return
-    want = LLM(target, **options).generate(TOKENS, GREEDY).token_ids
-    assert LLM(target, draft, EngineConfig("serial"), **options).generate(TOKENS, GREEDY).token_ids == want
+    want = LLMEngine(target, **options).generate(TOKENS, GREEDY).token_ids
+    assert LLMEngine(target, draft, EngineConfig("serial"), **options).generate(TOKENS, GREEDY).token_ids == want

@@ -13,7 +13,7 @@ from swiftspec.backends import cpu as host
 from swiftspec.backends import reference, unfused
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
@@ -120,12 +120,12 @@ def test_greedy_text_equals_that_of_transformers(tmp_path: Path) -> None:
     want = text_by_transformers(make_model(dtype=torch.float64, seed=1, **shape), 48)
     options: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 96}
     for ops in ("reference", "unfused"):
-        assert LLM(target, ops=ops, **options).generate(TOKENS, GREEDY).token_ids == want
-        answer = LLM(target, draft, EngineConfig("serial"), ops=ops, **options).generate(TOKENS, GREEDY)
+        assert LLMEngine(target, ops=ops, **options).generate(TOKENS, GREEDY).token_ids == want
+        answer = LLMEngine(target, draft, EngineConfig("serial"), ops=ops, **options).generate(TOKENS, GREEDY)
         assert answer.token_ids == want and answer.stats.accepted > 5 and len(set(want)) > 5
     assert on_ranks(2, lambda group: greedy_text(target, group, 48)) == [want, want]
     with pytest.raises(UserError, match="not supported for models with shared KV layers"):
-        LLM(target, ops="reference", kv_cache_dtype="fp8", **options)
+        LLMEngine(target, ops="reference", kv_cache_dtype="fp8", **options)
 
 
 @needs_native
@@ -153,6 +153,6 @@ def test_a_draft_does_not_change_the_native_text(tmp_path: Path, dtype: str) -> 
     options: dict[str, Any] = {"dtype": dtype, "max_model_len": 128}
     for temperature in (0.0, 0.9):
         sampling = SamplingParams(temperature=temperature, seed=5, max_tokens=64, ignore_eos=True)
-        want = LLM(target, **options).generate(native.TOKENS[:20], sampling).token_ids
-        answer = LLM(target, draft, EngineConfig("serial"), **options).generate(native.TOKENS[:20], sampling)
+        want = LLMEngine(target, **options).generate(native.TOKENS[:20], sampling).token_ids
+        answer = LLMEngine(target, draft, EngineConfig("serial"), **options).generate(native.TOKENS[:20], sampling)
         assert answer.token_ids == want and answer.stats.accepted > 5 and len(set(want)) > 5

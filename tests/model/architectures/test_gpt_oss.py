@@ -16,7 +16,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
 from swiftspec.lab.quantize import quantize
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.architectures import architecture_of
 from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.checkpoint_files import open_tensors, read_config
@@ -157,8 +157,8 @@ def test_greedy_text(tmp_path: Path) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     options: dict[str, Any] = {"dtype": F64, "max_model_len": 96}
     for ops in ("reference", "unfused"):
-        assert LLM(target, ops=ops, **options).generate(TOKENS, greedy).token_ids == want
-        answer = LLM(target, draft, EngineConfig("serial"), ops=ops, **options).generate(TOKENS, greedy)
+        assert LLMEngine(target, ops=ops, **options).generate(TOKENS, greedy).token_ids == want
+        answer = LLMEngine(target, draft, EngineConfig("serial"), ops=ops, **options).generate(TOKENS, greedy)
         assert answer.token_ids == want and answer.stats.accepted > 5
     assert on_ranks(2, lambda group: greedy_text(target, group, 64)) == [want, want]
 

@@ -16,7 +16,7 @@ from swiftspec.cache.delta import DeltaCache
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.loader import load_model
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.transformer import Transformer
@@ -112,6 +112,6 @@ def test_a_draft_does_not_change_the_text(tmp_path: Path, family: str, dtype: st
     options: dict[str, Any] = {"dtype": dtype, "max_model_len": 128}
     for temperature in (0.0, 0.9):
         sampling = SamplingParams(temperature=temperature, seed=5, max_tokens=64, ignore_eos=True)
-        want = LLM(target, **options).generate(TOKENS[:20], sampling).token_ids
-        answer = LLM(target, draft, EngineConfig("serial"), **options).generate(TOKENS[:20], sampling)
+        want = LLMEngine(target, **options).generate(TOKENS[:20], sampling).token_ids
+        answer = LLMEngine(target, draft, EngineConfig("serial"), **options).generate(TOKENS[:20], sampling)
         assert answer.token_ids == want and answer.stats.accepted > 5 and len(set(want)) > 5

@@ -18,7 +18,7 @@ from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
 from swiftspec.lab.latency_model import GPUS, constants, forward
 from swiftspec.lab.pair import parameters
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.architectures import architecture_of
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config_json import parse_config
@@ -148,10 +148,10 @@ def test_the_native_text_is_that_of_transformers(tmp_path: Path) -> None:
     theirs = make_model(family=FAMILY, dtype=F64, tie=False, head_dim=16, seed=1)
     sampling = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 96}
-    text = LLM(target, **options).generate(TOKENS, sampling).token_ids
+    text = LLMEngine(target, **options).generate(TOKENS, sampling).token_ids
     want = expected(theirs, [*TOKENS, *text]).argmax(-1).tolist()
     assert text == want[len(TOKENS) - 1 : -1] and len(set(text)) > 10
-    assert LLM(target, draft, EngineConfig("serial"), **options).generate(TOKENS, sampling).token_ids == text
+    assert LLMEngine(target, draft, EngineConfig("serial"), **options).generate(TOKENS, sampling).token_ids == text
 
 
 @native
@@ -161,8 +161,8 @@ def test_a_draft_does_not_change_the_text(tmp_path: Path) -> None:
     for temperature in (0.0, 0.9):
         sampling = SamplingParams(temperature=temperature, seed=5, max_tokens=48, ignore_eos=True)
         options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 96}
-        want = LLM(target, **options).generate(TOKENS, sampling).token_ids
-        answer = LLM(target, draft, EngineConfig("serial"), **options).generate(TOKENS, sampling)
+        want = LLMEngine(target, **options).generate(TOKENS, sampling).token_ids
+        answer = LLMEngine(target, draft, EngineConfig("serial"), **options).generate(TOKENS, sampling)
         assert answer.token_ids == want and answer.stats.accepted > 5 and len(set(want)) > 5
 
 

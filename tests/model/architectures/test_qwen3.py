@@ -15,7 +15,7 @@ from swiftspec.builder.load_options import select_operators
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.packed_model import AttentionOptions
 from swiftspec.params import SamplingParams
@@ -35,7 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_a_draft_does_not_change_the_text(pair: tuple[Path, Path], ops: str, cache: str) -> None:
     options: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 128, "ops": ops, "kv_cache_dtype": cache}
-    plain, tree = LLM(pair[0], **options), LLM(*pair, EngineConfig("serial"), **options)
+    plain, tree = LLMEngine(pair[0], **options), LLMEngine(*pair, EngineConfig("serial"), **options)
     for sampling in (GREEDY, SEEDED):
         want = plain.generate(PROMPT, sampling).token_ids
         answer = tree.generate(PROMPT, sampling)

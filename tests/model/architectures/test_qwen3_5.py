@@ -19,7 +19,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.lab.exactness.command import main
 from swiftspec.lab.quantize import quantize
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import Tensors, open_tensors, read_config
 from swiftspec.model.formats import format_of
 from swiftspec.model.loader import load_model
@@ -56,7 +56,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 @pytest.fixture(scope="module")
 def texts(pair: tuple[Path, Path]) -> Texts:
     """Texts of autoregressive decoding."""
-    llm = LLM(pair[0], **OPTIONS)
+    llm = LLMEngine(pair[0], **OPTIONS)
     return {sampling: llm.generate(PROMPT, sampling).token_ids for sampling in (GREEDY, SEEDED, GUIDED)}
 
 
@@ -78,7 +78,7 @@ def test_logits_equal_those_of_transformers_however_a_text_is_cut(tmp_path: Path
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_greedy_text_equals_that_of_transformers(tmp_path: Path, family: str) -> None:
     theirs = make_checkpoint(tmp_path, family=family, dtype=torch.float64, seed=1)
-    got = LLM(tmp_path, **OPTIONS).generate(PROMPT, GREEDY).token_ids
+    got = LLMEngine(tmp_path, **OPTIONS).generate(PROMPT, GREEDY).token_ids
     want = expected(theirs, [*PROMPT, *got]).argmax(-1).tolist()  # a greedy text predicts itself
     assert got == want[len(PROMPT) - 1 : -1] and len(set(got)) > 20
 
@@ -95,7 +95,7 @@ DRAFTS = [(FAMILY, "default"), (FAMILY, "deep"), (FAMILY, "wide"), *((other, "de
 @pytest.mark.parametrize(("pair", "plan"), fast_first(DRAFTS, 1, unpack=True), indirect=["pair"])
 def test_a_draft_does_not_change_the_text(pair: tuple[Path, Path], texts: Texts, plan: str) -> None:
     assert all(len({*text}) > 20 for text in texts.values())
-    llm = LLM(*pair, EngineConfig("serial", **PLANS[plan]), **OPTIONS)
+    llm = LLMEngine(*pair, EngineConfig("serial", **PLANS[plan]), **OPTIONS)
     for sampling, want in texts.items():
         answer = llm.generate(PROMPT, sampling)
         assert answer.token_ids == want and answer.stats.accepted > 15
@@ -105,7 +105,7 @@ def test_a_draft_does_not_change_the_text(pair: tuple[Path, Path], texts: Texts,
 def test_a_draft_that_is_always_rejected(tmp_path: Path, pair: tuple[Path, Path], texts: Texts) -> None:
     make_checkpoint(tmp_path, family=FAMILY, dtype=torch.float64, seed=9)
     for sampling, want in texts.items():
-        answer = LLM(pair[0], tmp_path, EngineConfig("serial"), **OPTIONS).generate(PROMPT, sampling)
+        answer = LLMEngine(pair[0], tmp_path, EngineConfig("serial"), **OPTIONS).generate(PROMPT, sampling)
         assert answer.token_ids == want and answer.stats.accepted < 20
 
 
@@ -114,8 +114,10 @@ def test_one_model_may_be_a_hybrid_and_the_other_not(tmp_path: Path, family: str
     other = FAMILY if family == "qwen3" else "qwen3"
     make_checkpoint(tmp_path / "target", family=family, dtype=torch.float64, seed=1)
     make_checkpoint(tmp_path / "draft", family=other, dtype=torch.float64, seed=2)
-    want = LLM(tmp_path / "target", **OPTIONS).generate(PROMPT, SEEDED).token_ids
-    answer = LLM(tmp_path / "target", tmp_path / "draft", EngineConfig("serial"), **OPTIONS).generate(PROMPT, SEEDED)
+    want = LLMEngine(tmp_path / "target", **OPTIONS).generate(PROMPT, SEEDED).token_ids
+    answer = LLMEngine(tmp_path / "target", tmp_path / "draft", EngineConfig("serial"), **OPTIONS).generate(
+        PROMPT, SEEDED
+    )
     assert answer.token_ids == want
 
 
@@ -124,14 +126,14 @@ def test_the_last_token_of_the_context(pair: tuple[Path, Path]) -> None:
     for length in (63, 64, 65, 97):
         options: dict[str, Any] = OPTIONS | {"max_model_len": length}
         sampling = replace(SEEDED, max_tokens=None)
-        want = LLM(pair[0], **options).generate(PROMPT, sampling)
-        answer = LLM(*pair, EngineConfig("serial"), **options).generate(PROMPT, sampling)
+        want = LLMEngine(pair[0], **options).generate(PROMPT, sampling)
+        answer = LLMEngine(*pair, EngineConfig("serial"), **options).generate(PROMPT, sampling)
         assert answer.token_ids == want.token_ids and len(want.token_ids) == length - len(PROMPT)
 
 
 def test_a_batch_of_requests(pair: tuple[Path, Path], texts: Texts) -> None:
     """Requests that start and end at different times; cache sequences are used again."""
-    llm = LLM(*pair, EngineConfig("serial", max_num_seqs=3), **OPTIONS)
+    llm = LLMEngine(*pair, EngineConfig("serial", max_num_seqs=3), **OPTIONS)
     whole = [GREEDY, SEEDED, GUIDED, replace(GREEDY, max_tokens=40), SEEDED]
     for kinds in (whole, [GUIDED, GREEDY]):
         answers = llm.generate_batch([PROMPT] * len(kinds), kinds)
@@ -166,7 +168,7 @@ def test_ranks(pool: Pool, pair: tuple[Path, Path], texts: Texts, plan: dict[str
 
 def test_prefixes_of_batches_and_particles(pair: tuple[Path, Path], texts: Texts) -> None:
     """A sequence of a scheduler is reused only where its folded state allows it."""
-    llm, prompt = LLM(*pair, EngineConfig("serial", max_num_seqs=2), **OPTIONS), [*PROMPT, *texts[GREEDY][:70]]
+    llm, prompt = LLMEngine(*pair, EngineConfig("serial", max_num_seqs=2), **OPTIONS), [*PROMPT, *texts[GREEDY][:70]]
     found = list[int]()
     for text in (prompt, prompt[:60], [*prompt, *texts[GREEDY][70:75]], prompt):
         answer = llm.generate(text, replace(GREEDY, max_tokens=9))
@@ -272,8 +274,8 @@ def test_20_000_tokens_in_bfloat16_on_the_native_operators(tmp_path: Path) -> No
     pair = make_pair(tmp_path, family=FAMILY, tie=False, **shape)
     options: dict[str, Any] = {"dtype": "bfloat16"}
     sampling = SamplingParams(temperature=0.9, seed=5, max_tokens=20_000, ignore_eos=True)
-    want = LLM(pair[0], **options).generate(PROMPT, sampling).token_ids
-    answer = LLM(*pair, EngineConfig("serial"), **options).generate(PROMPT, sampling)
+    want = LLMEngine(pair[0], **options).generate(PROMPT, sampling).token_ids
+    answer = LLMEngine(*pair, EngineConfig("serial"), **options).generate(PROMPT, sampling)
     assert answer.token_ids == want and answer.stats.accepted > 2_000
 
 
@@ -282,9 +284,9 @@ def test_20_000_tokens_in_bfloat16_on_the_native_operators(tmp_path: Path) -> No
 def test_batches_on_the_native_operators(tmp_path: Path, dtype: str) -> None:
     pair = make_pair(tmp_path, family=FAMILY, head_dim=16, linear_key_head_dim=16, tie=False)
     options: dict[str, Any] = {"dtype": dtype, "max_model_len": 160}
-    one, kinds = LLM(pair[0], **options), [GREEDY, SEEDED, GUIDED, replace(SEEDED, seed=8)]
+    one, kinds = LLMEngine(pair[0], **options), [GREEDY, SEEDED, GUIDED, replace(SEEDED, seed=8)]
     want = [one.generate(PROMPT, kind).token_ids for kind in kinds]
-    llm = LLM(*pair, EngineConfig("serial", max_num_seqs=3), **options)
+    llm = LLMEngine(*pair, EngineConfig("serial", max_num_seqs=3), **options)
     assert [answer.token_ids for answer in llm.generate_batch([PROMPT] * len(kinds), kinds)] == want
 
 
@@ -295,7 +297,7 @@ def test_a_grammar_that_forbids_every_draft(tmp_path: Path, native: bool) -> Non
     write_tokenizer(pair[0], byte_level_tokenizer())
     options: dict[str, Any] = OPTIONS | ({"dtype": "bfloat16"} if native else {})
     sampling = replace(SEEDED, grammar="start: /[a-z]*/")  # in its place OneHalf
-    plain, tree = LLM(pair[0], **options), LLM(*pair, EngineConfig("serial", self_switch=False), **options)
+    plain, tree = LLMEngine(pair[0], **options), LLMEngine(*pair, EngineConfig("serial", self_switch=False), **options)
     for llm in (plain, tree):
         verifier_of(llm).runner.make_constraint = lambda grammar: OneHalf(upper=True)
     drafter_of(tree).runner.make_constraint = lambda grammar: OneHalf(upper=False)

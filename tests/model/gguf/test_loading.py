@@ -15,7 +15,7 @@ from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.formats.int8 import LoadTimeQuantization
@@ -94,7 +94,7 @@ def test_an_answer(tmp_path: Path) -> None:
     answers: list[list[int]] = []
     for target, other in ((path, None), (twin, None), (path, draft)):
         plan = EngineConfig("ar") if other is None else EngineConfig("serial")
-        llm = LLM(target, other, plan, max_model_len=64, ops="reference", dtype="float64")
+        llm = LLMEngine(target, other, plan, max_model_len=64, ops="reference", dtype="float64")
         answers.append(list(llm.generate([5, 9, 7], greedy).token_ids))
         llm.close()
     assert answers[0] == answers[1] == answers[2] and len(answers[0]) == 16

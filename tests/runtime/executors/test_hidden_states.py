@@ -15,7 +15,7 @@ from swiftspec.backends import cpu as host
 from swiftspec.backends import reference, unfused
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
@@ -141,7 +141,7 @@ def test_populations_refuse_a_target_that_keeps_hidden_states() -> None:
 
 def test_the_load_option_applies_to_the_target(checkpoint: Path) -> None:
     options: dict[str, Any] = {"dtype": torch.float32, "max_model_len": 64, "hidden_layers": (0, 2)}
-    llm = LLM(checkpoint, checkpoint, EngineConfig("serial"), **options)
+    llm = LLMEngine(checkpoint, checkpoint, EngineConfig("serial"), **options)
     llm.generate([3, 1, 4], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     roles: Any = llm.roles.inner_roles
     assert roles.verifier.accepted_hidden().shape[1:] == (2, 64)

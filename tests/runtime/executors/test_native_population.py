@@ -16,7 +16,7 @@ from swiftspec import _C
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.batching.sequence_group import SequenceGroup
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.native_population import NativePopulationExecutor
 from swiftspec.runtime.executors.population_rounds import EagerPopulationExecutor, SamplingSpan
@@ -59,7 +59,7 @@ def int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def worker(
     pair: tuple[Path, Path], config: EngineConfig, *names: str, dtype: torch.dtype = torch.bfloat16
 ) -> BatchScheduler:
-    smc = scheduler_of(LLM(*pair, config, max_model_len=96, dtype=dtype))
+    smc = scheduler_of(LLMEngine(*pair, config, max_model_len=96, dtype=dtype))
     assert [kind.name for kind in smc.executors] == ["native", "eager"]
     restrict_executors(smc, *names)
     return smc
@@ -138,7 +138,7 @@ def test_rejection_sampling_equals_eager_rounds_at_every_isa_level(level: str, b
     sampling = [SamplingParams(0.9, max_tokens=40, ignore_eos=True, seed=seed) for seed in range(3)]
     texts: list[list[list[int]]] = []
     for kind in ("native", "eager"):
-        engine = LLM(*bf16, CONFIGS["reject"], max_model_len=96, dtype=torch.bfloat16)
+        engine = LLMEngine(*bf16, CONFIGS["reject"], max_model_len=96, dtype=torch.bfloat16)
         restrict_executors(scheduler_of(engine), kind)
         texts.append([answer.token_ids for answer in engine.generate_batch([[5, 6, 7], [8, 9], [10]], sampling)])
     assert texts[0] == texts[1]
@@ -157,7 +157,7 @@ def test_an_unsupported_request_makes_the_whole_batch_eager(
     warm = SamplingParams(0.8, max_tokens=60, ignore_eos=True, top_k=20)
     guided = replace(warm, seed=2, max_tokens=4, guidance_scale=2.0)
     sampling = [replace(warm, seed=1), guided, replace(warm, seed=3)]
-    engines = [LLM(*bf16, CONFIGS[name], max_model_len=96, dtype=torch.bfloat16) for _ in range(2)]
+    engines = [LLMEngine(*bf16, CONFIGS[name], max_model_len=96, dtype=torch.bfloat16) for _ in range(2)]
     restrict_executors(scheduler_of(engines[1]), "eager")
     found = engines[0].generate_batch(prompts, sampling)
     assert rounds[NativePopulationExecutor] > 0 and 0 < rounds[EagerPopulationExecutor] <= 4

@@ -23,12 +23,12 @@ from swiftspec.messages import VerifiedRound
 from swiftspec.params import SamplingParams
 from swiftspec.serve.cli.chat import Chat
 from swiftspec.serve.cli.chat_history import Turn
-from swiftspec.serve.session import Session
-from swiftspec.serve.settings.config_sources import load_settings
-from swiftspec.serve.settings.settings import Settings, env_name
+from swiftspec.serve.cli.config_sources import load_settings
 from swiftspec.serve.terminal import Painter, line_reader, visible
 from swiftspec.serve.word_wrap import WordWrap
+from swiftspec.settings.settings import Settings, env_name
 from swiftspec.smc.group_result import GroupResult
+from swiftspec.startup.session import Session
 from swiftspec.text.codec import TextCodec
 from tests.support.harmony import harmony_folder
 from tests.support.pty_terminal import Terminal

@@ -8,9 +8,9 @@ import pytest
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.params import SamplingParams
 from swiftspec.serve.cli.arguments import build_parser, parse_command
-from swiftspec.serve.settings.config_sources import load_settings
-from swiftspec.serve.settings.flags import FLAGS, CommandSettings, Flag
-from swiftspec.serve.settings.settings import Settings, UsageError, env_name, flag_name
+from swiftspec.serve.cli.config_sources import load_settings
+from swiftspec.settings.flags import FLAGS, CommandSettings, Flag
+from swiftspec.settings.settings import Settings, UsageError, env_name, flag_name
 from swiftspec.settings_schema import declared_settings
 
 ENGINE_FLAGS = [flag for flag in FLAGS.values() if flag.config is not CommandSettings]

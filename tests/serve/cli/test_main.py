@@ -13,7 +13,7 @@ import pytest
 import swiftspec.__main__ as swiftspec_main
 from swiftspec.__main__ import SUBCOMMANDS, main
 from swiftspec.serve import __main__ as serve_main
-from swiftspec.serve.settings.settings import Settings, env_name
+from swiftspec.settings.settings import Settings, env_name
 
 ROOT = Path(__file__).parents[3]
 
@@ -75,6 +75,10 @@ def test_an_unknown_command_is_one_line_and_code_2(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "swiftspec: error: unknown command 'srve' (did you mean 'serve'?)\n"
     assert main(["x\ny"]) == 2
     assert capsys.readouterr().err == "swiftspec: error: unknown command 'x\\ny' (--help lists the commands)\n"
+    assert main(["run", "gemma3"]) == 2
+    assert "(use `swiftspec chat MODEL`, or " in capsys.readouterr().err
+    assert main(["org/name"]) == 2
+    assert "(for a chat with this model: `swiftspec chat MODEL`)" in capsys.readouterr().err
 
 
 def test_flags_without_a_command_are_those_of_serve(dispatched: list[list[str]]) -> None:

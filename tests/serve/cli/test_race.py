@@ -11,7 +11,7 @@ import pytest
 
 from swiftspec.config import EngineConfig
 from swiftspec.serve.cli.race import MAX_ANSWER_TOKENS, RaceResult, compare_results
-from swiftspec.serve.settings.settings import Settings, env_name
+from swiftspec.settings.settings import Settings, env_name
 from swiftspec.text.codec import TextCodec
 from tests.serve.cli.test_chat import ChatRoom
 from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from swiftspec import LLM, AsyncEngine, EngineConfig, SamplingParams
+from swiftspec import LLM, AsyncEngine, SamplingParams, TextChunk
 from swiftspec.errors import UserError
 from swiftspec.serve.http.app import create_app
 from swiftspec.serve.http.middleware.security import SecurityMiddleware
@@ -34,7 +34,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def engine(pair: tuple[Path, Path]) -> Iterator[AsyncEngine]:
     """One engine for the event loops of all tests."""
-    engine = AsyncEngine(LLM(*pair))
+    engine = AsyncEngine(LLM(*pair, draft_steps=2, verify_batch=8, graft_suffix=False, self_switch=False))
     yield engine
     asyncio.run(engine.close())
 
@@ -108,7 +108,7 @@ def test_acceptance_is_counted_for_output_tokens_only(pair: tuple[Path, Path]) -
         assert 'draft_acceptance_low{model_name="target"} 0.0' in exported
 
     async def main() -> None:
-        async with AsyncEngine(LLM(pair[0], pair[0], EngineConfig(draft_steps=8, verify_batch=16))) as engine:
+        async with AsyncEngine(pair[0], pair[0], draft_steps=8, verify_batch=16, self_switch=False) as engine:
             transport = httpx.ASGITransport(create_app(engine))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 await asyncio.wait_for(scene(client), 100)
@@ -146,7 +146,7 @@ def test_synthetic_acceptance_is_stated_in_every_answer(pair: tuple[Path, Path])
             assert answer.json()["error"]["message"].startswith("synthetic acceptance does not support a grammar or")
 
     async def main() -> None:
-        async with AsyncEngine(LLM(*pair, EngineConfig(synthetic_acceptance_length=2))) as engine:
+        async with AsyncEngine(*pair, synthetic_acceptance_length=2) as engine:
             transport = httpx.ASGITransport(create_app(engine))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 await asyncio.wait_for(scene(client), 100)
@@ -162,9 +162,11 @@ def test_the_openai_client(url: str, engine: AsyncEngine) -> None:
     parts = client.completions.create(model=model.id, stream=True, **GREEDY)
     assert "".join(part.choices[0].text for part in parts if part.choices) == text.choices[0].text
     assert text.usage is not None and text.usage.completion_tokens == 9
-    prompt = httpx.post(f"{url}/tokenize", json={"prompt": "def f"}).json()["tokens"]
-    tokens = asyncio.run(engine.generate(prompt, SamplingParams(temperature=0.0, max_tokens=9))).token_ids
-    assert httpx.post(f"{url}/detokenize", json={"tokens": tokens}).json()["prompt"] == text.choices[0].text
+
+    async def generate() -> list[TextChunk]:
+        return [chunk async for chunk in engine.generate("def f", SamplingParams(temperature=0.0, max_tokens=9))]
+
+    assert "".join(chunk.text for chunk in asyncio.run(generate())) == text.choices[0].text
     chat = client.chat.completions.create(model=model.id, messages=HELLO, max_tokens=5, seed=1)
     assert chat.choices[0].finish_reason in ("stop", "length") and chat.usage is not None
     response = client.responses.create(model=model.id, input="hello", max_output_tokens=5)
@@ -202,7 +204,14 @@ def test_other_endpoints_and_the_outer_application(outer: FastAPI) -> None:
 
 
 def test_choices_and_prompts_equal_requests_with_one(outer: FastAPI) -> None:
-    body: dict[str, Any] = {"temperature": 0.9, "max_tokens": 8, "seed": 3, "logprobs": 1, "echo": True}
+    body: dict[str, Any] = {
+        "temperature": 0.9,
+        "max_tokens": 8,
+        "seed": 3,
+        "logprobs": 1,
+        "echo": True,
+        "ignore_eos": True,
+    }
     prompts = ["def f", "class", [5, 6]]
 
     async def scene(client: httpx.AsyncClient) -> None:

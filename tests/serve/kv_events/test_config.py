@@ -11,7 +11,7 @@ from swiftspec.deploy.replica import replica_settings
 from swiftspec.errors import UserError
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.kv_events.config import KvEventsConfig, kv_events_config
-from swiftspec.serve.settings.settings import Settings, UsageError
+from swiftspec.settings.settings import Settings, UsageError
 
 ENDPOINT = "tcp://*:5557"
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.prefix_caching import PrefixCachingRunner
 from swiftspec.serve.kv_events.events import KvEvent, KvEventBatch
@@ -86,12 +86,12 @@ class RequestsOfAnEngine(RuleBasedStateMachine):
     pair: Pair
     plan: EngineConfig
     exact: ClassVar[bool] = True
-    engines: ClassVar[list[LLM]] = []
+    engines: ClassVar[list[LLMEngine]] = []
 
     def __init__(self) -> None:
         super().__init__()
         if not self.engines:
-            self.engines.append(LLM(*self.pair, self.plan, dtype=torch.float64, max_model_len=CONTEXT))
+            self.engines.append(LLMEngine(*self.pair, self.plan, dtype=torch.float64, max_model_len=CONTEXT))
         self.engine, self.texts = self.engines[0], [[(7 * i * i + i) % VOCAB for i in range(45)]]
         self.blocks, self.index = ReusableBlocks(SIZE, "model"), KvIndex(SIZE)
         self.set_budget(100)
@@ -156,7 +156,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def test_after_a_guided_request_texts_must_fit_the_prefix_cache(pair: Pair) -> None:
     """The next request without guidance reallocates the live cache."""
-    engine = LLM(*pair, PLANS["serial"], dtype=torch.float64, max_model_len=CONTEXT, prefix_cache_memory=1)
+    engine = LLMEngine(*pair, PLANS["serial"], dtype=torch.float64, max_model_len=CONTEXT, prefix_cache_memory=1)
     prompt, parts = [*range(1, 40)], engine.roles.inner_roles
     assert isinstance(parts.target, PrefixCachingRunner)
     for budget, found in ((0, 0), (1000, 36)):

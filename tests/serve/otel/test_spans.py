@@ -15,13 +15,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from rich.console import Console
 
 from swiftspec.engine import Stats, TokenChunk
-from swiftspec.llm import LLMBase
+from swiftspec.llm_engine import TokenEngine
 from swiftspec.observe.rpc_latency import ClockOffset, RpcLog, RpcRecord
 from swiftspec.params import SamplingParams
 from swiftspec.serve.cli.chat import Chat
 from swiftspec.serve.otel.spans import traced_session
-from swiftspec.serve.session import Session
-from swiftspec.serve.settings.settings import Settings
+from swiftspec.settings.settings import Settings
+from swiftspec.startup.session import Session
 from tests.support.tiny_checkpoints import make_pair
 from tests.support.workers import StartedWorker, client_on_workers, started
 
@@ -205,7 +205,7 @@ def test_the_clock_offset_of_a_late_or_restarted_worker(
     assert all(text[:12] == whole[0] for text in whole)
 
 
-def until_it_drafts(running: LLMBase) -> list[int]:
+def until_it_drafts(running: TokenEngine) -> list[int]:
     """The first answer for which the draft worker was used."""
     while True:
         text = running.generate(PROMPT, replace(GREEDY, max_tokens=60)).token_ids

@@ -13,11 +13,11 @@ from swiftspec.errors import UserError
 from swiftspec.profiles import store
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.cli import generate
-from swiftspec.serve.model_resolution import ResolvedModels
-from swiftspec.serve.settings.config_sources import load_settings, unknown_variable_warnings
-from swiftspec.serve.settings.flags import FLAGS, IGNORED_PARTS, UNSUPPORTED_PARTS
-from swiftspec.serve.settings.settings import UsageError, env_name, flag_name
+from swiftspec.serve.cli.config_sources import load_settings, unknown_variable_warnings
 from swiftspec.serve.terminal import StartupProgress
+from swiftspec.settings.flags import FLAGS, IGNORED_PARTS, UNSUPPORTED_PARTS
+from swiftspec.settings.settings import UsageError, env_name, flag_name
+from swiftspec.startup.model_resolution import ResolvedModels
 from tests.support import profiles
 from tests.support.toy_pair import make_pair
 

@@ -6,6 +6,8 @@ import json
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST
+from swiftspec.serve.supervisor import supervised_process
 from swiftspec.serve.supervisor.supervised_process import (
     EXIT_HEARTBEAT_TIMEOUT_S,
     STARTUP_HEARTBEAT_TIMEOUT_S,
@@ -186,3 +189,32 @@ def test_final_exits(ready: bool, incarnation: int, code: int, final: bool) -> N
     process = SupervisedProcess(program(1, "it", ""))
     process.incarnation, process._ready_at = incarnation, 1.0 if ready else None
     assert process.is_final_exit(code) == final
+
+
+def test_a_process_that_waits_for_a_cpu_is_not_hung(
+    processes: list[SupervisedProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine whose CPUs are taken, a process is silent without being blocked."""
+    waited = 0.0
+    monkeypatch.setattr(supervised_process, "cpu_wait_s", lambda process, thread: waited)
+    process, now = started(processes, "client.set_ready()"), time.monotonic()
+    receive_heartbeats(process, now, 2)
+    waited = 30.0
+    process.kill_if_hung(now + 32.9)
+    assert process.kill_reason == ""
+    process.kill_if_hung(now + 33.1)
+    assert process.kill_reason == "sent no heartbeat for 3 s"
+
+
+def test_the_time_without_a_cpu_is_read_from_the_system() -> None:
+    """It grows when two threads share a CPU."""
+    code = f"import os; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}]); any(iter(int, 1))"
+    busy = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(2)]
+    try:
+        while not all(supervised_process.cpu_wait_s(each.pid, each.pid) > 0.05 for each in busy):
+            time.sleep(0.01)
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+    assert supervised_process.cpu_wait_s(busy[0].pid, busy[0].pid) == 0.0

@@ -19,7 +19,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.lab import latency_model, results, timeline
 from swiftspec.lab.profile import read_prompts
 from swiftspec.lab.simulation import RecordedAcceptance
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.gguf.config import extra_layers, gguf_config
@@ -27,9 +27,9 @@ from swiftspec.model.gguf.file import GgufFile, GgufStrings
 from swiftspec.model.gguf.tokenizer import end_token_ids, has_vocabulary, tokenizer_json, tokenizer_settings
 from swiftspec.params import SamplingParams
 from swiftspec.profiles import emulation, store
-from swiftspec.serve.model_resolution import generation_defaults
-from swiftspec.serve.settings import config_sources
-from swiftspec.serve.settings.settings import Settings
+from swiftspec.serve.cli import config_sources
+from swiftspec.settings.settings import Settings
+from swiftspec.startup.model_resolution import generation_defaults
 from swiftspec.text.codec import TextCodec
 from tests.support.fuzz import Target
 from tests.support.fuzz.json_text import SCALARS, damaged, mutated, texts, written
@@ -90,7 +90,9 @@ def decode(folder: Path) -> None:
     """Loads a model and generates four tokens."""
     config = read_config(folder)
     fingerprint(folder)
-    llm = LLM(folder, None, EngineConfig("ar"), max_model_len=min(64, config.max_position_embeddings), ops="reference")
+    llm = LLMEngine(
+        folder, None, EngineConfig("ar"), max_model_len=min(64, config.max_position_embeddings), ops="reference"
+    )
     sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     assert 1 <= len(llm.generate([1], sampling).token_ids) <= 4
     llm.close()

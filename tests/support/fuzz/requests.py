@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
-from swiftspec.llm import LLM
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from tests.support.fuzz import Target
 from tests.support.requests import VOCAB, a_request, a_shape
@@ -67,14 +67,14 @@ def models() -> Path:
 
 
 @cache
-def plain(dtype: torch.dtype) -> LLM:
-    return LLM(models() / "target", dtype=dtype)
+def plain(dtype: torch.dtype) -> LLMEngine:
+    return LLMEngine(models() / "target", dtype=dtype)
 
 
 @cache
-def serial(dtype: torch.dtype, tree: int) -> LLM:
+def serial(dtype: torch.dtype, tree: int) -> LLMEngine:
     config = EngineConfig(mode="serial", **a_shape(random.Random(tree)))
-    return LLM(models() / "target", models() / "draft", config, dtype=dtype)
+    return LLMEngine(models() / "target", models() / "draft", config, dtype=dtype)
 
 
 def with_a_draft(dtype: torch.dtype) -> Callable[[random.Random, Path], None]:

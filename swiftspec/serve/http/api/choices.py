@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from dataclasses import dataclass, replace
 
+from swiftspec.params import MAX_CHOICES
 from swiftspec.serve.http.api.sampling import check_population
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.format.generation_output import GenerationRequest
 from swiftspec.serve.http.schema import SamplingFields
-
-MAX_CHOICES = 512  # engine requests of one HTTP request
+from swiftspec.text.outputs import choice_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +100,3 @@ def sampled_requests(request: GenerationRequest, count: int, seeded: bool) -> li
         }
         requests.append(replace(request, engine_request=replace(engine_request, sampling=sampling)))
     return requests
-
-
-def choice_seed(seed: int, index: int) -> int:
-    """Returns the seed of a choice other than the first: 8 bytes of the BLAKE2b hash of "seed:index". Neighbouring
-    seeds of requests share no choices, as they would with seed + index."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "little")

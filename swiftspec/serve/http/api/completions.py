@@ -31,7 +31,6 @@ from swiftspec.serve.http.errors import ApiError, to_api_error, unsupported
 from swiftspec.serve.http.format.generation_output import (
     GenerationOutput,
     GenerationRequest,
-    MarkerCodec,
     OutputDelta,
     RequestOutputs,
 )
@@ -54,7 +53,7 @@ from swiftspec.serve.http.schema import (
     stream_usage,
 )
 from swiftspec.text.codec import TextCodec
-from swiftspec.text.stream import TextBuilder, TokenCodec
+from swiftspec.text.stream import MarkerCodec, TextBuilder, TokenCodec
 
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 TokenList = Annotated[list[Token], Field(min_length=1, max_length=1 << 22)]

@@ -23,6 +23,7 @@ from swiftspec.serve.http.schema import (
 PASSED_THROUGH = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "guidance_scale", "ignore_eos", "stop_token_ids", "allowed_token_ids", "verify_batch", "draft_steps",
+    "suffix_memory",
 )  # fmt: skip
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keys of a JSON schema
 MAX_LISTED_KEYS = 16  # invalid keys of logit_bias that an error message names

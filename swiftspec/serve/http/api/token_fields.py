@@ -39,11 +39,10 @@ async def bad_word_ids(context: AppContext, codec: TextCodec, body: SamplingFiel
     the word after a space."""
     if not body.bad_words:
         return {}
-    words = [text for word in body.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]
-    ids = await context.run_in_tokenizer_thread(lambda: [codec.encode(word, None, False) for word in words])
+    ids = await context.run_in_tokenizer_thread(codec.encode_bad_words, body.bad_words)
     if not all(ids):
         raise ApiError(400, "bad_words: a word must contain more than blanks", "bad_words")
-    return {"bad_words_ids": [*dict.fromkeys(map(tuple, ids))]}
+    return {"bad_words_ids": ids}
 
 
 def scoring_params(

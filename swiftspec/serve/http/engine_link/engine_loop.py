@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from swiftspec.batching.decoding import BatchRequest
     from swiftspec.cache.prefix_cache import TokenText
     from swiftspec.engine import Stats, TokenChunk
-    from swiftspec.llm import LLMBase
-    from swiftspec.messages import Logprob
+    from swiftspec.llm_engine import TokenEngine
+    from swiftspec.messages import SampledLogprob
 
 
 class FrameLink(Protocol):
@@ -49,7 +49,8 @@ def ignore_stats(request: int, stats: Stats) -> None:
 
 
 class EngineLoop:
-    """Decoding loop around an `LLM`. A request arrives as a `StartFrame` and ends with a `DoneFrame` or `FailedFrame`.
+    """Decoding loop around an `LLMEngine`. A request arrives as a `StartFrame` and ends with a `DoneFrame` or
+    `FailedFrame`.
 
     `send_rpc_records`: whether to send the records of RPCs to workers, which the front end exports as spans.
     `on_stats`: called with the number and the statistics of each completed request, before its `DoneFrame` is sent.
@@ -59,7 +60,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        llm: LLMBase,
+        llm: TokenEngine,
         link: FrameLink,
         *,
         send_rpc_records: bool = False,
@@ -216,7 +217,7 @@ class EngineLoop:
         return frames.DoneFrame(request.number, timings, metrics, extra, choice_frames, stats.verified)
 
 
-def prompt_logprob_parts(logprobs: Sequence[Logprob]) -> Iterator[Sequence[Logprob]]:
+def prompt_logprob_parts(logprobs: Sequence[SampledLogprob]) -> Iterator[Sequence[SampledLogprob]]:
     """Yields the log-probabilities of a prompt in parts that each fit a frame."""
     values = max((len(one.top) for one in logprobs), default=0) + 1
     step = max(frames.MAX_LOGPROBS_PER_FRAME // values, 1)
@@ -224,8 +225,8 @@ def prompt_logprob_parts(logprobs: Sequence[Logprob]) -> Iterator[Sequence[Logpr
         yield logprobs[start : start + step]
 
 
-def to_token_logprobs(logprobs: Sequence[Logprob]) -> list[frames.TokenLogprob]:
-    """Converts the engine's `Logprob` objects to the `TokenLogprob` objects of a frame."""
+def to_token_logprobs(logprobs: Sequence[SampledLogprob]) -> list[frames.TokenLogprob]:
+    """Converts the engine's `SampledLogprob` objects to the `TokenLogprob` objects of a frame."""
     return [frames.TokenLogprob(one.logprob, list(one.top), one.rank) for one in logprobs]
 
 
@@ -238,7 +239,9 @@ def to_trace_frame(entries: Sequence[TraceEntry]) -> frames.TraceEventsFrame:
     return frames.TraceEventsFrame(events)
 
 
-def engine_info(llm: LLMBase, model: str, draft_model: str | None, defaults: Mapping[str, Any]) -> frames.EngineInfo:
+def engine_info(
+    llm: TokenEngine, model: str, draft_model: str | None, defaults: Mapping[str, Any]
+) -> frames.EngineInfo:
     """Returns the properties of the models and the engine for the front end. `defaults`: sampling parameters of
     requests that do not set them."""
     return frames.EngineInfo(

@@ -20,15 +20,15 @@ from swiftspec.serve.http.engine_link.frames import FrontEndLost
 from swiftspec.serve.http.engine_link.frontend_process import sampling_defaults
 from swiftspec.serve.http.engine_link.status_publisher import LoadingPhases, StatusPublisher
 from swiftspec.serve.kv_events.config import kv_events_config
-from swiftspec.serve.session import open_session
-from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.signals import GracefulStop
 from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
+from swiftspec.settings.settings import Settings
+from swiftspec.startup.session import open_session
 
 if TYPE_CHECKING:
     from swiftspec.cache.prefix_cache import TokenText
     from swiftspec.distributed.launch.world import World
-    from swiftspec.llm import LLMBase
+    from swiftspec.llm_engine import TokenEngine
     from swiftspec.serve.kv_events.publisher import KvEventPublisher
 
 FLUSH_TIMEOUT_S = 2.0  # time at shutdown to send the last frames
@@ -139,7 +139,7 @@ class EngineServer:
 
     def __init__(
         self,
-        llm: LLMBase,
+        llm: TokenEngine,
         publisher: StatusPublisher,
         stop: GracefulStop,
         supervisor: SupervisorClient,

@@ -141,8 +141,8 @@ class RankStatesFrame(Frame, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of a token under the target, and other tokens at the same position; see `messages.Logprob`.
-    `top`: (id, log-probability) pairs."""
+    """Log-probability of a token under the target, and other tokens at the same position; see
+    `messages.SampledLogprob`. `top`: (id, log-probability) pairs."""
 
     logprob: float
     top: list[tuple[int, float]]

@@ -14,14 +14,14 @@ import msgspec
 
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.params import SamplingParams
-from swiftspec.serve.built_in_models import default_served_name
 from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.kv_events.config import kv_events_config
 from swiftspec.serve.otel import exporter
-from swiftspec.serve.settings.flags import FLAGS
-from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
 from swiftspec.serve.stdio import warn
 from swiftspec.serve.supervisor.supervised_process import Program
+from swiftspec.settings.flags import FLAGS
+from swiftspec.settings.settings import Settings, UsageError, flag_name
+from swiftspec.startup.built_in_models import default_served_name
 from swiftspec.text.template import read_template
 
 BACKLOG_CONNECTIONS = 128  # connections that the kernel holds until the front end, or its successor, accepts them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
@@ -12,6 +12,7 @@ from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_valida
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.format.tools import STRICT_JSON
 from swiftspec.serve.http.schema import Body, ExtensibleBody, JsonObject, ShortText, Text, Variables
+from swiftspec.text.messages import template_message, template_tool_call
 
 RESERVED_VARIABLES = frozenset({
     "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
@@ -160,32 +161,6 @@ def content_text(content: str | Sequence[ContentPart] | None, param: str) -> str
             raise unsupported(param, f"parts of type {part.type[:40]!r} are not supported; use text")
         texts.append(part.text or "")
     return "\n".join(texts)
-
-
-def template_tool_call(call_id: str | None, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tool call of an earlier message in the form that chat templates take. `arguments`: values by parameter
-    name; templates get an object, not its JSON."""
-    call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-    return call if call_id is None else {"id": call_id, **call}
-
-
-def template_message(
-    role: str, content: str, tool_calls: Iterable[dict[str, Any]] = (), **fields: str | None
-) -> dict[str, Any]:
-    """Returns a message in the form that chat templates take. All chat endpoints build their messages here.
-
-    Templates concatenate and split the content without a check of its type, so it is a text in every message, also in
-    one that only calls tools.
-
-    `role`: "developer" becomes "system", which templates know.
-    `tool_calls`: results of `template_tool_call`.
-    `fields`: other fields, such as `tool_call_id`; those that are None are left out.
-    """
-    message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
-    calls = list(tool_calls)
-    if calls:
-        message["tool_calls"] = calls
-    return message | {name: value for name, value in fields.items() if value is not None}
 
 
 def parse_arguments(text: str, param: str) -> dict[str, Any]:

@@ -23,25 +23,7 @@ from swiftspec.serve.http.format.output_parser import MarkupParser, OutputParser
 from swiftspec.serve.http.format.tools import ParsedToolCall
 from swiftspec.text.codec import TextCodec
 from swiftspec.text.harmony import HarmonyCodec
-from swiftspec.text.stream import TextBuilder, TokenCodec
-
-CONTEXT_TOKENS = 16  # last prompt tokens that precede the output in detokenization if it continues the prompt
-
-
-class MarkerCodec:
-    """Codec that detokenizes the special tokens in `marker_tokens`, which delimit reasoning and tool calls; without
-    `skip_special` all special tokens."""
-
-    def __init__(
-        self, codec: TextCodec, marker_tokens: frozenset[int] = frozenset(), skip_special: bool = True
-    ) -> None:
-        self.codec = codec
-        self.special = codec.special - marker_tokens if skip_special else frozenset[int]()
-        self.byte_tokens = codec.byte_tokens
-
-    def token_text(self, tokens: Sequence[int]) -> str:
-        """Returns the text of `tokens`."""
-        return self.codec.token_text(tokens)
+from swiftspec.text.stream import CONTEXT_TOKENS, MarkerCodec, TextBuilder, TokenCodec
 
 
 @dataclass(slots=True)
@@ -202,9 +184,7 @@ class GenerationOutput:
     @property
     def stop_reason(self) -> str | int | None:
         """What ended the output: a stop string, a token of `stop_token_ids`, or neither (None)."""
-        if self.text_builder.stop_string is not None or self.text_builder.finish_reason != "stop" or not self.tokens:
-            return self.text_builder.stop_string
-        return self.tokens[-1] if self.tokens[-1] in self.request.stop_token_ids else None
+        return self.text_builder.stop_reason(self.request.stop_token_ids)
 
     def deltas(self, engine: EngineClient) -> AsyncGenerator[OutputDelta]:
         """Runs the request and yields the output of each round; see `stream_deltas`."""

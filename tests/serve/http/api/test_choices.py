@@ -9,8 +9,8 @@ import httpx
 import msgspec
 import pytest
 
-from swiftspec.serve.http.api.choices import choice_seed
 from swiftspec.serve.http.engine_link.engine_client import GenerationFailedError
+from swiftspec.text.outputs import choice_seed
 from tests.serve.http.test_app import CHAT, HELLO, MESSAGES, TEXT, refused
 from tests.support.http import READY, TIMINGS, Player
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.llm import LLM, LLMBase
+from swiftspec.llm_engine import LLMEngine, TokenEngine
 from swiftspec.params import SamplingParams
 from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.http.engine_link.engine_server import EngineServer
@@ -30,7 +30,7 @@ class Front:
     """A front end, and an engine server in a thread."""
 
     def __init__(
-        self, llm: LLMBase, *, send_rpc_records: bool = False, on_cache_change: Callable[[Any], None] | None = None
+        self, llm: TokenEngine, *, send_rpc_records: bool = False, on_cache_change: Callable[[Any], None] | None = None
     ) -> None:
         rank0_end, self._end = socket.socketpair()
         self._wakeup_fds = os.pipe()
@@ -76,14 +76,14 @@ class Front:
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLMEngine:
     pair = make_pair(tmp_path_factory.mktemp("pair"))
     plan = EngineConfig("smc", population=PopulationConfig(2, 2, smc_groups=2))
-    return LLM(*pair, plan, max_model_len=96, dtype=torch.float64)
+    return LLMEngine(*pair, plan, max_model_len=96, dtype=torch.float64)
 
 
 @pytest.fixture
-def front(llm: LLM) -> Iterator[Front]:
+def front(llm: LLMEngine) -> Iterator[Front]:
     made = Front(llm)
     yield made
     made.close()
@@ -93,7 +93,7 @@ def tokens(received: list[Any]) -> list[int]:
     return [token for frame in received if isinstance(frame, frames.TokensFrame) for token in frame.token_ids]
 
 
-def test_requests_are_admitted_and_released_and_keep_their_texts(llm: LLM, front: Front) -> None:
+def test_requests_are_admitted_and_released_and_keep_their_texts(llm: LLMEngine, front: Front) -> None:
     bodies: dict[int, dict[str, Any]] = {n: LONG | {"seed": n, "max_tokens": 20 + 8 * n} for n in range(1, 6)}
     wanted = {n: llm.generate([5, n], SamplingParams(**sampling)).token_ids for n, sampling in bodies.items()}
     front.send(*(frames.StartFrame(n, [5, n], sampling) for n, sampling in bodies.items()))
@@ -105,7 +105,7 @@ def test_requests_are_admitted_and_released_and_keep_their_texts(llm: LLM, front
         assert received[-1].extra["particles"] == 2 and received[-2].finish_reason == "length"
 
 
-def test_choices_are_returned_only_if_requested(llm: LLM, front: Front) -> None:
+def test_choices_are_returned_only_if_requested(llm: LLMEngine, front: Front) -> None:
     alone = llm.generate([5, 1], SamplingParams(**LONG)).stats.population
     for number, choices in ((1, None), (2, (2, 2)), (3, (1, 2))):
         front.send(frames.StartFrame(number, [5, 1], LONG, choices))
@@ -115,7 +115,7 @@ def test_choices_are_returned_only_if_requested(llm: LLM, front: Front) -> None:
     assert len(both) == 2 and received == {1: [], 2: both, 3: both[:1]}
 
 
-def test_a_cancelled_or_refused_request_does_not_affect_others(llm: LLM, front: Front) -> None:
+def test_a_cancelled_or_refused_request_does_not_affect_others(llm: LLMEngine, front: Front) -> None:
     wanted = llm.generate([5, 1], SamplingParams(**LONG)).token_ids
     front.send(frames.StartFrame(1, [5, 1], LONG), frames.StartFrame(2, [5, 2], LONG))
     first = {front.next().request for _ in range(8)}
@@ -138,7 +138,7 @@ def test_a_cancelled_or_refused_request_does_not_affect_others(llm: LLM, front: 
     assert isinstance(found[5][-1], frames.DoneFrame) and tokens(found[5]) == []
 
 
-def test_losing_the_front_end_ends_all_requests(llm: LLM) -> None:
+def test_losing_the_front_end_ends_all_requests(llm: LLMEngine) -> None:
     front = Front(llm)
     front.send(frames.StartFrame(1, [5, 1], LONG), frames.StartFrame(2, [5, 2], LONG))
     front.next()
@@ -176,7 +176,7 @@ def test_rpcs_are_sent_with_the_tokens_of_their_round(tmp_path: Path) -> None:
 )
 def test_changes_of_the_cache_are_reported(tmp_path: Path, plan: EngineConfig) -> None:
     """At the start, after the first tokens of a request, and when it has ended."""
-    llm = LLM(*make_pair(tmp_path), plan, max_model_len=96, dtype=torch.float64)
+    llm = LLMEngine(*make_pair(tmp_path), plan, max_model_len=96, dtype=torch.float64)
     reports = list[list[list[int]]]()
     front = Front(llm, on_cache_change=lambda texts: reports.append([[*map(int, text)] for text in texts]))
     prompt, sampling = [3 + i for i in range(40)], LONG | {"seed": 1}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from swiftspec.errors import UserError
+from swiftspec.serve.cli.config_sources import load_settings
 from swiftspec.serve.http.engine_link.frontend_process import (
     LOOPBACK,
     check_frontend_settings,
@@ -16,8 +17,7 @@ from swiftspec.serve.http.engine_link.frontend_process import (
     listener_url,
     local_host_names,
 )
-from swiftspec.serve.settings.config_sources import load_settings
-from swiftspec.serve.settings.settings import UsageError
+from swiftspec.settings.settings import UsageError
 
 
 def test_host_names_depend_on_the_address() -> None:

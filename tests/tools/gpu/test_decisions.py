@@ -1,0 +1,59 @@
+"""Rules of the GPU queue."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.gpu import decisions
+from tools.gpu.decisions import Rule
+from tools.gpu.steps import MODELS, questions
+
+
+@pytest.mark.parametrize("rule", decisions.rules(), ids=lambda rule: rule.name)
+def test_a_threshold_separates_two_decisions(rule: Rule) -> None:
+    better, worse = (-1, 1) if rule.lower else (1, -1)
+    assert rule.decide(rule.threshold) == rule.decide(rule.threshold + better) == rule.reached
+    assert rule.decide(rule.threshold + worse) == rule.missed != rule.reached
+
+
+def test_rules_read_the_documents_of_the_steps() -> None:
+    """Figures of a 70B that slows down with its footprint, of busy clocks, and of a step without a result."""
+    sizes = {"0.25": 92.0, "1": 93.0, "4": 93.0, "36": 102.3}
+    phases = [{"point": "first tile", "since start us": 3.0}]
+    kernel = {"kernel": "linear 4096 x 6144", "largest of mean": 1.38, "phases": phases}
+    attention = {"kernel": "attention", "largest of mean": 9.0, "phases": []}
+    tables = [{"model": model, "kernels": [kernel, attention]} for model in MODELS.split(",")]
+    results = {
+        "footprint": {"us": {"swiglu": sizes}, "gpu": {"lowest MHz": 1600, "highest MHz": 1980}},
+        "stamps": {"tables": tables, "gpu": {}},
+        "attention": {
+            "results": [
+                {"name": f"Llama-3-8B TP1 attention {context} x8", "competitor": "swiftspec", "microseconds": us}
+                for context, us in ((500, 15.0), (516, 12.0), (1000, 8.5))
+            ],
+            "gpu": {},
+        },
+    }  # fmt: skip
+    found = {line["figure"]: line for line in decisions.table(results)}
+    assert found["70B SwiGLU, 36 GB against 4 GB"]["measured"] == pytest.approx(1.1)
+    assert found["70B SwiGLU, 36 GB against 4 GB"]["decision"].startswith("address translation costs")
+    assert found["70B down, 36 GB against 4 GB"]["decision"] == "not measured"
+    assert found["SM clock, lowest of highest"]["decision"].startswith("power or heat limits")
+    assert found["busiest multiprocessor of mean"]["measured"] == 1.38, "of projections only"
+    assert found["8B projections, start to first tile"]["measured"] == 3.0
+    assert found["8B attention, 500 against 516"]["decision"] == "deal units out to blocks in turn"
+    assert found["8B attention over 1,000"]["decision"] == "attention is done"
+    assert "8B attention over 1,000" in decisions.formatted([*found.values()])
+
+
+def test_every_rule_has_a_step(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A rule that reads a step of another name would never decide anything."""
+    asked: set[str] = set()
+
+    class Asked(dict[str, dict[str, object]]):
+        def __missing__(self, name: str) -> dict[str, object]:
+            asked.add(name)
+            raise KeyError(name)
+
+    decisions.table(Asked())
+    assert asked and asked <= {step.name for step in questions(tmp_path_factory.getbasetemp(), "gpu")}

@@ -1,0 +1,280 @@
+"""What each figure of tools/gpu_queue.py decides: a figure, what is expected of an H100, a threshold, and the decision.
+
+Expectations are figures measured on an H100 (profiles/h100-*.json) and estimates from them; other GPUs differ mainly by
+their memory.
+A rule whose step has no result decides nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tools.gpu.steps import MODELS, PAIR, SMALL_PAIR, TRIAL
+
+Json = dict[str, Any]
+Results = Mapping[str, Json]  # by step
+UNIT_STEP_US = 1.0  # of attention over 500 tokens against 516, from which dealing units out pays
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A figure and its decision. `figure`: computes it; KeyError and similar mean that it was not measured. The
+    decision is `reached` if the figure is at least `threshold` (`lower`: at most), else `missed`."""
+
+    name: str
+    unit: str
+    figure: Callable[[Results], float]
+    expected: str
+    threshold: float
+    reached: str
+    missed: str
+    lower: bool = False
+
+    def decide(self, value: float) -> str:
+        reached = value <= self.threshold if self.lower else value >= self.threshold
+        return self.reached if reached else self.missed
+
+
+def _us(results: Results, op: str, size: str, step: str = "footprint") -> float:
+    return float(results[step]["us"][op][size])
+
+
+def _chain(results: Results, model: str, what: str, step: str = "chain") -> float:
+    return float(results[step]["models"][model][what])
+
+
+def _kernel(results: Results, step: str, pattern: str) -> float:
+    """Returns the microseconds of the first case of this project whose name matches."""
+    for found in results[step]["results"]:
+        if found["competitor"] == "swiftspec" and re.fullmatch(pattern, found["name"]):
+            return float(found["microseconds"])
+    raise KeyError(pattern)
+
+
+def _forward(results: Results, pair: str, model: str, rows: int = 8) -> float:
+    return float(results[f"decode {pair}"]["rows ms"][model][str(rows)])
+
+
+def _best_tree(results: Results, pair: str) -> tuple[str, float]:
+    trees = results[f"decode {pair}"]["trees"]
+    best = max(trees, key=lambda shape: trees[shape]["tok/s"])
+    return best, float(trees[best]["tok/s"])
+
+
+def _tree_gain(results: Results, pair: str) -> float:
+    trees = results[f"decode {pair}"]["trees"]
+    return _best_tree(results, pair)[1] / float(trees["4,8"]["tok/s"])
+
+
+def _clock_loss(results: Results) -> float:
+    """Returns the lowest over the highest SM clock of busy samples, the smallest of all steps."""
+    return min(found["gpu"]["lowest MHz"] / found["gpu"]["highest MHz"] for found in results.values() if found["gpu"])
+
+
+def _stall(results: Results, name: str) -> float:
+    """Returns the largest cycles per instruction that warps of an operator wait for this reason."""
+    return max(launch[name] for launch in results["stalls"]["launches"])
+
+
+def _stamp(results: Results, model: str, point: str) -> float:
+    """Returns the microseconds from the start of a projection to a point, the mean over the projections of a layer."""
+    [table] = [each for each in results["stamps"]["tables"] if each["model"] == model]
+    found = [
+        phase["since start us"]
+        for kernel in table["kernels"]
+        for phase in kernel["phases"]
+        if phase["point"] == point and kernel["kernel"] != "attention"
+    ]
+    return sum(found) / len(found)
+
+
+def _busiest(results: Results) -> float:
+    """Returns the largest share of blocks on a multiprocessor over the mean, of the projections of all models."""
+    tables = results["stamps"]["tables"]
+    return max(
+        kernel["largest of mean"] for table in tables for kernel in table["kernels"] if kernel["kernel"] != "attention"
+    )
+
+
+EIGHT, SEVENTY, ONE = MODELS.split(",")  # billions of weights
+
+
+def _working_set_rules() -> list[Rule]:
+    """Returns the rules of the trial, the clocks and the working sets."""
+    return [
+        Rule(
+            "operators that fall back in the trial", "", lambda r: len(r[TRIAL]["fallbacks"]), "0", 0,
+            "time all of them", "mend these first: they are not timed", lower=True,
+        ),
+        Rule(
+            "SM clock, lowest of highest", "x", _clock_loss, "1.00", 0.97, "clocks explain nothing",
+            "power or heat limits the clock: report it, and compare figures of one clock only",
+        ),
+        Rule(
+            "70B SwiGLU, 0.25 GB against 1 GB", "x", lambda r: _us(r, "swiglu", "0.25") / _us(r, "swiglu", "1"), "1.00",
+            0.95, "benchmarks of 256 MB are cold", "raise COLD (bench/gpu/cases.py)",
+        ),
+        Rule(
+            "70B SwiGLU, 36 GB against 4 GB", "x", lambda r: _us(r, "swiglu", "36") / _us(r, "swiglu", "4"),
+            "1.00 to 1.15", 1.03, "address translation costs: touch pages one kernel ahead", "footprint costs nothing",
+        ),
+        Rule(
+            "70B down, 36 GB against 4 GB", "x", lambda r: _us(r, "down", "36") / _us(r, "down", "4"), "1.00 to 1.15",
+            1.03, "address translation costs: touch pages one kernel ahead", "footprint costs nothing",
+        ),
+        Rule(
+            "70B SwiGLU, pages touched against not", "x",
+            lambda r: _us(r, "swiglu", "touched", "footprint, pages touched")
+            / _us(r, "swiglu", "36", "footprint, pages touched"),
+            "0.90 to 1.00", 0.98, "build the page touch into the projections", "drop the page touch", lower=True,
+        ),
+    ]  # fmt: skip
+
+
+def _layer_rules() -> list[Rule]:
+    """Returns the rules of layers in place."""
+    return [
+        Rule(
+            "70B layer, all weights against those of 4", "x",
+            lambda r: _chain(r, SEVENTY, "all") / _chain(r, SEVENTY, "few"), "1.00 to 1.15", 1.03,
+            "the unexplained time of the 70B is footprint", "look for it between operators",
+        ),
+        *(
+            Rule(
+                f"{model} layer in place", "us", lambda r, model=model: _chain(r, model, "all"), expected, bound,
+                "projections and attention need no change", "continue with attention and projections", lower=True,
+            )
+            for model, expected, bound in ((EIGHT, "82", 65.0), (SEVENTY, "208 to 241", 190.0), (ONE, "48", 33.0))
+        ),
+        *(
+            Rule(
+                f"{model} layer, gain of early starts", "us",
+                lambda r, model=model: _chain(r, model, "all", "chain, nothing early") - _chain(r, model, "all"),
+                "2 or more", 0.5, "keep early starts", "early starts gain nothing: remove them",
+            )
+            for model in (EIGHT, SEVENTY, ONE)
+        ),
+    ]  # fmt: skip
+
+
+def _kernel_rules() -> list[Rule]:
+    """Returns the rules of single kernels."""
+    return [
+        Rule(
+            "8B projections, start to first tile", "us", lambda r: _stamp(r, EIGHT, "first tile"), "2.5 to 4.5", 1.5,
+            "staging of x is short enough", "take the norm and the staging of x off the path to the first product",
+            lower=True,
+        ),
+        Rule(
+            "busiest multiprocessor of mean", "x", _busiest, "1.65", 1.15, "blocks lie evenly",
+            "choose cluster sizes for even strips", lower=True,
+        ),
+        Rule(
+            "stalls for instructions per issue", "cycles", lambda r: _stall(r, "no_instruction"), "unknown", 0.5,
+            "split the kernels by template parameters", "the instruction cache suffices",
+        ),
+        Rule(
+            "8B attention over 1,000", "us", lambda r: _kernel(r, "attention", r"Llama-3-8B TP1 attention 1000 x8"),
+            "13.7", 9.0, "attention is done", "RoPE into QKV, keys before the wait", lower=True,
+        ),
+        Rule(
+            "8B attention, 500 against 516", "us",
+            lambda r: _kernel(r, "attention", r"Llama-3-8B TP1 attention 500 x8")
+            - _kernel(r, "attention", r"Llama-3-8B TP1 attention 516 x8"),
+            "2 to 4", UNIT_STEP_US, "deal units out to blocks in turn", "leave units where they are",
+        ),
+        Rule(
+            "70B attention on 1 of 4 ranks against 1 of 1", "x",
+            lambda r: _kernel(r, "attention", r"Llama-3-70B TP4 attention 1000 x8")
+            / _kernel(r, "attention", r"Llama-3-70B TP1 attention 1000 x8"),
+            "0.95", 0.7, "the split of attention suffices", "split attention with few KV heads finer", lower=True,
+        ),
+        Rule(
+            "children of 8 rows", "us", lambda r: _kernel(r, "sampling", r".* children x8"), "29 to 41", 10.0,
+            "top-k is done", "replace top-k", lower=True,
+        ),
+    ]  # fmt: skip
+
+
+def _decode_rules() -> list[Rule]:
+    """Returns the rules of forwards and decodes."""
+    return [
+        *(
+            Rule(
+                f"{model}, 8 rows", "ms", lambda r, pair=pair, model=model: _forward(r, pair, model), expected, bound,
+                "goal reached", "goal missed", lower=True,
+            )
+            for pair, model, expected, bound in (
+                (SMALL_PAIR, EIGHT, "3.08", 2.45), (PAIR, SEVENTY, "20.1", 16.5), (SMALL_PAIR, ONE, "0.90", 0.6),
+            )
+        ),
+        *(
+            Rule(
+                f"{model}, 16 rows against 8", "x",
+                lambda r, pair=pair, model=model: _forward(r, pair, model, 16) / _forward(r, pair, model), "1.05", 1.1,
+                "rounds of 16 nodes pay", "rounds of 8 nodes, or speed up 16 rows", lower=True,
+            )
+            for pair, model in ((SMALL_PAIR, EIGHT), (PAIR, SEVENTY))
+        ),
+        *(
+            Rule(
+                f"{pair}, best tree against d 4, bs 8", "x", lambda r, pair=pair: _tree_gain(r, pair), expected, 1.02,
+                "make the best tree the default on GPUs", "keep d 4, bs 8",
+            )
+            for pair, expected in ((SMALL_PAIR, "1.14"), (PAIR, "1.10 to 1.13"))
+        ),
+        *(
+            Rule(
+                f"{pair}, best tree", "tok/s", lambda r, pair=pair: _best_tree(r, pair)[1], expected, bound,
+                "goal reached", "goal missed",
+            )
+            for pair, expected, bound in ((SMALL_PAIR, "540", 650.0), (PAIR, "157", 180.0))
+        ),
+        Rule(
+            "8B after 32,000 tokens", "ms",
+            lambda r: r[f"decode {SMALL_PAIR}, 32000 tokens"]["step ms"][EIGHT], "6.9", 4.9,
+            "long contexts are done", "load keys by a producer warp", lower=True,
+        ),
+    ]  # fmt: skip
+
+
+def rules() -> list[Rule]:
+    """Returns all rules, in the order of the steps."""
+    return [*_working_set_rules(), *_layer_rules(), *_kernel_rules(), *_decode_rules()]
+
+
+def table(results: Results) -> list[Json]:
+    """Returns name, measured value, unit, expectation, threshold and decision of each rule; without a value and with
+    the decision "not measured" if a figure is missing."""
+    lines = list[Json]()
+    for rule in rules():
+        try:
+            value = rule.figure(results)
+        except (KeyError, ValueError, IndexError, ZeroDivisionError, TypeError):
+            value = None
+        bound = f"{'<=' if rule.lower else '>='} {rule.threshold:g}"
+        decision = "not measured" if value is None else rule.decide(value)
+        lines.append({
+            "figure": rule.name, "measured": value, "unit": rule.unit, "expected": rule.expected, "threshold": bound,
+            "decision": decision,
+        })  # fmt: skip
+    return lines
+
+
+def outlook() -> list[Json]:
+    """Returns the table before anything is measured, with both decisions of each rule."""
+    both = [f"{rule.reached}; else: {rule.missed}" for rule in rules()]
+    return [line | {"decision": decision} for line, decision in zip(table({}), both, strict=True)]
+
+
+def formatted(lines: list[Json]) -> str:
+    """Returns the table as text."""
+    rows = [("figure", "measured", "expected", "threshold", "", "decision")]
+    for line in lines:
+        value = "-" if line["measured"] is None else f"{line['measured']:.3g}"
+        rows.append((line["figure"], value, line["expected"], line["threshold"], line["unit"], line["decision"]))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
