@@ -80,6 +80,8 @@ class BlockKind(Protocol):
     def scale_dtype(self) -> torch.dtype: ...  # uint8 or int8: there are super-scales
     @property
     def minima(self) -> bool: ...
+    @property
+    def packs(self) -> bool: ...  # whether `pack_blocks` knows the type
 
 
 @runtime_checkable
@@ -95,6 +97,7 @@ class BlockSource(Protocol):
     def shape(self) -> tuple[int, int]: ...
     @property
     def parts(self) -> Sequence[Self]: ...
+    def unpacked(self) -> Any: ...  # an Int8Source
 
 
 @runtime_checkable
@@ -153,7 +156,7 @@ def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device
         codes = _pack_codes(weight)
         return PackedLinear.create(inputs, outputs, weight.int8_activations, *codes, bias, order=order)
     if isinstance(weight, BlockSource):
-        return _pack_blocks(weight, bias)
+        return _pack_blocks(weight, bias) if weight.kind.packs else pack(weight.unpacked(), dtype, device)
     if isinstance(weight, UnquantizedSource):
         outputs, inputs = weight.dense.shape
         return PackedLinear.create(inputs, outputs, True, *_quantize(weight.dense, weight.group_size), None, bias)

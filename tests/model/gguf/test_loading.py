@@ -132,7 +132,7 @@ def test_the_rope_of_llama_3(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("general.architecture", "mamba", "architecture 'mamba' is not supported; README.md"),
+        ("general.architecture", "mamba", "architecture 'mamba' is not supported; docs/guides/families.md"),
         ("llama.expert_count", 8, "llama.expert_count 8 is not supported"),
         ("llama.rope.dimension_count", 16, "RoPE of 16 of 64 dimensions"),
         ("llama.rope.scaling.type", "su", "RoPE type 'su' is not supported in GGUF files; none, linear, yarn and long"),
