@@ -49,6 +49,8 @@ PROSE_TOKENS = 384  # of each
 TIMED_QUESTIONS = 6
 SYSTEMS: dict[str, LoadOptions] = {
     "default": {},
+    "int8": {"activations": "int8"},
+    "int16": {"activations": "int16"},
     "native": {"activations": "native"},
     "float32, int8": {"dtype": "float32", "activations": "int8"},
     "int8 head": {"head": "int8"},
