@@ -172,7 +172,7 @@ class BlockWeight:
     rows: Tensor  # [outputs, bytes] uint8
     kind: BlockType
     bias: Tensor | None = None  # [outputs], including the outputs in `rest`
-    int8_activations: bool = False  # whether activations are quantised to int8 for the product
+    int8_activations: int = 0  # int8 numbers to which the product quantises an activation: 0, 1 or 2
     rest: tuple[BlockWeight, ...] = ()  # matrices with further outputs, of the same type
 
     @property

@@ -74,7 +74,7 @@ def test_two_ranks(tmp_path: Path, kind: str) -> None:
 def test_int8_activations(tmp_path: Path) -> None:
     """The native operators compute the logits of the reference, whose products define this arithmetic."""
     path, _ = pair(tmp_path, "mixed", family="llama")
-    options: dict[str, Any] = {"dtype": torch.float32, "quantization": LoadTimeQuantization(activations=True)}
+    options: dict[str, Any] = {"dtype": torch.float32, "quantization": LoadTimeQuantization(activations=1)}
     torch.testing.assert_close(logits(path, ops=cpu, **options), logits(path, **options), rtol=1e-3, atol=1e-3)
 
 
