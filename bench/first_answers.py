@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
@@ -71,7 +72,10 @@ class Answer:
 def parse_candidate(text: str, max_tokens: int) -> Candidate:
     """Parses a candidate of --try."""
     head, _, system = text.partition("system=")
-    given = dict(part.split("=", 1) if "=" in part else (part, "") for part in head.split(",") if part)
+    given: dict[str, str] = {}
+    for part in filter(None, head.split(",")):
+        name, _, value = part.partition("=")
+        given[name] = value
     sampling = SamplingParams(
         temperature=0.0 if "greedy" in given else float(given.pop("t", 0.2)),
         top_p=float(given.pop("top_p", 0.9)),
@@ -151,7 +155,7 @@ def main() -> None:
 
     @cache
     def load(dtype: str, activations: str | None) -> LLMEngine:
-        options = {} if activations is None else {"activations": activations}
+        options: dict[str, Any] = {} if activations is None else {"activations": activations}
         return LLMEngine(args.model, None, EngineConfig("ar"), dtype=dtype, device="cpu", **options)
 
     chosen = [parse_candidate(text, args.max_tokens) for text in args.candidates or ["t=0.2", "greedy,penalty=1.1"]]

@@ -87,8 +87,8 @@ class CommandSettings:
         " (the CUDA kernels).", MODELS,
         default_text="auto: the fastest ones available",
     )  # fmt: skip
-    activations: Literal["auto", "int8", "native"] = setting(
-        "auto", "Activations for int4 weights on a CPU: int8, with exact integer sums, or in --dtype (native).",
+    activations: Literal["auto", "int8", "int16", "native"] = setting(
+        "auto", "Activations for int4 weights on a CPU: int8 or int16, with exact integer sums, or in --dtype (native).",
         MODELS, default_text="auto: int8 with --dtype bfloat16, else native",
     )  # fmt: skip
     kv_cache_dtype: Literal["auto", "fp8"] = setting(

@@ -29,6 +29,7 @@ class BuiltInModels:
     `target`, `draft`: directories or GGUF files.
     `generation_config`: directory whose generation_config.json has the default sampling values.
     `completes_code`: whether the target continues source code instead of answering.
+    `chat_template`: file that replaces the target's chat template; None: it is not replaced.
     `copying_prompt`: a message whose answer repeats it, which suffix lookup decodes fast; None: there is none.
     """
 
@@ -38,6 +39,7 @@ class BuiltInModels:
     draft: Path
     generation_config: Path
     completes_code: bool = False
+    chat_template: Path | None = None
     copying_prompt: str | None = None
 
 
@@ -58,11 +60,24 @@ def built_in_models(model: str | None) -> BuiltInModels | None:
     if target is not None:
         name = "SmolLM2-135M-Instruct"
         return BuiltInModels(
-            name, name, target, SMOLLM2_DRAFT, SMOLLM2_DRAFT.parent, copying_prompt=SMOLLM2_COPYING_PROMPT
+            title=name,
+            served_name=name,
+            target=target,
+            draft=SMOLLM2_DRAFT,
+            generation_config=SMOLLM2_DRAFT.parent,
+            chat_template=SMOLLM2_DRAFT.parent / "chat_template.jinja",
+            copying_prompt=SMOLLM2_COPYING_PROMPT,
         )
     if not (DEMO_MODELS.target / "config.json").is_file():
         raise UserError(f"the demo models are missing ({DEMO_DIR}): specify models with --model and --draft-model")
     return DEMO_MODELS
+
+
+def chat_template_file(model: str | None, given: Path | None) -> Path | None:
+    """Returns the file of the chat template that replaces the target's; None: it is not replaced. `model`: value of
+    --model. `given`: file of --chat-template."""
+    found = built_in_models(model)
+    return given if given is not None or found is None else found.chat_template
 
 
 def default_served_name(model: str | None) -> str:

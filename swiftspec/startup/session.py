@@ -20,7 +20,7 @@ from swiftspec.model.vocabulary import describe_masked
 from swiftspec.params import SamplingParams
 from swiftspec.settings.rank_plan import acceptance_advice, synthetic_advice
 from swiftspec.settings.settings import Settings
-from swiftspec.startup.built_in_models import BuiltInModels
+from swiftspec.startup.built_in_models import BuiltInModels, chat_template_file
 from swiftspec.startup.model_resolution import ResolvedModels, generation_defaults, requested_emulation
 from swiftspec.startup.reporter import LOG, LogReporter, StartupReporter
 from swiftspec.startup.worker_endpoints import draft_worker
@@ -213,7 +213,7 @@ def _load_tokenizer(
 ) -> tuple[TextCodec, tuple[int, ...]]:
     """Imports torch and loads the target's tokenizer. Returns it with the tokens that the draft must not propose.
     Raises UserError if the draft has other ordinary tokens."""
-    template = settings.chat_template_file
+    template = chat_template_file(settings.model, settings.chat_template_file)
     renderer = template_renderer(resolved.target, template, start=start_renderer)
     phases.begin("libraries")
     importlib.import_module("torch")  # takes most of the startup time of small models

@@ -1,4 +1,4 @@
-"""Tokenizer of a model: encoding, chat template, decoding, vocabulary; and search for the directory of a model."""
+"""Tokenizer of a model: encoding, chat template, decoding, vocabulary."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import base64
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from swiftspec import file_io
-from swiftspec.errors import UserError, truncated_repr
+from swiftspec.errors import UserError
 from swiftspec.model.end_tokens import MAX_TOKENIZER_BYTES
 from swiftspec.model.gguf.file import GgufFile, is_gguf
 from swiftspec.model.gguf.tokenizer import has_vocabulary, tokenizer_json, tokenizer_settings
@@ -29,17 +29,6 @@ ChatMessage = Mapping[
     str, Any
 ]  # role, content, and other fields that a template may read: tool_calls, tool_call_id, ...
 COMMON_ROLES = ("system", "user", "assistant", "tool")
-HUB_ID_PATTERN = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-CONFIG_FILES = ("config.json", "generation_config.json")
-HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
-
-HUB_TIMEOUT_S = 10.0  # of the request whether the hub has a model
-HUB_REFUSALS = {
-    "LocalEntryNotFoundError": "the hub cannot be reached, and the model is not in the cache",
-    "GatedRepoError": "accept the model's licence on the hub, then run `hf auth login`",
-    "RepositoryNotFoundError": "the model does not exist, or it is private and needs `hf auth login`",
-    "RevisionNotFoundError": "the revision does not exist",
-}
 TOKENIZER_FILES = (  # all files of a model that its tokenizer reads, and its configuration
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
@@ -51,84 +40,6 @@ PATH_FIELDS = {"name_or_path", "tokenizer_file", "vocab_file", "merges_file"}  #
 # classes that read only tokenizer.json; the last two would split a text by GPT-2's rule, whatever that file says
 FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "GPT2Tokenizer", "GPT2TokenizerFast")
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([A-Za-z0-9+/=]*)')
-
-
-def locate_model(
-    name: str, revision: str | None = None, on_download: Callable[[], object] = lambda: None,
-    files: Sequence[str] = HUB_FILES,
-) -> Path:  # fmt: skip
-    """Returns the directory or the GGUF file of a model. Downloads a hub id: safetensors, configuration and tokenizer,
-    never code. Raises UserError if `name` is neither a directory, nor a GGUF file, nor an available hub id.
-
-    `on_download`: called before the download of a model that the cache does not contain. `files`: patterns of the
-    files to download.
-    """
-    path = file_io.expand_user(name)
-    if file_io.is_folder(path):
-        return path
-    if is_gguf(path):
-        return path
-    if os.path.exists(path):  # noqa: PTH110  (pathlib raises on names too long)
-        raise UserError(f"{name} is a file, but not a GGUF file: specify the model's directory")
-    if not HUB_ID_PATTERN.fullmatch(name):
-        kind = "file" if name.endswith(".gguf") else "directory"
-        raise UserError(f"{truncated_repr(name, 300)[1:-1]}: no such {kind}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.logging import set_verbosity_error
-
-    set_verbosity_error()
-    if not _is_cached(name, revision) and _is_on_hub(name, revision):
-        on_download()
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
-    except Exception as error:  # of the client, its HTTP library or the disk: the model is unavailable
-        reason = HUB_REFUSALS.get(type(error).__name__) or file_io.one_line(error)
-        raise UserError(
-            f"{name} is not a directory and cannot be downloaded from the Hugging Face Hub: {reason}"
-        ) from None
-
-
-def needs_download(name: str, revision: str | None = None) -> bool:
-    """Returns whether `name` is a hub id whose weights the cache does not have."""
-    if os.path.exists(file_io.expand_user(name)):  # noqa: PTH110  (pathlib raises on names too long)
-        return False
-    return HUB_ID_PATTERN.fullmatch(name) is not None and not _is_cached(name, revision)
-
-
-def locate_config(name: str, revision: str | None = None) -> Path | None:
-    """Returns the directory with the configuration of a hub model whose weights have to be downloaded, or None if
-    `name` is another model or the hub cannot be reached. Downloads CONFIG_FILES only."""
-    if not needs_download(name, revision):
-        return None
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(CONFIG_FILES)))
-    except Exception:  # `locate_model` raises it again and has the reason
-        return None
-    return folder if file_io.is_file(folder / CONFIG_FILES[0]) else None
-
-
-def _is_cached(name: str, revision: str | None) -> bool:
-    """Returns whether the cache has weights of a hub model."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except Exception:  # not in the cache, or any error that the download then raises, too
-        return False
-    return any(folder.glob("*.safetensors"))
-
-
-def _is_on_hub(name: str, revision: str | None) -> bool:
-    """Returns whether the hub can be reached and has the model."""
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
-    except Exception:  # the download raises it again and has the reason
-        return False
-    return True
 
 
 def _byte_letters() -> dict[str, int]:

@@ -36,6 +36,7 @@ LLAMA: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": [2, 3],
 }
+MLX = {"group_size": 64, "bits": 4}
 AWQ: dict[str, Any] = {
     "quant_method": "awq",
     "bits": 4,
@@ -167,8 +168,8 @@ SLIDING = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
         ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
-        ({"quantization": {"group_size": 64, "bits": 4}}, "MLX"),
-        (dict.fromkeys(("quantization", "quantization_config"), {"group_size": 64, "bits": 4}), "MLX"),
+        ({"quantization": MLX}, "MLX"),
+        ({"quantization": MLX, "quantization_config": MLX}, "MLX"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "GPTQ with 3 bits"),
         ({"quantization_config": {"quant_method": "gptq", "checkpoint_format": "marlin"}}, "GPTQ format 'marlin'"),
         ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fp8 of format 'e5m2'"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,16 @@ from swiftspec.params import SamplingParams
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.settings.settings import Settings
 from swiftspec.startup import built_in_models
-from swiftspec.startup.built_in_models import DEMO_MODELS, SMOLLM2_DRAFT, SMOLLM2_FILE, default_served_name
+from swiftspec.startup.built_in_models import (
+    DEMO_MODELS,
+    SMOLLM2_DRAFT,
+    SMOLLM2_FILE,
+    chat_template_file,
+    default_served_name,
+)
 from swiftspec.startup.model_resolution import ResolvedModels, generation_defaults
-from swiftspec.text.codec import TextCodec
+from swiftspec.startup.session import open_session
+from swiftspec.text.codec import TextCodec, template_renderer
 
 
 @pytest.fixture
@@ -48,8 +57,31 @@ def test_without_the_package_the_demo_models_run() -> None:
 def test_with_the_package_smollm2_runs_and_its_code_is_not_imported(package: Path) -> None:
     found = resolve()
     assert (found.target, found.draft) == (package / SMOLLM2_FILE, SMOLLM2_DRAFT)
-    assert generation_defaults(found.generation_config) == {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512}
+    assert generation_defaults(found.generation_config) == {
+        "temperature": 0.0,
+        "repetition_penalty": 1.03,
+        "max_tokens": 512,
+    }
     assert default_served_name(None) == "SmolLM2-135M-Instruct"
+
+
+def test_smollm2_has_a_chat_template_of_ours_unless_the_user_gives_one(package: Path) -> None:
+    file = chat_template_file(None, None)
+    renderer = template_renderer(SMOLLM2_DRAFT, file, start=False)
+    codec = TextCodec(SMOLLM2_DRAFT, renderer, file)
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "?"},
+    ]
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes?<|im_end|>\n<|im_start|>user\n?<|im_end|>\n"
+    shown = codec.token_text(codec.encode_chat(turns))
+    assert re.fullmatch(
+        r"<\|im_start\|>system\nYou are .*<\|im_end\|>\n" + re.escape(text + "<|im_start|>assistant\n"), shown
+    )
+    system = [{"role": "system", "content": "Be brief."}, *turns]
+    assert codec.token_text(codec.encode_chat(system)).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_st")
+    assert chat_template_file(None, Path("mine")) == Path("mine") and chat_template_file("other", None) is None
 
 
 def test_the_demo_models_have_a_name(package: Path) -> None:
@@ -100,3 +132,14 @@ def test_smollm2_with_its_draft_answers_as_without_and_in_fewer_rounds() -> None
     assert drafted.token_ids == alone.token_ids
     assert len(drafted.token_ids) / drafted.stats.rounds > 1.3
     assert "sleep" in codec.decode(drafted.token_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arithmetic", [{}, {"activations": "native"}, {"dtype": "float32"}])
+def test_the_first_answer_of_smollm2_is_right(arithmetic: dict[str, Any]) -> None:
+    smollm2()
+    settings = Settings(**arithmetic, packed_cache="off")
+    session = open_session(settings, StartupProgress(quiet=True))
+    with closing(session):
+        stream = session.answer(session.encode("What is the capital of France?", settings), settings)
+        assert list(stream) and stream.text == "The capital of France is Paris."

@@ -8,7 +8,7 @@ from rich.text import Text
 from swiftspec.serve.terminal import ACCEPTED_STYLE, print_note
 from swiftspec.startup.session import Session
 
-LARGER_PAIR = ("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct")
+LARGER_PAIR = ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct")
 
 
 def show_banner(session: Session, console: Console, *, raw: bool) -> None:

@@ -21,7 +21,7 @@ from swiftspec.serve.stdio import warn
 from swiftspec.serve.supervisor.supervised_process import Program
 from swiftspec.settings.flags import FLAGS
 from swiftspec.settings.settings import Settings, UsageError, flag_name
-from swiftspec.startup.built_in_models import default_served_name
+from swiftspec.startup.built_in_models import chat_template_file, default_served_name
 from swiftspec.text.template import read_template
 
 BACKLOG_CONNECTIONS = 128  # connections that the kernel holds until the front end, or its successor, accepts them
@@ -119,6 +119,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 def frontend_config(settings: Settings) -> frames.FrontendConfig:
     """Returns the front end's part of the settings."""
+    template = chat_template_file(settings.model, settings.chat_template_file)
     return frames.FrontendConfig(
         model_name=settings.served_model_name or default_served_name(settings.model),
         api_keys=list(settings.api_key or []),
@@ -128,7 +129,7 @@ def frontend_config(settings: Settings) -> frames.FrontendConfig:
         drain_timeout=settings.drain_timeout,
         host=settings.host,
         otlp_endpoint=settings.otlp_endpoint,
-        chat_template=None if settings.chat_template_file is None else str(settings.chat_template_file.resolve()),
+        chat_template=None if template is None else str(template.resolve()),
         response_store_bytes=settings.response_store_memory << 20,
         allowed_origins=list(settings.allowed_origin or []),
         public_metrics=settings.public_metrics,
