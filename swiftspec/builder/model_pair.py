@@ -97,7 +97,6 @@ from swiftspec.tree.rejection import RejectionSampling
 from swiftspec.tree.sampled_children import MAX_REROOTS, SampledChildren
 from swiftspec.tree.tree import DraftTree
 
-
 INT8_NUMBERS = {"native": 0, "int8": 1, "int16": 2}  # to which an activation is quantised; --activations
 
 
