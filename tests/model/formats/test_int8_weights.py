@@ -70,9 +70,7 @@ def test_activations_are_quantised_on_request() -> None:
     weight = Int8Weight(torch.ones(8, 32, dtype=torch.int8), torch.ones(8, 1), int8_activations=0)
     norm, dense = torch.ones(8), DenseWeight(torch.ones(8, 32))
     layer = LayerWeights(norm, weight, weight, norm, weight, dense)
-    weights = LoadTimeQuantization(activations=1).of_weights(
-        ModelWeights(norm, [lambda: layer], norm, lambda: weight)
-    )
+    weights = LoadTimeQuantization(activations=1).of_weights(ModelWeights(norm, [lambda: layer], norm, lambda: weight))
     read = weights.layers[0]()
     assert isinstance(read.qkv, Int8Weight) and read.qkv.int8_activations and read.down is dense
     head = weights.head()
