@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from fastapi.responses import Response
 from swiftspec.errors import UserError
 from swiftspec.serve.http import errors
 from swiftspec.serve.http.api.output_format import conversation_output
-from swiftspec.serve.http.api.sampling import GrammarRequest, sampling_params
+from swiftspec.serve.http.api.sampling import GrammarRequest, context_exceeded_error, sampling_params
 from swiftspec.serve.http.api.token_fields import bad_word_ids, scoring_params, truncate_prompt, truncates
 from swiftspec.serve.http.app_context import AppContext
 from swiftspec.serve.http.engine_link.engine_client import EngineClient, EngineRequest
@@ -21,11 +22,20 @@ from swiftspec.serve.http.errors import ApiError, to_api_error
 from swiftspec.serve.http.format.conversation import Conversation, template_message
 from swiftspec.serve.http.format.generation_output import GenerationRequest, OutputDelta
 from swiftspec.serve.http.format.harmony import harmony_messages, harmony_tools
+from swiftspec.serve.http.format.template_format import (
+    TemplateFormat,
+    derive_template_format,
+    with_fitting_system_messages,
+    with_written_calls,
+)
 from swiftspec.serve.http.schema import SamplingFields, ScoringFields
 from swiftspec.serve.http.sse import ENCODER, EventStream, cancel_on_disconnect, sse_event
+from swiftspec.text.codec import TextCodec
 from swiftspec.text.harmony import harmony_markers
 from swiftspec.text.template import PromptTooLong
 
+PROBE_TIMEOUT_S = 10.0  # for all probes of a chat template
+PROBE_CONTEXT_TOKENS = 1 << 16  # limit of a probe, in tokens and in characters
 REPLACE_KEY_HEADER = "x-replace-key"
 LOG = logging.getLogger("swiftspec.serve")
 EVENT_SCHEMA = {  # one server-sent event; OpenAPI before 3.2 cannot describe a stream of them
@@ -94,7 +104,10 @@ async def encode_conversation(
         raise ApiError(400, "this model has no chat template: send plain text to /v1/completions")
     tools = conversation.tools if conversation.tools and conversation.tool_choice != "none" else None
     try:
-        messages = conversation.messages
+        format = await template_format(context, tools)
+        messages = with_fitting_system_messages(conversation.messages, format.system_messages)
+        if format.write_calls is not None:
+            messages = with_written_calls(messages, format.write_calls)
         if harmony_markers(codec, codec.template_source(tools)):
             messages, tools = harmony_messages(messages), None if tools is None else harmony_tools(tools)
         return await context.run_in_tokenizer_thread(
@@ -106,10 +119,37 @@ async def encode_conversation(
             conversation.continues_last_message,
             conversation.add_generation_prompt,
         )
-    except UserError as error:  # the path of the model is not shown to clients
-        message = str(error).replace(f"{codec.path}: ", "")
-        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-        raise ApiError(400, message, "messages", code) from None
+    except PromptTooLong:
+        raise context_exceeded_error(None, info, "messages") from None
+    except UserError as error:
+        raise ApiError(400, codec.without_paths(str(error)), "messages") from None
+
+
+async def template_format(context: AppContext, tools: Sequence[dict[str, Any]] | None) -> TemplateFormat:
+    """Returns what the chat template shows of the model; derived once per template. `tools`: select the template, if
+    the model has several. Raises UserError if the model has no chat template."""
+    _, codec = context.require_ready()
+    source = codec.template_source(tools)
+    if source not in context.template_formats:
+        context.template_formats[source] = await context.run_in_tokenizer_thread(
+            _derive_template_format, codec, source
+        )
+    return context.template_formats[source]
+
+
+def _derive_template_format(codec: TextCodec, source: str) -> TemplateFormat:
+    """Derives the format of a template, for whose probes there is a limit on time and length."""
+    deadline = time.monotonic() + PROBE_TIMEOUT_S
+
+    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begins_answer: bool) -> str:
+        if time.monotonic() > deadline:
+            raise UserError(f"its probes took longer than {PROBE_TIMEOUT_S:g} s")
+        text = codec.render_chat(messages, PROBE_CONTEXT_TOKENS, tools, None, False, begins_answer)
+        if len(text) > PROBE_CONTEXT_TOKENS:
+            raise UserError(f"it renders {len(text)} characters for a short conversation")
+        return text
+
+    return derive_template_format(render, source, codec.vocab)
 
 
 async def chat_generation_request(
@@ -136,7 +176,8 @@ async def chat_generation_request(
     negative = await _negative_prompt(context, body, conversation)
     sampling = sampling_params(body, info, prompt, negative, limit) | await bad_word_ids(context, codec, body)
     sampling |= scoring_params(scoring or ScoringFields.model_validate({}), info, logprobs, stream=stream)
-    output = conversation_output(codec, conversation, prompt, grammar, keep_cut_call)
+    format = await template_format(context, conversation.tools or None)
+    output = conversation_output(codec, format, conversation, prompt, grammar, keep_cut_call)
     if output.grammar is not None:
         sampling["grammar"] = await context.compile_grammar(output.grammar)
     return GenerationRequest(

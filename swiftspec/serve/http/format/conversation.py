@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from swiftspec.serve.http.errors import ApiError, unsupported
-from swiftspec.serve.http.format.tools import STRICT_JSON
+from swiftspec.serve.http.format.tool_reader import STRICT_JSON
 from swiftspec.serve.http.schema import Body, ExtensibleBody, JsonObject, ShortText, Text, Variables
 
 RESERVED_VARIABLES = frozenset({

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from swiftspec.errors import UserError
+from swiftspec.serve.http.format.reasoning import THINK
 from swiftspec.serve.http.format.tool_format import (
     ATOM,
     COUNT,
@@ -27,9 +28,9 @@ from swiftspec.serve.http.format.tool_reader import STRICT_JSON
 from swiftspec.serve.http.format.tools import ParsedToolCall, ToolCallParser
 
 Messages = list[dict[str, Any]]
+CallWriter = Callable[[list[Mapping[str, Any]]], str]
 Render = Callable[[Messages, list[dict[str, Any]] | None, bool], str]  # messages, tools, add_generation_prompt
 
-THINK = ("<think>", "</think>")
 NAMES = ("zqtool", "zqother")
 USER, SYSTEM, LATER_SYSTEM, CONTENT, REASONING = "zquser", "zqsystem", "zqlater", "zqcontent", "zqreasoning"
 IDS = ("zqid00001", "zqid00002")
@@ -59,14 +60,14 @@ class TemplateFormat:
     `tool_calls`: syntax of its tool calls; None if it has none, or one that is not understood, which `reason` explains.
     `reasoning`: the markers of reasoning; None if there is none.
     `system_messages`: where the template takes system messages: anywhere, only at the beginning, or nowhere.
-    `writes_calls`: whether the template leaves the calls of earlier messages out, so that the server writes them.
+    `write_calls`: writes the calls of earlier messages, if the template leaves them out.
     """
 
     tool_calls: ToolCallFormat | None = None
     reason: str = ""
     reasoning: tuple[str, str] | None = None
     system_messages: SystemMessages = "any"
-    writes_calls: bool = False
+    write_calls: CallWriter | None = None
 
 
 def derive_template_format(render: Render, source: str, vocabulary: Mapping[str, int]) -> TemplateFormat:
@@ -93,12 +94,12 @@ def derive_template_format(render: Render, source: str, vocabulary: Mapping[str,
         return render(with_written_calls(messages, writer), tools, begins_answer)
 
     try:
-        return TemplateFormat(_tool_calls(written), "", reasoning, system_messages, writes_calls=True)
+        return TemplateFormat(_tool_calls(written), "", reasoning, system_messages, write_calls=writer)
     except NotDerivedError as error:
         return TemplateFormat(None, str(error), reasoning, system_messages)
 
 
-def call_writer(source: str, vocabulary: Mapping[str, int]) -> Callable[[list[Mapping[str, Any]]], str] | None:
+def call_writer(source: str, vocabulary: Mapping[str, int]) -> CallWriter | None:
     """Returns the function that writes tool calls as a model does whose template leaves them out; None if the model is
     not known. These are Granite 3 and LFM2, known by the tokens around calls."""
     if "<|tool_call|>" in source:
@@ -113,9 +114,7 @@ def _python_call(call: Mapping[str, Any]) -> str:
     return f"{call['name']}({', '.join(arguments)})"
 
 
-def with_written_calls(
-    messages: Sequence[Mapping[str, Any]], writer: Callable[[list[Mapping[str, Any]]], str]
-) -> Messages:
+def with_written_calls(messages: Sequence[Mapping[str, Any]], writer: CallWriter) -> Messages:
     """Returns messages whose tool calls are part of the content."""
     return [
         {**message, "content": message["content"] + writer([call["function"] for call in message["tool_calls"]])}
@@ -123,6 +122,21 @@ def with_written_calls(
         else dict(message)
         for message in messages
     ]
+
+
+def with_fitting_system_messages(messages: Sequence[Mapping[str, Any]], accepted: SystemMessages) -> Messages:
+    """Returns messages with system messages only where a template accepts them: all of them joined to the first
+    message, or if there are none, at the beginning of the user's first message."""
+    texts = [str(message["content"]) for message in messages if message["role"] == "system"]
+    if accepted == "any" or not texts or (accepted == "first" and len(texts) == 1 and messages[0]["role"] == "system"):
+        return [dict(message) for message in messages]
+    others = [dict(message) for message in messages if message["role"] != "system"]
+    text = "\n\n".join(texts)
+    user = next((message for message in others if message["role"] == "user"), None)
+    if accepted == "first" or user is None:
+        return [{"role": "system", "content": text}, *others]
+    user["content"] = f"{text}\n\n{user['content']}"
+    return others
 
 
 def _call(number: int, arguments: Mapping[str, Any], call_id: str = "") -> dict[str, Any]:
@@ -147,7 +161,9 @@ def _system_messages(render: Render) -> SystemMessages:
             return False
         return all(each in text for each in texts)
 
-    if takes([first, later, user, answer, later, user], SYSTEM, LATER_SYSTEM) and takes([first, user, answer, later, user], LATER_SYSTEM):
+    if takes([first, later, user, answer, later, user], SYSTEM, LATER_SYSTEM) and takes(
+        [first, user, answer, later, user], LATER_SYSTEM
+    ):
         return "any"
     return "first" if takes([first, user], SYSTEM) or not takes([user], USER) else "none"
 
@@ -275,7 +291,9 @@ class _Probe:
         opening, closing = text[: spans[0][0]].rstrip(), text[spans[-1][1] :].lstrip()
         if opening.endswith("["):
             begin_all, end_all = opening[:-1].rstrip(), closing.removeprefix("]").lstrip()
-            return ToolCallFormat("json", begin_all, end_all, separator=", ", is_list=True, name_key=keys[0], arguments_key=keys[1])
+            return ToolCallFormat(
+                "json", begin_all, end_all, separator=", ", is_list=True, name_key=keys[0], arguments_key=keys[1]
+            )
         between = text[spans[0][1] : spans[1][0]] if len(spans) > 1 else None
         parts = _split(text[: spans[0][0]], between, text[spans[-1][1] :])
         return ToolCallFormat("json", *parts, name_key=keys[0], arguments_key=keys[1])
@@ -286,9 +304,12 @@ class _Probe:
         begins = [text.find(call["function"]["name"]) for call in self.calls]
         ends = [begin + len(call["function"]["name"]) for begin, call in zip(begins, self.calls)]
         limits = [*begins[1:], len(text)]
-        spans = [_arguments_span(text, *where, call["function"]["arguments"]) for *where, call in zip(ends, limits, self.calls)]
-        if None not in spans:
-            known = [span for span in spans if span is not None]
+        spans = [
+            _arguments_span(text, end, limit, call["function"]["arguments"])
+            for end, limit, call in zip(ends, limits, self.calls)
+        ]
+        known = [span for span in spans if span is not None]
+        if len(known) == len(spans):
             parts = self._call_parts(begins, [end for _, end in known])
             name_end = _counted([text[end:begin] for end, (begin, _) in zip(ends, known)])
             return self._checked_opening(ToolCallFormat("arguments", *parts, name_end=name_end))
@@ -328,7 +349,9 @@ class _Probe:
         name_end = _counted([name[: len(name) - len(begin)] for name in name_ends])
         parameters = self._parameter_format(begin, value_end, separator)
         call_ends = [at + len(value_end) for at in last_ends]
-        return ToolCallFormat("parameters", *self._call_parts(begins, call_ends), name_end=name_end, parameters=parameters)
+        return ToolCallFormat(
+            "parameters", *self._call_parts(begins, call_ends), name_end=name_end, parameters=parameters
+        )
 
     def _parameter_format(self, begin: str, value_end: str, separator: str) -> ParameterFormat:
         """Returns the format of single arguments, from a call with an argument of each JSON type."""
@@ -362,14 +385,14 @@ class _Probe:
 
     def check(self, format: ToolCallFormat) -> None:
         """Reads the calls of probes back. Raises NotDerivedError if they differ."""
-        schemas = {name: SCHEMA for name in NAMES}
+        schemas: dict[str, Any] = dict.fromkeys(NAMES, SCHEMA)
         for calls in (self.calls, [_call(0, {})], [_call(0, TYPED)], [_call(0, {"zqa": HARD_TEXT})]):
             text = self.region(calls)
             parts = ToolCallParser(format, schemas).push(text, last=True)
             found = [(part.name, part.arguments) for part in parts if isinstance(part, ParsedToolCall)]
             expected = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
             if found != expected or len(found) != len(parts):
-                raise NotDerivedError(f"its tool calls are not understood, such as {text[:400]!r}")
+                raise NotDerivedError(f"its tool calls are not understood, such as {text[:80]!r}")
 
 
 def _json_object_around(text: str, start: int, name: str) -> tuple[int, int, dict[str, Any]] | None:
@@ -379,7 +402,7 @@ def _json_object_around(text: str, start: int, name: str) -> tuple[int, int, dic
         try:
             value, end = STRICT_JSON.raw_decode(text, at)
         except (ValueError, RecursionError):
-            end = at
+            value, end = {}, at
         if end > name_at:
             return at, end, value
         at = text.find("{", at + 1)
@@ -401,7 +424,7 @@ def _arguments_span(text: str, start: int, limit: int, arguments: Mapping[str, A
     while at >= 0:
         try:
             value, end = STRICT_JSON.raw_decode(text, at)
-        except ValueError:
+        except (ValueError, RecursionError):
             value, end = None, at
         if value == arguments:
             return at, end

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 # Placeholders in literals, of Unicode's private use area: an id, a number that counts, the type of a value.
@@ -52,7 +51,9 @@ def literal_pieces(literal: str) -> list[str]:
 
 def piece_pattern(piece: str) -> re.Pattern[str]:
     """Returns the pattern of a piece, whose placeholders match what they stand for."""
-    return re.compile("".join(PATTERNS.get(part, re.escape(part)) for part in re.split(f"([{''.join(PLACEHOLDERS)}])", piece)))
+    return re.compile(
+        "".join(PATTERNS.get(part, re.escape(part)) for part in re.split(f"([{''.join(PLACEHOLDERS)}])", piece))
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +124,11 @@ class ToolCallFormat:
         return found
 
     @property
-    def marker_words(self) -> list[str]:
-        """The markers that occur in calls, which may be special tokens."""
+    def literals(self) -> list[str]:
+        """The texts that occur in calls, which may contain special tokens."""
         literals = [self.begin, self.end, self.call_begin, self.call_end, self.separator, self.name_end]
         if self.parameters is not None:
             parameters = self.parameters
             literals += [parameters.begin, parameters.value_end, parameters.separator, parameters.quote]
             literals += parameters.value_begins.values()
-        return [atom for literal in literals for atom in ATOM.findall(literal) if len(atom) > 1]
+        return literals

@@ -16,8 +16,6 @@ from swiftspec.serve.http.format.tool_format import (
     PLACEHOLDERS,
     TYPE,
     ToolCallFormat,
-    common_prefix,
-    common_suffix,
     literal_pieces,
     piece_pattern,
 )
@@ -133,7 +131,9 @@ class CallReader:
         self._cut: tuple[str, int | dict[str, Any]] | None = None
         self._json_begin = 0
         if format.parameters is not None:
-            self._value_begin, self._string_begin = _value_begin(format.parameters.value_begins, format.parameters.quote)
+            self._value_begin, self._string_begin = _value_begin(
+                format.parameters.value_begins, format.parameters.quote
+            )
 
     def read(self, at: int, first_piece: int) -> Steps:
         """Reads the calls at `at`, of whose opening the first pieces are missing. Raises NotACall after the last
@@ -150,7 +150,9 @@ class CallReader:
             keys = "|".join({self.format.arguments_key, "arguments", "parameters"})
             begin = r'\{\s*"(?:NAME)"\s*:\s*"([^"\\]+)"\s*,\s*"(?:KEYS)"\s*:\s*'
             begin = begin.replace("NAME", self.format.name_key).replace("KEYS", keys)
-            found = re.compile(begin if self.format.name_key else r'\{\s*"([^"\\]+)"\s*:\s*').match(self.text, self._json_begin)
+            found = re.compile(begin if self.format.name_key else r'\{\s*"([^"\\]+)"\s*:\s*').match(
+                self.text, self._json_begin
+            )
             return None if found is None else CallText(found[1], {}, cut_json=self.text[found.end() :])
         name, arguments = self._cut
         if isinstance(arguments, int):
@@ -474,7 +476,9 @@ def _value_begin(by_type: Mapping[str, str], quote: str) -> tuple[str, str]:
 
 
 def _common(first: str, second: str) -> str:
-    length = next((at for at, (one, other) in enumerate(zip(first, second)) if one != other), min(len(first), len(second)))
+    length = next(
+        (at for at, (one, other) in enumerate(zip(first, second)) if one != other), min(len(first), len(second))
+    )
     return first[:length]
 
 
