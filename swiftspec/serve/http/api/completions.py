@@ -213,7 +213,7 @@ class CompletionWriter(ChoiceWriter):
             self._begun.add(delta.choice)
             head = self._prompt_chunk(delta.choice)
         if delta.last:
-            return head + self._end_chunk(delta.choice, {"text": ""})
+            return head + self._end_chunk(delta.choice, {"text": "", **self._token_fields.output_chunk(())})
         if self._top is None and not delta.content and not self._token_fields.token_ids:
             return head
         output = self._outputs.outputs[delta.choice]

@@ -11,7 +11,7 @@ from swiftspec.params import MIN_TEMPERATURE
 from swiftspec.serve.http.app_context import check_tokens
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import CONTEXT_EXCEEDED, ApiError, unsupported
-from swiftspec.serve.http.grammar import ANY_OBJECT
+from swiftspec.serve.http.grammar import ANY_OBJECT, lenient
 from swiftspec.serve.http.schema import (
     ConstraintFields,
     JsonObject,
@@ -121,7 +121,9 @@ def grammar_request(body: ConstraintFields) -> GrammarRequest | None:
     elif response_format is not None and response_format.type == "json_schema":
         if response_format.json_schema is None or response_format.json_schema.schema_ is None:
             raise ApiError(400, "response_format: json_schema.schema is missing", "response_format")
-        requests.append(("json_schema", json.dumps(response_format.json_schema.schema_), "response_format"))
+        schema = response_format.json_schema.schema_
+        schema = schema if response_format.json_schema.strict else lenient(schema)
+        requests.append(("json_schema", json.dumps(schema), "response_format"))
     requests += _requested_constraints(
         "guided_", json_=body.guided_json, regex=body.guided_regex, choice=body.guided_choice,
         grammar=body.guided_grammar,

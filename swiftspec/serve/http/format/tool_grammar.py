@@ -121,7 +121,8 @@ class _CallGrammar:
             value = f"{rule}_value"
             self._rules.append(f"{value}: {_json_rule(_with_definitions(schema, root))}")
         self._rules.append(
-            f"{rule}: {self._joined(self._literal(parameters.begin), name, self._literal(before), value, self._literal(after))}"
+            f"{rule}: "
+            + self._joined(self._literal(parameters.begin), name, self._literal(before), value, self._literal(after))
         )
         return rule
 

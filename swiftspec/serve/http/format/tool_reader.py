@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swiftspec.serve.http.format.tool_format import (
@@ -50,12 +50,14 @@ class CallText:
 
     `id`: the text that names the call, if ids of the format begin with the name.
     `cut_json`: the text of the arguments as far as it was generated, if a limit cut the call; else None.
+    `is_closed`: whether the closing marker was read, if there is one.
     """
 
     name: str
     arguments: dict[str, Any]
     id: str = ""
     cut_json: str | None = None
+    is_closed: bool = True
 
 
 class NotACall(Exception):
@@ -172,7 +174,7 @@ class CallReader:
             _, end = yield from self.read_value(at, '"')
             call = self._json_call(self.text[at:end])
             at, closed = (end, False) if is_list else (yield from self._closing(closing, end))
-            yield call
+            yield replace(call, is_closed=is_list or not closing or self._is_closed(closing, at))
             num_calls += 1
             self.end = at
             if not closed:
@@ -219,8 +221,10 @@ class CallReader:
                 at = end
             else:
                 arguments, at = yield from self._parameters(at, name)
-            at, _ = yield from self._closing(literal_pieces(format.call_end), at)
-            yield CallText(name, arguments, name_text)
+            closing = literal_pieces(format.call_end)
+            at, _ = yield from self._closing(closing, at)
+            is_closed = not closing or self._is_closed(closing, at)
+            yield CallText(name, arguments, name_text, is_closed=is_closed)
             self.end, self._cut = at, None
             if format.begin:
                 at = yield from self._blanks(at, format.separator.strip())
@@ -396,6 +400,9 @@ class CallReader:
                 return (at if number else start), False
             at = found
         return at, bool(pieces)
+
+    def _is_closed(self, closing: Sequence[str], at: int) -> bool:
+        return self.text.endswith(closing[-1], 0, at)
 
     def _pieces(self, pieces: Sequence[str], at: int) -> Position:
         """Matches pieces; those up to an id may be missing."""

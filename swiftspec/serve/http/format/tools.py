@@ -19,12 +19,14 @@ class ParsedToolCall:
 
     `arguments`: values by parameter name; empty if the call was cut.
     `cut_json`: the text of the arguments as far as it was generated, if a limit cut the call; else None.
+    `is_closed`: whether the closing marker was read, if there is one.
     """
 
     id: str
     name: str
     arguments: dict[str, Any]
     cut_json: str | None = None
+    is_closed: bool = True
 
     @property
     def arguments_json(self) -> str:
@@ -131,7 +133,7 @@ class ToolCallParser:
             parts.append(content)
 
     def _append_call(self, parts: list[str | ParsedToolCall], call: CallText) -> None:
-        parts.append(ParsedToolCall(self._call_id(call), call.name, call.arguments, call.cut_json))
+        parts.append(ParsedToolCall(self._call_id(call), call.name, call.arguments, call.cut_json, call.is_closed))
         self._content_since_call = False
         self.num_calls += 1
 

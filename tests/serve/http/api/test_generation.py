@@ -210,7 +210,7 @@ def test_a_template_error_names_the_reason_without_paths(
     thinker: Player, renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch, thinking_client: httpx.Client
 ) -> None:
     codec = thinker.codec
-    monkeypatch.setattr(renderer, "_model", codec.path)
+    monkeypatch.setattr(renderer, "model", Path("secret.jinja"))
     monkeypatch.setattr(codec.tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
     assert refused(thinking_client, CHAT, HELLO, "messages") == "the chat template failed (roles must alternate)"
     monkeypatch.setattr(codec.tokenizer, "chat_template", "{{ 'a' * 100000 }}")
