@@ -30,10 +30,11 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_RDWR), standard)
     try:
         import jinja2.sandbox
-        from transformers.utils.chat_template_utils import render_jinja_template
 
         # Some templates (Kimi K2) append to lists, which transformers forbids. They change only this process.
         jinja2.sandbox.ImmutableSandboxedEnvironment = jinja2.sandbox.SandboxedEnvironment
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         render_jinja_template([[{"role": "user", "content": ""}]], chat_template="")  # triggers its lazy imports
     except Exception as error:
         _send(replies, {"error": _error_text(error)})

@@ -12,7 +12,8 @@ from swiftspec.errors import UserError
 
 _HEAD = (
     "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}<think>"
+    "{{ m.reasoning_content }}</think>{% endif %}"
     "{{ m.content }}{% if m.tool_calls %}"
 )
 _TAIL = "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -31,25 +32,29 @@ def _named(before: str, one: str, after: str) -> str:
 _TEXT = "{{ v if v is string else v | tojson }}"
 TEMPLATES = {
     "hermes": _template(
-        _EACH + '\n<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>{% endfor %}'
+        _EACH + '\n<tool_call>\n{"name": "{{ f.name }}", "arguments": '
+        '{{ f.arguments | tojson }}}\n</tool_call>{% endfor %}'
     ),
     "json list": _template(
         "<TOOLS>[" + _EACH + '{{ ", " if not loop.first }}{"tool_name": "{{ f.name }}", "parameters": '
         '{{ f.arguments | tojson }}, "id": "{{ c.id }}"}{% endfor %}]</TOOLS>'
     ),
     "short ids": _template(
-        "[TOOL_CALLS][" + _EACH + "{{ raise_exception('nine characters') if c.id | length != 9 }}{{ ', ' if not loop.first }}"
+        "[TOOL_CALLS][" + _EACH + "{{ raise_exception('nine characters') if c.id | length != 9 }}"
+        "{{ ', ' if not loop.first }}"
         '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}{% endfor %}]'
     ),
     "name as key": _template(
-        "<|calls|>[" + _EACH + '{{ ", " if not loop.first }}{"{{ f.name }}": {{ f.arguments | tojson }}}{% endfor %}]<|/calls|>'
+        "<|calls|>[" + _EACH + '{{ ", " if not loop.first }}{"{{ f.name }}": {{ f.arguments | tojson }}}'
+        '{% endfor %}]<|/calls|>'
     ),
     "bare json": (
         "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}"
         "{{ raise_exception('one call') if m.tool_calls | length > 1 }}{% set f = m.tool_calls[0].function %}"
         '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% else %}{{ m.content }}' + _TAIL
     ),
-    "marked arguments": _template(_EACH + "[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]{{ f.arguments | tojson }}{% endfor %}"),
+    "marked arguments": _template(_EACH + "[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]"
+    "{{ f.arguments | tojson }}{% endfor %}"),
     "counted": _template(
         "<|calls_begin|>" + _EACH + "<|call_begin|>functions.{{ f.name }}:{{ loop.index0 }}<|args|>"
         "{{ f.arguments | tojson }}<|call_end|>{% endfor %}<|calls_end|>"
@@ -58,7 +63,8 @@ TEMPLATES = {
     "tags with newlines": _template(
         _named(
             "\n<tool_call>\n<function={{ f.name }}>\n",
-            "<parameter={{ k }}>\n{{ v | tojson if v is mapping or (v is sequence and v is not string) else v }}\n</parameter>\n",
+            "<parameter={{ k }}>\n"
+            "{{ v | tojson if v is mapping or (v is sequence and v is not string) else v }}\n</parameter>\n",
             "</function>\n</tool_call>",
         )
     ),
@@ -78,7 +84,8 @@ TEMPLATES = {
     ),
     "python": _template(
         "<|call|>[" + _EACH + "{{ ', ' if not loop.first }}{{ f.name }}({% for k, v in f.arguments.items() %}"
-        "{{ ', ' if not loop.first }}{{ k }}={{ \"'\" + v + \"'\" if v is string else (v | tojson if v is iterable else v) }}"
+        "{{ ', ' if not loop.first }}{{ k }}="
+        "{{ \"'\" + v + \"'\" if v is string else (v | tojson if v is iterable else v) }}"
         "{% endfor %}){% endfor %}]<|/call|>"
     ),
     "other quotes": (
@@ -92,7 +99,8 @@ TEMPLATES = {
         "{{ k }}:{{ value(v) }}{% endfor %}{{ '{' if not f.arguments }}{{ '}' }}<tool|>{% endfor %}"
     ),
     "left out": (  # as Granite 3: the template does not write the calls of messages
-        "{% if tools %}use <|tool_call|> {{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% if tools %}use <|tool_call|> {{ tools | tojson }}{% endif %}{% for m in messages %}<|"
+        "{{ m.role }}|>{{ m.content }}"
         "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     ),
 }  # fmt: skip
@@ -100,7 +108,7 @@ TEMPLATES = {
 
 @cache
 def _compiled(template: str) -> jinja2.Template:
-    environment = jinja2.Environment(autoescape=False)  # noqa: S701  (no HTML)
+    environment = jinja2.Environment(autoescape=False)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
 
     def raise_exception(text: str) -> None:

@@ -144,12 +144,19 @@ def _derive_template_format(codec: TextCodec, source: str) -> TemplateFormat:
     def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begins_answer: bool) -> str:
         if time.monotonic() > deadline:
             raise UserError(f"its probes took longer than {PROBE_TIMEOUT_S:g} s")
-        text = codec.render_chat(messages, PROBE_CONTEXT_TOKENS, tools, None, False, begins_answer)
+        try:
+            text = codec.render_chat(messages, PROBE_CONTEXT_TOKENS, tools, None, False, begins_answer)
+        except UserError as error:
+            raise UserError(codec.without_paths(str(error))) from None
         if len(text) > PROBE_CONTEXT_TOKENS:
             raise UserError(f"it renders {len(text)} characters for a short conversation")
         return text
 
-    return derive_template_format(render, source, codec.vocab)
+    try:
+        return derive_template_format(render, source, codec.vocab)
+    except Exception as error:  # a template can render anything
+        LOG.warning("the format of the chat template cannot be derived", exc_info=error)
+        return TemplateFormat(reason=f"its probes failed ({type(error).__name__})")
 
 
 async def chat_generation_request(

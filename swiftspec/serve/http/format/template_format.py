@@ -49,7 +49,7 @@ PROBE_TOOLS = [
 SystemMessages = Literal["any", "first", "none"]
 
 
-class NotDerivedError(Exception):
+class NotDerivedError(UserError):
     """The syntax of tool calls cannot be read from the template; the message says why."""
 
 
@@ -82,21 +82,18 @@ def derive_template_format(render: Render, source: str, vocabulary: Mapping[str,
         reasoning = THINK
     if "tools" not in source:
         return TemplateFormat(None, "the chat template has no tools", reasoning, system_messages)
-    try:
-        return TemplateFormat(_tool_calls(render), "", reasoning, system_messages)
-    except NotDerivedError as error:
-        reason = str(error)
-    writer = call_writer(source, vocabulary)
-    if writer is None:
-        return TemplateFormat(None, reason, reasoning, system_messages)
+    found, reason = _tool_calls_or_reason(render)
+    writer = None if found is not None else call_writer(source, vocabulary)
+    if writer is not None:
+        found, reason = _tool_calls_or_reason(_with_writer(render, writer))
+    return TemplateFormat(found, reason, reasoning, system_messages, writer if found is not None else None)
 
-    def written(messages: Messages, tools: list[dict[str, Any]] | None, begins_answer: bool) -> str:
-        return render(with_written_calls(messages, writer), tools, begins_answer)
 
+def _tool_calls_or_reason(render: Render) -> tuple[ToolCallFormat | None, str]:
     try:
-        return TemplateFormat(_tool_calls(written), "", reasoning, system_messages, write_calls=writer)
+        return _tool_calls(render), ""
     except NotDerivedError as error:
-        return TemplateFormat(None, str(error), reasoning, system_messages)
+        return None, str(error)
 
 
 def call_writer(source: str, vocabulary: Mapping[str, int]) -> CallWriter | None:
@@ -209,6 +206,19 @@ def _unique(pieces: list[str], text: str, *, from_end: bool) -> str:
         if text.count(marker) == 1:
             break
     return marker
+
+
+def check_calls(render: Render, format: TemplateFormat, steps: Sequence[int]) -> None:
+    """Reads the calls of probes back in pieces of each number of characters. Raises NotDerivedError if they differ."""
+    assert format.tool_calls is not None
+    _Probe(_with_writer(render, format.write_calls)).check(format.tool_calls, steps)
+
+
+def _with_writer(render: Render, writer: CallWriter | None) -> Render:
+    """Returns a renderer that writes the calls of messages, which the template leaves out."""
+    if writer is None:
+        return render
+    return lambda messages, tools, begins: render(with_written_calls(messages, writer), tools, begins)
 
 
 def _tool_calls(render: Render) -> ToolCallFormat:
@@ -383,16 +393,20 @@ class _Probe:
             return "short"
         return "any"
 
-    def check(self, format: ToolCallFormat) -> None:
-        """Reads the calls of probes back. Raises NotDerivedError if they differ."""
+    def check(self, format: ToolCallFormat, steps: Sequence[int] = ()) -> None:
+        """Reads the calls of probes back, in one piece and in pieces of `steps` characters. Raises NotDerivedError if
+        they differ."""
         schemas: dict[str, Any] = dict.fromkeys(NAMES, SCHEMA)
         for calls in (self.calls, [_call(0, {})], [_call(0, TYPED)], [_call(0, {"zqa": HARD_TEXT})]):
             text = self.region(calls)
-            parts = ToolCallParser(format, schemas).push(text, last=True)
-            found = [(part.name, part.arguments) for part in parts if isinstance(part, ParsedToolCall)]
             expected = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-            if found != expected or len(found) != len(parts):
-                raise NotDerivedError(f"its tool calls are not understood, such as {text[:80]!r}")
+            for step in (len(text), *steps):
+                parser = ToolCallParser(format, schemas)
+                parts = [part for at in range(0, len(text), step) for part in parser.push(text[at : at + step])]
+                parts += parser.push("", last=True)
+                found = [(part.name, part.arguments) for part in parts if isinstance(part, ParsedToolCall)]
+                if found != expected or len(found) != len(parts):
+                    raise NotDerivedError(f"its tool calls are not understood, such as {text[:80]!r}")
 
 
 def _json_object_around(text: str, start: int, name: str) -> tuple[int, int, dict[str, Any]] | None:

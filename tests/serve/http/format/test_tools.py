@@ -30,9 +30,7 @@ SCHEMA: dict[str, Any] = {
     "$defs": {"n": {"type": "integer"}},
 }  # fmt: skip
 TOOLS: dict[str, Any] = {"f": SCHEMA, "g.h-2": {"type": "object", "properties": {}}}
-OFFERED = [
-    {"type": "function", "function": {"name": n, "description": "", "parameters": p}} for n, p in TOOLS.items()
-]
+OFFERED = [{"type": "function", "function": {"name": n, "description": "", "parameters": p}} for n, p in TOOLS.items()]
 HERMES, BARE = "hermes", "bare json"
 Call = tuple[str, dict[str, Any]]
 
@@ -150,8 +148,8 @@ def test_any_text_is_read_alike_in_every_split_and_stays_if_it_is_no_call(name: 
         (BARE, '{"a": NaN}', None),
         ("json list", '<TOOLS>{"tool_name": "f", "parameters": "{\\"s\\": \\"1\\"}"}</TOOLS>', [("f", {"s": "1"})]),
         ("tags with newlines", "<function=f><parameter=s>3</parameter></function>", [("f", {"s": "3"})]),
-        ("tags with newlines", "<tool_call><function=f>\n<parameter=t>\nnull\n</parameter>\n<parameter=n> 3 </parameter>"
-         "\n</function></tool_call>", [("f", {"t": None, "n": 3})]),
+        ("tags with newlines", "<tool_call><function=f>\n<parameter=t>\nnull\n</parameter>\n<parameter=n> 3 "
+         "</parameter>\n</function></tool_call>", [("f", {"t": None, "n": 3})]),
         ("tags with newlines", "<tool_call>\n<function=f>\n<parameter=s>\na\n</parameter>\nb", None),
         ("python", '<|call|>[f(s="it\'s \\"q\\"\\n", b=True, o={\'k\': None})]<|/call|>',
          [("f", {"s": 'it\'s "q"\n', "b": True, "o": {"k": None}})]),
