@@ -23,7 +23,7 @@ TEMPLATE = (
     "{% if m.role == 'system' and not loop.first %}{{ raise_exception('only first') }}{% endif %}"
     "[{{ m.role }}]{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
     "{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}\n<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for c in m.tool_calls or [] %}{{ '\n<tool_call>' }}\n<function={{ c.function.name }}>\n"
     "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n"
     "</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}[end]{% endfor %}"
     "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"

@@ -14,7 +14,7 @@ from swiftspec.errors import UserError
 from swiftspec.serve.http.api.choice_writer import ChoiceWriter
 from swiftspec.serve.http.api.choices import RequestedChoices, requested_choices, sampled_requests
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, replace_key, respond
-from swiftspec.serve.http.api.sampling import grammar_request, sampling_params, stop_list
+from swiftspec.serve.http.api.sampling import context_exceeded_error, grammar_request, sampling_params, stop_list
 from swiftspec.serve.http.api.token_fields import (
     bad_word_ids,
     check_logprob_size,
@@ -56,6 +56,7 @@ from swiftspec.serve.http.schema import (
 )
 from swiftspec.text.codec import TextCodec
 from swiftspec.text.stream import TextBuilder, TokenCodec
+from swiftspec.text.template import PromptTooLong
 
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 TokenList = Annotated[list[Token], Field(min_length=1, max_length=1 << 22)]
@@ -121,7 +122,11 @@ async def encode_prompt(
         check_tokens(prompt, info, "prompt")
         return truncate_prompt(prompt, body, info, limit)
     longest = None if truncates(body) else info.max_model_len
-    tokens = await context.run_in_tokenizer_thread(codec.encode, prompt, longest, body.add_special_tokens is not False)
+    special = body.add_special_tokens is not False
+    try:
+        tokens = await context.run_in_tokenizer_thread(codec.encode, prompt, longest, special)
+    except PromptTooLong:
+        raise context_exceeded_error(None, info, "prompt") from None
     if not tokens:
         raise ApiError(400, "prompt: must not be empty", "prompt")
     return truncate_prompt(tokens, body, info, limit)

@@ -34,7 +34,7 @@ from swiftspec.text.codec import TextCodec
 from swiftspec.text.harmony import harmony_markers
 from swiftspec.text.template import PromptTooLong
 
-PROBE_TIMEOUT_S = 10.0  # for all probes of a chat template
+PROBE_TIMEOUT_S = 60.0  # for all probes of a chat template after the first, also on a busy machine
 PROBE_CONTEXT_TOKENS = 1 << 16  # limit of a probe, in tokens and in characters
 REPLACE_KEY_HEADER = "x-replace-key"
 LOG = logging.getLogger("swiftspec.serve")
@@ -139,15 +139,18 @@ async def template_format(context: AppContext, tools: Sequence[dict[str, Any]] |
 
 def _derive_template_format(codec: TextCodec, source: str) -> TemplateFormat:
     """Derives the format of a template, for whose probes there is a limit on time and length."""
-    deadline = time.monotonic() + PROBE_TIMEOUT_S
+    deadline: float | None = None  # not before the process that renders templates has started
 
     def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begins_answer: bool) -> str:
-        if time.monotonic() > deadline:
+        nonlocal deadline
+        if deadline is not None and time.monotonic() > deadline:
             raise UserError(f"its probes took longer than {PROBE_TIMEOUT_S:g} s")
         try:
             text = codec.render_chat(messages, PROBE_CONTEXT_TOKENS, tools, None, False, begins_answer)
         except UserError as error:
             raise UserError(codec.without_paths(str(error))) from None
+        finally:
+            deadline = deadline or time.monotonic() + PROBE_TIMEOUT_S
         if len(text) > PROBE_CONTEXT_TOKENS:
             raise UserError(f"it renders {len(text)} characters for a short conversation")
         return text

@@ -183,7 +183,8 @@ def test_parts_of_text(thinker: Player) -> None:
 
 
 MISTRAL = (
-    "{% for m in messages %}[INST]{{ m.content }}[/INST]{% for c in m.tool_calls or [] %}"
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}"
     "{{ raise_exception('nine characters') if c.id | length != 9 }}{{ '[TOOL_CALLS][' if loop.first else ', ' }}"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
     "{{ ']' if loop.last }}{% endfor %}{% endfor %}{{ tools | length if tools }}"
