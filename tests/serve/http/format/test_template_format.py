@@ -47,7 +47,7 @@ def derived(template: str, vocabulary: tuple[str, ...] = ()) -> TemplateFormat:
 def test_system_messages_are_where_the_template_takes_them(template: str, accepted: Any, rendered: list[str]) -> None:
     assert derived(template).system_messages == accepted
     roles = ("system a", "system b", "user u", "system c")
-    messages = [dict(zip(("role", "content"), each.split())) for each in roles]
+    messages: list[dict[str, Any]] = [dict(zip(("role", "content"), each.split())) for each in roles]
     fitting = with_fitting_system_messages(messages, accepted)
     assert [f"{message['role']} {message['content']}" for message in fitting] == rendered
     rendering(template, fitting, None, True)
