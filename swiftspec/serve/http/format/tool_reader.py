@@ -149,12 +149,10 @@ class CallReader:
     def cut_call(self) -> CallText | None:
         """Returns the call that the end of the text cuts; None if its name is not complete."""
         if self._cut is None:
-            keys = "|".join({self.format.arguments_key, "arguments", "parameters"})
-            begin = r'\{\s*"(?:NAME)"\s*:\s*"([^"\\]+)"\s*,\s*"(?:KEYS)"\s*:\s*'
-            begin = begin.replace("NAME", self.format.name_key).replace("KEYS", keys)
-            found = re.compile(begin if self.format.name_key else r'\{\s*"([^"\\]+)"\s*:\s*').match(
-                self.text, self._json_begin
-            )
+            keys = "|".join(map(re.escape, (self.format.arguments_key, "arguments", "parameters")))
+            named = rf'\s*"{re.escape(self.format.name_key)}"\s*:' if self.format.name_key else ""
+            then = rf'\s*,\s*"(?:{keys})"' if self.format.name_key else ""
+            found = re.compile(rf'\{{{named}\s*"([^"\\]+)"{then}\s*:\s*').match(self.text, self._json_begin)
             return None if found is None else CallText(found[1], {}, cut_json=self.text[found.end() :])
         name, arguments = self._cut
         if isinstance(arguments, int):
