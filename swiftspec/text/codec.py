@@ -100,6 +100,7 @@ class TextCodec:
             raise UserError(f"{path}: the tokenizer is empty; is tokenizer.json missing?")
         if template is not None:
             self.tokenizer.chat_template = template
+        self._backend = _decoding_backend(self.tokenizer)
         self.size = max(self.vocab.values()) + 1  # of the base vocabulary
         added = self.tokenizer.added_tokens_decoder
         self.special = frozenset(token for token, what in added.items() if what.special)
@@ -283,6 +284,8 @@ class TextCodec:
 
     def token_text(self, tokens: Sequence[int]) -> str:
         """Decodes tokens, including special ones."""
+        if self._backend is not None:
+            return str(self._backend.decode(list(tokens), skip_special_tokens=False))
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
@@ -377,6 +380,18 @@ def _check_charsmap(file: Path) -> None:
         table = base64.b64decode(found[1])
         if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
             raise UserError("precompiled_charsmap is damaged")
+
+
+def _decoding_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Returns the tokenizer of the library tokenizers whose `decode` the given one calls, which takes a fifth of the
+    time; None if it decodes in its own way."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    inherited = all(
+        getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
+    )
+    return tokenizer.backend_tokenizer if inherited else None
 
 
 def _gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
