@@ -133,9 +133,10 @@ class CommandSettings:
     host: str = setting(
         "127.0.0.1", "Address to listen on. 0.0.0.0: all interfaces; set an API key then.", SERVER, "ADDRESS"
     )
-    served_model_name: str | None = setting(
-        None, "Name of the model in the HTTP APIs.", SERVER, "NAME", "--model, else the name of the built-in model"
-    )
+    served_model_name: tuple[str, ...] = setting(
+        (), "Names of the model in the HTTP APIs, the default first.", SERVER, "NAME",
+        "--model, else the name of the built-in model",
+    )  # fmt: skip
     api_key: tuple[str, ...] = setting(
         (), "Require this API key from clients; may be given several times. Other users of this machine can read the"
         " command line: prefer the environment variable.", SERVER, "KEY", "none",

@@ -128,6 +128,17 @@ class TextCodec:
         """Ends the process that renders the chat template, if one runs."""
         self._renderer.close()
 
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of the special tokens by their text."""
+        return {str(token): number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+
+    def without_paths(self, message: str) -> str:
+        """Returns a message without the paths of the model and of its chat template, which clients do not see."""
+        for path in (self.path, self._renderer.model):
+            message = message.replace(f"{path}: ", "")
+        return message
+
     @property
     def has_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
@@ -185,19 +196,36 @@ class TextCodec:
         truncation: Truncation | None = None,
         template: str | None = None,
     ) -> list[int]:
-        """Renders a conversation with the chat template and encodes it.
+        """Renders a conversation with the chat template and encodes it; see `render_chat` and `encode`.
 
         As in transformers and vLLM the template alone adds special tokens such as BOS.
+        """
+        if truncation is not None:
+            context = None
+        text = self.render_chat(
+            messages, context, tools, variables, continue_final_message, add_generation_prompt, template
+        )
+        return self._encode(text, context, False, truncation)
 
-        `context`, `truncation`: see `encode`. `tools`: JSON schemas of the tools. `variables`: additional variables of
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        context: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+    ) -> str:
+        """Renders a conversation with the chat template.
+
+        `context`: see `encode`. `tools`: JSON schemas of the tools. `variables`: additional variables of
         the template.
         `continue_final_message`: leave the last message open, instead of beginning the assistant's turn.
         `add_generation_prompt`: begin the assistant's turn, unless the last message is left open. `template`: source of
         a template that replaces the model's.
         """
         template = template or self.template_source(tools)
-        if truncation is not None:
-            context = None
         for message in messages:
             for text in message.values():
                 if isinstance(text, str):
@@ -212,7 +240,7 @@ class TextCodec:
             add_generation_prompt and not continue_final_message,
         )  # fmt: skip
         self._check_roles(messages, text)
-        return self._encode(text, context, False, truncation)
+        return text
 
     def _check_roles(self, messages: Sequence[ChatMessage], text: str) -> None:
         """Raises UserError if the template has left out a message with a role that few templates know."""

@@ -52,7 +52,7 @@ def new_cache(model: Transformer, ops: Any) -> ModelCache:
     kv, *further = (KVCache(*shape, CAPACITY, ops.make_slot_mover, dtype=model.dtype) for shape in model.cache_shapes)
     delta = None
     if model.delta_shape is not None:
-        delta = DeltaCache(*model.delta_shape, CAPACITY, ops, dtype=model.dtype)
+        delta = DeltaCache(*model.delta_shape, CAPACITY, ops, dtype=model.stream_dtype)
     return ModelCache(kv, further=further, delta=delta)
 
 
