@@ -13,7 +13,7 @@ from swiftspec.control.trial_budget import TrialBudget
 
 WINDOW_ROUNDS = 16  # speculative rounds that a decision is based on
 PROBE_ROUNDS = 4  # autoregressive rounds of a probe
-AR_WINDOW_ROUNDS = 8  # autoregressive rounds whose median duration others are compared to
+AR_WINDOW_ROUNDS = 32  # autoregressive rounds whose median duration others are compared to
 MIN_MISSED_ROUND = 0.25  # least loss of a round without an accepted token that a trial is expected to have
 RAISE_COOLDOWN_ROUNDS = 120  # rounds in which d and bs are not increased, after an increase was soon reverted
 

@@ -19,7 +19,7 @@ from swiftspec.params import SamplingParams
 TRIAL_SHARE = 0.01  # earned by each round without the draft
 INITIAL_SAVINGS = 5.0  # of a draft that should pay at a typical acceptance rate: 2 % of an answer of 256 tokens
 MAX_ALLOWANCE = 5.0  # largest loss after which speculation stops, however much it has gained before
-MAX_SAVINGS = 32.0  # largest saved gain, which later requests may lose
+MAX_SAVINGS = 16.0  # largest saved gain, which later requests may lose
 RECENT_ROUNDS = 16  # that can prolong the use of a draft whose budget is spent
 NARROW_GAIN = 0.2  # mean gain of these rounds that an error of measured times could explain
 TRIAL_ROUNDS = 2  # rounds without an accepted token that a trial must be able to afford
