@@ -47,6 +47,7 @@ CONVERSATIONS = (
     (("What should I see in London?", "Tower|Museum|Palace|Eye|Bridge"), ("Is it expensive there?", "")),
     (("Explain what a computer is to a child.", "computer"), ("Tell me a joke.", "")),
 )
+OPTIONS = {"greedy", "t", "top_p", "penalty", "presence", "frequency", "seed", "dtype", "activations"}
 LOOP_WINDOW_TOKENS, LOOP_DISTINCT_TOKENS = 48, 16
 
 
@@ -76,21 +77,22 @@ def parse_candidate(text: str, max_tokens: int) -> Candidate:
     for part in filter(None, head.split(",")):
         name, _, value = part.partition("=")
         given[name] = value
+    if unknown := given.keys() - OPTIONS:
+        raise SystemExit(f"--try: unknown {', '.join(sorted(unknown))}; known are {', '.join(sorted(OPTIONS))}")
     sampling = SamplingParams(
-        temperature=0.0 if "greedy" in given else float(given.pop("t", 0.2)),
-        top_p=float(given.pop("top_p", 0.9)),
-        repetition_penalty=float(given.pop("penalty", 1.0)),
-        presence_penalty=float(given.pop("presence", 0.0)),
-        frequency_penalty=float(given.pop("frequency", 0.0)),
-        seed=int(given.pop("seed", 0)),
+        temperature=0.0 if "greedy" in given else float(given.get("t", 0.2)),
+        top_p=float(given.get("top_p", 0.9)),
+        repetition_penalty=float(given.get("penalty", 1.0)),
+        presence_penalty=float(given.get("presence", 0.0)),
+        frequency_penalty=float(given.get("frequency", 0.0)),
+        seed=int(given.get("seed", 0)),
         max_tokens=max_tokens,
     )
-    given.pop("greedy", None)
     return Candidate(
         name=text,
         sampling=sampling,
-        dtype=given.pop("dtype", "auto"),
-        activations=given.pop("activations", None),
+        dtype=given.get("dtype", "auto"),
+        activations=given.get("activations"),
         system=system or None,
     )
 

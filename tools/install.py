@@ -27,6 +27,7 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 COMPILE_CPU_S = 150  # of the C++ files, on the machine of bench/log/2026-11-28.md
 POLL_INTERVAL_S = 0.2
 MAX_ERROR_LINES = 40
+BUILD_NOTES = ("swiftspec: CUDA kernels ", "swiftspec: compiling ")  # lines of setup.py that are no errors
 
 
 def pip(*arguments: str, quiet: bool = True) -> None:
@@ -89,7 +90,7 @@ def error_lines(log: str) -> str:
     start = next((at for at, line in enumerate(lines) if line.startswith("FAILED:")), None)
     if start is not None:
         return "\n".join(lines[start : start + MAX_ERROR_LINES])
-    own = [line for line in lines if line.startswith("swiftspec: ") or "CMake Error" in line]
+    own = [line for line in lines if line.startswith("swiftspec: ") and not line.startswith(BUILD_NOTES)]
     return "\n".join(own or lines[-MAX_ERROR_LINES:])
 
 
