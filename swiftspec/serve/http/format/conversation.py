@@ -199,7 +199,7 @@ def template_message(
 
 def parse_arguments(text: str) -> dict[str, Any]:
     """Parses the arguments of an earlier tool call; {} if they are not a JSON object, such as those of a call that a
-    limit cut: the client cannot mend its history."""
+    limit cut: the client cannot change its history."""
     try:
         value = STRICT_JSON.decode(text)
     except (ValueError, RecursionError):
