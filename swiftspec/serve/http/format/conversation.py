@@ -174,7 +174,7 @@ def without_billing_header(text: str) -> str:
 
 def parse_arguments(text: str) -> dict[str, Any]:
     """Parses the arguments of an earlier tool call; {} if they are not a JSON object, such as those of a call that a
-    limit cut: the client cannot mend its history."""
+    limit cut: the client cannot change its history."""
     try:
         value = STRICT_JSON.decode(text)
     except (ValueError, RecursionError):

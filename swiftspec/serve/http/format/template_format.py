@@ -50,7 +50,7 @@ SystemMessages = Literal["any", "first", "none"]
 
 
 class NotDerivedError(UserError):
-    """The syntax of tool calls cannot be read from the template; the message says why."""
+    """The syntax of tool calls cannot be read from the template; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ Position = Generator[None, None, int | None]  # returns the position after a mat
 
 
 def schema_types(schema: Any) -> set[str]:
-    """Returns the JSON types that a JSON schema names; none if it does not tell."""
+    """Returns the JSON types that a JSON schema names; none if it does not restrict the type."""
     if not isinstance(schema, dict):
         return set()
     named = schema.get("type")
@@ -82,7 +82,8 @@ def schema_types(schema: Any) -> set[str]:
 
 
 def typed_value(text: str, schema: Any, is_string: bool | None = None) -> Any:
-    """Returns the value of an argument that is written without quotes. `is_string`: what its syntax tells."""
+    """Returns the value of an argument that is written without quotes. `is_string`: whether its
+    syntax marks it as a string; None if all types are written alike."""
     types = schema_types(schema)
     if is_string or types == {"string"}:
         return text
@@ -124,12 +125,12 @@ class CallReader:
     `tools`: JSON schemas of the arguments by name of the tool.
     `text`, `last`: the text so far, and whether no more follows; set by the caller.
     `end`: end of the last complete call.
-    `cut`: the name of the call that is being read, and its arguments as far as they were read, once its name is known.
     """
 
     def __init__(self, format: ToolCallFormat, tools: Mapping[str, Any]) -> None:
         self.format, self.tools = format, tools
         self.text, self.last, self.end = "", False, 0
+        # Name of the call that is being read, and where its JSON begins or the arguments that were read.
         self._cut: tuple[str, int | dict[str, Any]] | None = None
         self._json_begin = 0
         if format.parameters is not None:
