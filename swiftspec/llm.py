@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import count
@@ -82,6 +83,7 @@ class LLM:
 
     def _init(self, session: Session, seed: int = 0) -> None:
         self.session, self._seed = session, seed
+        self._close = weakref.finalize(self, session.close)  # also at the end of a program that does not call `close`
         self._turn, self._tokenizing = EngineTurn(), threading.Lock()
         self._text_of, self._numbers = DecodedTokens(session.codec), count()
 
@@ -172,7 +174,7 @@ class LLM:
 
     def close(self) -> None:
         """Ends the running request and frees what the models need outside of Python. Later calls raise UserError."""
-        self.session.close()
+        self._close()
 
     def __enter__(self) -> Self:
         return self

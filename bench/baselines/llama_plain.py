@@ -103,6 +103,22 @@ class LlamaCpp:
             tokens.append(self._next(tokens[-1:]))
         return tokens, prefilled - began, time.perf_counter() - prefilled
 
+    def logits(self, tokens: list[int]) -> Any:
+        """Returns the logits after each of `tokens`, from an empty cache: a NumPy array [tokens, vocab] float32."""
+        import numpy as np  # a dependency of llama.cpp's package
+
+        self._c.llama_memory_clear(self._c.llama_get_memory(self._llama.ctx), False)
+        batch = self._c.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for place, token in enumerate(tokens):
+            batch.token[place], batch.pos[place] = token, place
+            batch.n_seq_id[place], batch.seq_id[place][0], batch.logits[place] = 1, 0, True
+        failed = self._c.llama_decode(self._llama.ctx, batch)
+        self._c.llama_batch_free(batch)
+        assert not failed, f"llama_decode: {failed}"
+        shape = len(tokens), self._llama.n_vocab()
+        return np.ctypeslib.as_array(self._c.llama_get_logits(self._llama.ctx), shape).copy()
+
     def _next(self, tokens: list[int]) -> int:
         """Runs a forward over `tokens`, which are appended to the cache, and returns the sampled next token."""
         ids = (self._c.llama_token * len(tokens))(*tokens)

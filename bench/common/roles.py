@@ -27,6 +27,13 @@ def local_roles(llm: LLMEngine) -> tuple[LocalDrafter, LocalVerifier]:
     return parts.drafter, parts.verifier
 
 
+def local_verifier(llm: LLMEngine) -> LocalVerifier:
+    """Returns the verifier of an engine without a draft or in serial mode."""
+    parts = llm.roles.inner_roles
+    assert isinstance(parts, TreeRoles) and isinstance(parts.verifier, LocalVerifier)
+    return parts.verifier
+
+
 def decode_on(llm: LLMEngine, drafter: Drafter, verifier: Verifier) -> None:
     """Makes an engine decode with this drafter and verifier."""
     safe = FallbackDrafter(drafter)

@@ -26,7 +26,7 @@ void attention(const Array& qkv, const Array& cos, const Array& sin, const Array
   const Type type = model_type(is_f32);
   check(heads >= cache.kv_heads && heads % cache.kv_heads == 0, "heads must be a multiple of kv_heads");
   check(length >= 1 && length <= cache.capacity && width <= length, "width <= length <= capacity must hold");
-  check(cache.type == type, "the cache is not of the model's type");
+  check(cache.type == type || (is_f32 && cache.type == kBfloat16), "the cache does not fit the queries");
   host::HeadNorm norm = head_norm(qk_norm, eps, heads, own_kv_heads, dim);
   norm.sums = at_or_null<float>(norm_sums, kCpu, "norm_sums", {rows, 2});
   check(norm.sums == nullptr || (q_size > 0 && k_size > 0 && !norm.values), "sums need the sizes of the projections");
@@ -54,7 +54,7 @@ void attention(const Array& qkv, const Array& cos, const Array& sin, const Array
                                  shares_kv};
   check_range(args.slots, rows, length, "a slot is not in use");
   py::gil_scoped_release unlocked;
-  host::attention(args, is_f32);
+  host::attention(args, is_f32, cache.type == kFloat32);
 }
 
 void projection_sums(const Array& qkv, int64_t heads, int64_t kv_heads, int64_t dim, const MaybeArray& counted,

@@ -54,11 +54,11 @@ host::DeltaWeights delta_of(const DeltaArgs& args, const host::PackedModel& s) {
 }
 
 host::PerLayerEmbeddings per_layer_of(const PerLayerArgs& args, int64_t layers, int64_t vocab, int64_t hidden,
-                                      bool is_f32) {
+                                      bool is_f32, bool stores_f32) {
   const auto& [table, multiplier, projection, norm, eps] = args;
   const int64_t size = norm.size(0), width = layers * size;
   check(size >= 1 && has_shape(projection, width, hidden, is_f32), "the per-layer embeddings do not fit the layers");
-  return {size, table.at(model_type(is_f32), kCpu, "table", {vocab, width}), multiplier, projection,
+  return {size, table.at(model_type(stores_f32), kCpu, "table", {vocab, width}), multiplier, projection,
           norm.at<float>(kCpu, "norm", {size}), eps};
 }
 
@@ -178,9 +178,10 @@ std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, float embedd
                                             std::vector<int64_t> hidden_layers,
                                             const std::optional<DeltaShapeArgs>& delta,
                                             const std::optional<PerLayerArgs>& per_layer) {
-  const bool is_f32 = embedding.type() == kFloat32;
-  const Type type = model_type(is_f32);
   check(!kinds.empty(), "a model needs a kind of attention");
+  const bool is_f32 = std::get<0>(kinds[0]).type() == kFloat32, stores_f32 = embedding.type() == kFloat32;
+  const Type type = model_type(is_f32);
+  check(is_f32 || !stores_f32, "float32 embeddings need a float32 residual stream");
   const int64_t vocab = embedding.size(0), hidden = embedding.size(1), positions = std::get<0>(kinds[0]).size(0);
   check(has_shape(&head, head.n, hidden, is_f32), "the head does not fit the hidden size");
   check(!logit_softcap || *logit_softcap > 0.0f, "a soft cap must be above 0");
@@ -190,11 +191,12 @@ std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, float embedd
     check_shape(delta_shape);
   }
   const host::PackedModel model{is_f32,
+                                stores_f32,
                                 eps,
                                 hidden,
                                 vocab,
                                 positions,
-                                embedding.at(type, kCpu, "embedding", {kAny, kAny}),
+                                embedding.at(model_type(stores_f32), kCpu, "embedding", {kAny, kAny}),
                                 embedding_multiplier,
                                 kinds_of(kinds, type, positions),
                                 norm.at<float>(kCpu, "norm", {hidden}),
@@ -205,7 +207,7 @@ std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, float embedd
                                 timeout_s,
                                 delta_shape,
                                 per_layer ? per_layer_of(*per_layer, static_cast<int64_t>(layers.size()), vocab, hidden,
-                                                         is_f32)
+                                                         is_f32, stores_f32)
                                           : host::PerLayerEmbeddings{}};
   check_range(hidden_layers.data(), static_cast<int64_t>(hidden_layers.size()), static_cast<int64_t>(layers.size()),
               "a hidden layer is not a layer of the model");
@@ -288,7 +290,8 @@ void bind_decoder(py::module_& m) {
            py::arg("layers"), py::arg("group"), py::arg("timeout_s"), py::arg("hidden_layers"), py::arg("delta"),
            py::arg("per_layer"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(),
            py::keep_alive<1, 7>(), py::keep_alive<1, 10>(), py::keep_alive<1, 11>(), py::keep_alive<1, 15>(),
-           "`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of "
+           "The tables `cos` and `sin` have the type of the residual stream, which `embedding` has as well unless it is "
+           "bfloat16. `kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of "
            "the projections that a norm covers or zeros, key heads that count, whether the output has a gate, heads, KV "
            "heads, index of the KV cache. Each of `layers`: "
            "input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP, "

@@ -9,7 +9,7 @@ namespace swiftspec::binding {
 // Checks that a cache belongs to the model.
 inline void check_cache(const host::Decoder& decoder, const ModelCache& cache) {
   const host::PackedModel& model = decoder.model();
-  check(cache.type == model_type(model.is_f32) && cache.kv.size() == decoder.kv_layers().size(),
+  check(cache.type == model_type(model.stores_f32) && cache.kv.size() == decoder.kv_layers().size(),
         "the cache does not fit the model");
   for (const host::AttentionKind& kind : model.kinds) {
     const auto at = static_cast<size_t>(kind.cache);

@@ -25,7 +25,7 @@ host::ScaleType scale_type_of(const Array& scales) {
 }
 
 std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& scales, const MaybeArray& zeros,
-                                      const MaybeArray& bias, int64_t k, int64_t n, bool int8_activations,
+                                      const MaybeArray& bias, int64_t k, int64_t n, int int8_activations,
                                       const MaybeArray& minima, const MaybeArray& order,
                                       const MaybeArray& super_scales, const MaybeArray& super_minima) {
   size_arg("k", k, 1);
@@ -66,7 +66,8 @@ std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& scale
     made.format = Format::f32;
     made.data = data.at<float>(kCpu, "data", {blocks, padded, kBlock});
   }
-  check(!int8_activations || scales, "int8 activations need int4, int8 or float4 weights");
+  check(int8_activations >= 0 && int8_activations <= 2, "int8_activations must be 0, 1 or 2");
+  check(int8_activations == 0 || scales, "int8 activations need int4, int8 or float4 weights");
   if (order) {
     made.order = order->at<int32_t>(kCpu, "order", {k});
     check(std::all_of(made.order, made.order + k, [k](int32_t input) { return input >= 0 && input < k; }),
@@ -152,7 +153,7 @@ void bind_linear(py::module_& m) {
            "`data`: blocks of 16 outputs in float32 or bfloat16; with `scales` int4 of k / 8 words or int8 of k / 4 "
            "words (layouts: host/ops/product.h); with uint8 `scales` but no `super_scales` float4 of k / 8 words, whose "
            "scales are exponents plus 127. `zeros`: of int4, by default 0 if there are `minima`, otherwise 8. "
-           "`int8_activations`: rows are quantised to int8. `minima`: added to the weights of a group. `order`: the "
+           "`int8_activations`: int8 numbers to which an input is quantised, 0, 1 or 2. `minima`: added to the weights of a group. `order`: the "
            "input of x for each input of the matrix. `super_scales`, `super_minima`: float16 factors, per 256 inputs, "
            "of scales and minima of one byte.");
   m.def("linear", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),

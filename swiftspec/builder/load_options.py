@@ -25,7 +25,7 @@ from swiftspec.observe.step_time_emulation import StepTimeEmulation
 
 PREFIX_CACHE_MEMORY_MIB = 1024
 OpsName = Literal["auto", "reference", "unfused", "cuda"]
-ActivationsName = Literal["auto", "int8", "native"]
+ActivationsName = Literal["auto", "int8", "int16", "native"]
 CacheName = Literal["auto", "fp8"]
 TrialName = Literal["auto", "off", "again"]
 Side = Literal["target", "draft"]
@@ -152,13 +152,13 @@ def why_not_native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) ->
 
 
 def check_quantization(activations: ActivationsName, head: HeadName, ops: OpsName, device: torch.device) -> None:
-    """Raises UserError if int8 is requested and the operators do not support it, or if `head` int8 is combined with
+    """Raises UserError if int8 or int16 is requested and the operators do not support it, or if `head` int8 is combined with
     `activations` native."""
     requested = {"activations": activations, "head": head}
     for name, value in requested.items():
-        if value == "int8" and (device.type != "cpu" or ops not in ROUNDING_OPS):
+        if value in ("int8", "int16") and (device.type != "cpu" or ops not in ROUNDING_OPS):
             where = f"ops {ops}" if device.type == "cpu" else f"device {device.type}"
-            raise UserError(f"{name} int8 requires the CPU operators and is not supported with {where}; remove it")
+            raise UserError(f"{name} {value} requires the CPU operators and is not supported with {where}; remove it")
     if head == "int8" and activations == "native":
         raise UserError("head int8 is not supported with activations native; remove one of them")
 

@@ -97,6 +97,8 @@ from swiftspec.tree.rejection import RejectionSampling
 from swiftspec.tree.sampled_children import MAX_REROOTS, SampledChildren
 from swiftspec.tree.tree import DraftTree
 
+INT8_NUMBERS = {"native": 0, "int8": 1, "int16": 2}  # to which an activation is quantised; --activations
+
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
@@ -561,7 +563,7 @@ class ModelPair:
     def _quantization(self, side: Side, ops: Any) -> LoadTimeQuantization:
         """Returns what is quantised when the target or the draft is loaded."""
         usual = ops is cpu and self.dtype == torch.bfloat16
-        activations = usual if self.activations == "auto" else self.activations == "int8"
+        activations = int(usual) if self.activations == "auto" else INT8_NUMBERS[self.activations]
         if self.head != "auto":
             return LoadTimeQuantization(activations, None if self.head == "native" else self.head)
         # the draft's only: rounding the target's head would change its output

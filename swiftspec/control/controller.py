@@ -21,7 +21,7 @@ from swiftspec.runtime.suffix_drafter import SuffixDrafter
 from swiftspec.tree.merged_proposal import merge_proposals
 
 SKIPPED_ROUNDS = 2  # rounds after a change that are not measured: caches are cold, and the draft may have to catch up
-DRAFT_ROUNDS = 8  # rounds with the draft whose times and tokens predict the next ones, beside suffix lookup
+DRAFT_ROUNDS = 8  # rounds with the draft whose times and tokens predict the next ones
 # Multiple of the usual duration that the budget charges for a single slow round, because other load can prolong it
 SLOW_ROUND_FACTOR = 2.0
 MIN_GAIN_FACTOR = 1.1  # suffix lookup alone proposes only if the predicted tokens per second rise by this factor
@@ -107,7 +107,7 @@ class Controller:
         self._busy = 0.0  # seconds in the draft's forwards until its last proposal
         self._skip = SKIPPED_ROUNDS  # upcoming rounds that are not measured
         self._grafts = False  # whether suffix lookup adds to the proposals
-        self._last_s = inf  # duration of the latest round with the draft, up to which the next one is charged
+        self._last_s = 0.0  # duration of the latest round with the draft, up to which the next one is charged
         self._idle = 0  # upcoming rounds without the draft after which nothing is measured or decided
 
     @property
@@ -195,7 +195,7 @@ class Controller:
         else:
             self._drafter.observe(result)
             self._settle(now, came, result)
-            # only rounds that the draft alone has determined tell what another d or bs would have given
+            # what another d or bs would have given follows only from rounds that the draft alone has determined
             alone = now.found is None or len(now.found.tokens) == 1
             if alone and self._skip <= 0 and not now.caught_up:
                 m.add(self._sample(now, came, result))
@@ -228,7 +228,7 @@ class Controller:
         assert now.proposal is not None
         tokens = len(result.tokens)
         row = (came - now.proposed) / self._rows(len(now.proposal.tokens))
-        seconds, typical = self._clock() - now.began, self.round_stats.speculative_round_time
+        seconds, typical = self._clock() - now.began, self.round_stats.usual_round_time
         most = inf if typical is None else max(SLOW_ROUND_FACTOR * typical, self._last_s)
         self._last_s, seconds = seconds, min(seconds, most)
         if now.found is None or len(now.found.tokens) == 1:

@@ -17,6 +17,8 @@ from swiftspec.control.trial_budget import STOPPED, TrialBudget
 
 DECISION_INTERVAL_ROUNDS = 8  # rounds from one decision to the next; a decision takes about 0.1 ms
 REFRESH_ROUNDS = 512  # rounds after which the time of an autoregressive round is measured again
+# The same while the rounds with the draft gain so little that an error of the measurement could be the reason
+NARROW_REFRESH_ROUNDS = 64
 MIN_GAIN_FACTOR = 1.04  # another shape is chosen only if its prediction is better by this factor
 FIRST_DECISION_ROUNDS = 3  # speculative rounds before the first decision, which needs only the cost of forwards
 # Typical acceptance, a least-squares fit to the demo models with bs from 2 to 32 and d up to 8, greedy: the accepted
@@ -60,7 +62,7 @@ def decide(m: RoundStats) -> Decision:
 
     Speculation continues until its budget is spent, in the shape with the most predicted tokens per second. Then rounds
     are autoregressive until they have earned another trial. A few autoregressive rounds are run if their duration is
-    neither measured nor known from row times, or was measured more than `REFRESH_ROUNDS` rounds ago.
+    not measured, because row times can be wrong by more than a draft gains, or was measured long ago.
 
     The first decision on the shape is made after `FIRST_DECISION_ROUNDS` rounds, which suffice for the cost of forwards
     but not for the acceptance rate. With a typical acceptance rate it already chooses d for models of any size, and
@@ -88,8 +90,9 @@ def _speculates(m: RoundStats) -> bool:
     if m.speculating:
         if not m.budget.pays:
             return False
-        known = m.reference_time is not None or len(m.speculative_rounds) < FIRST_DECISION_ROUNDS
-        return m.budget.spent or (known and m.ar_age <= REFRESH_ROUNDS)
+        few = len(m.speculative_rounds) < FIRST_DECISION_ROUNDS
+        trusted = NARROW_REFRESH_ROUNDS if m.budget.gains_little else REFRESH_ROUNDS
+        return m.budget.spent or few or (len(m.ar_seconds) > 0 and m.ar_age <= trusted)
     if not m.budget.spent:
         return m.rounds >= PROBE_ROUNDS
     missed = m.missed_round

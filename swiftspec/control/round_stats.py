@@ -13,7 +13,7 @@ from swiftspec.control.trial_budget import TrialBudget
 
 WINDOW_ROUNDS = 16  # speculative rounds that a decision is based on
 PROBE_ROUNDS = 4  # autoregressive rounds of a probe
-AR_WINDOW_ROUNDS = 8  # autoregressive rounds whose median duration others are compared to
+AR_WINDOW_ROUNDS = 32  # autoregressive rounds whose median duration others are compared to
 MIN_MISSED_ROUND = 0.25  # least loss of a round without an accepted token that a trial is expected to have
 RAISE_COOLDOWN_ROUNDS = 120  # rounds in which d and bs are not increased, after an increase was soon reverted
 
@@ -97,15 +97,21 @@ class RoundStats:
         return times.at(1) * (median(recent) / times.at(self.nodes) if recent else 1.0)
 
     @property
+    def usual_round_time(self) -> float | None:
+        """Seconds of a speculative round: measured, or else predicted from row times; None without either."""
+        times, seconds = self.row_times, self.reference_time
+        if self.speculative_rounds or times is None or seconds is None:
+            return self.speculative_round_time
+        draft = self.steps * times.draft.at(self.config.leaves_per_expansion)
+        return seconds * (times.target.at(self.nodes) + draft) / times.target.at(1)
+
+    @property
     def missed_round(self) -> float | None:
         """Loss of a round with the draft in which nothing is accepted, in autoregressive rounds; None if the duration
         of these is unknown."""
-        seconds, usual = self.reference_time, self.speculative_round_time
+        seconds, usual = self.reference_time, self.usual_round_time
         if seconds is None:
             return None
-        if usual is None and (times := self.row_times) is not None:
-            draft = self.steps * times.draft.at(self.config.leaves_per_expansion)
-            usual = seconds * (times.target.at(self.nodes) + draft) / times.target.at(1)
         return max(1.0 if usual is None else usual / seconds - 1, MIN_MISSED_ROUND)
 
     def start_request(self, tokens: int) -> None:

@@ -19,8 +19,9 @@ from swiftspec.params import SamplingParams
 TRIAL_SHARE = 0.01  # earned by each round without the draft
 INITIAL_SAVINGS = 5.0  # of a draft that should pay at a typical acceptance rate: 2 % of an answer of 256 tokens
 MAX_ALLOWANCE = 5.0  # largest loss after which speculation stops, however much it has gained before
-MAX_SAVINGS = 32.0  # largest saved gain, which later requests may lose
+MAX_SAVINGS = 16.0  # largest saved gain, which later requests may lose
 RECENT_ROUNDS = 16  # that can prolong the use of a draft whose budget is spent
+NARROW_GAIN = 0.2  # mean gain of these rounds that an error of measured times could explain
 TRIAL_ROUNDS = 2  # rounds without an accepted token that a trial must be able to afford
 MAX_FAILURES = 4  # doublings of what a trial requires
 # Duration of the draft's prefill of a token, until it is measured
@@ -51,6 +52,11 @@ class TrialBudget:
     def pays(self) -> bool:
         """Whether the draft may continue: its budget is not spent, or the latest rounds have gained time in total."""
         return not self.spent or sum(self.recent) > 0
+
+    @property
+    def gains_little(self) -> bool:
+        """Whether the latest rounds with the draft have a gain below `NARROW_GAIN` on average."""
+        return len(self.recent) == RECENT_ROUNDS and sum(self.recent) < NARROW_GAIN * RECENT_ROUNDS
 
     def earn(self, rounds: int) -> None:
         """Counts rounds without the draft."""
@@ -96,6 +102,7 @@ class TrialBudget:
     def start_request(self) -> bool:
         """Begins a request with the draft: renews the allowance from the savings. Returns False, and ends its use, if
         the prefills of the draft have cost more than it gains."""
+        self.recent.clear()
         if self.savings < -MAX_SAVINGS:
             self.allowance = STOPPED
         else:

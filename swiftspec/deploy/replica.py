@@ -58,8 +58,8 @@ class EngineReplica:
             LLM.from_session(self._session), max_queue=settings.max_queue, queue_timeout_s=settings.queue_timeout,
             request_timeout_s=settings.request_timeout, sampling_defaults=sampling_defaults(settings),
         )  # fmt: skip
-        name = settings.served_model_name or default_served_name(settings.model)
-        self.app: ASGIApp = create_app(self.engine, lambda: self._session.codec, [name])
+        names = list(settings.served_model_name) or [default_served_name(settings.model)]
+        self.app: ASGIApp = create_app(self.engine, lambda: self._session.codec, names)
 
     def check_health(self) -> None:
         """Raises UserError if the engine has failed. It does not recover: the scheduler has to replace the replica."""

@@ -23,7 +23,8 @@ from swiftspec.model.config import ModelConfig
 from swiftspec.model.gguf.file import is_gguf
 from swiftspec.model.spec import AttentionSpec, GatedDeltaSpec, LayerSpec
 from swiftspec.model.vocabulary import Vocabulary, describe_masked
-from swiftspec.text.codec import TOKENIZER_FILES, TextCodec, has_tokenizer, locate_model
+from swiftspec.text.codec import TextCodec, has_tokenizer
+from swiftspec.text.hub import locate_model
 
 BS, W = 8, 8  # tree shape of the prediction; the recorded rounds of the demo models have it
 MAX_MODEL_FOLDERS = 2000  # of a directory on the command line
@@ -221,7 +222,7 @@ def _run(argv: Sequence[str], prog: str) -> int:
     )  # fmt: skip
     args = parser.parse_args(argv)
     machine = this_machine() if args.hardware is None else _hardware(args.hardware)
-    target = locate_model(args.target, files=TOKENIZER_FILES)
+    target = locate_model(args.target, weights=False)
     finder = PairFinder(target, machine)
     models = [*cached_models(), *(model for folder in args.folders for model in models_in(folder))]
     others = {model.path.resolve(): model for model in models if model.path.resolve() != target.resolve()}

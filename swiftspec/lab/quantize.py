@@ -271,8 +271,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "swiftspec quantize") ->
 def _run(argv: Sequence[str], prog: str) -> int:
     from swiftspec.serve.cli.arguments import CommandParser
     from swiftspec.serve.terminal import StartupProgress
+    from swiftspec.startup.reporter import DOWNLOAD
     from swiftspec.startup.session import WeightProgress
-    from swiftspec.text.codec import locate_model
+    from swiftspec.text.hub import locate_model
 
     parser = CommandParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="directory or hub id of a model in bf16, fp16 or fp32")
@@ -285,7 +286,7 @@ def _run(argv: Sequence[str], prog: str) -> int:
     args = parser.parse_args(argv)
     began, phases = time.monotonic(), StartupProgress()
     try:
-        model = locate_model(args.model, args.revision, lambda: phases.begin("download"))
+        model = locate_model(args.model, args.revision, lambda: phases.begin(DOWNLOAD))
         progress = WeightProgress(phases, "quantising")
         matrices, before, after = quantize(model, args.out, args.group_size, progress)
     finally:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ Progress = Callable[[str, int, int], None]  # arguments: name of the directory, 
 LARGEST_MAPPED = 64 << 20  # bytes read through one mapping of a file; see Tensors._handle
 LARGEST_INDEX = 64 << 20  # bytes; about ten times the index of the largest mixture-of-experts checkpoint
 WHICH_GGUF = "GGUF files are loaded one at a time: name the file instead of its directory"
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAX_SHARDS = 10000
+MAX_POINTER_BYTES, LFS_POINTER = 1024, b"version https://git-lfs.github.com/spec/"
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+SHARD = re.compile(r"(model)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -150,15 +154,37 @@ def open_tensors(
     folder = Path(path)
     if is_gguf(folder):
         return GgufTensors(folder, progress, dtype)
-    if is_file(folder / _INDEX):
-        return Tensors(folder, _indexed_files(folder), progress)
-    if is_file(folder / _SINGLE):
-        return Tensors(folder, [_SINGLE], progress)
+    return Tensors(folder, weight_files(folder), progress)
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Returns the names of the safetensors files of a checkpoint directory: the single one, as in transformers also
+    next to an index; those in the index; or without an index all shards. Raises UserError if one is missing."""
+    if is_file(folder / SINGLE_FILE):
+        return [SINGLE_FILE]
+    if is_file(folder / INDEX_FILE):
+        return _existing(folder, indexed_files(folder))
+    if shards := [found for file in folder.glob("*.safetensors") if (found := SHARD.fullmatch(file.name))]:
+        return _all_shards(folder, shards)
     if any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")):
         raise UserError(f"{folder}: pickle weights can execute code and are not loaded; convert them to safetensors")
     if any(folder.glob("*.gguf")):
         raise UserError(f"{folder}: {WHICH_GGUF}")
-    raise UserError(f"{folder}: no weights; expected {_SINGLE} or {_INDEX}")
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    seen = f", not {truncated_repr(others[0])}" if others else ""
+    raise UserError(f"{folder}: no weights; expected {SINGLE_FILE} or {INDEX_FILE}{seen}")
+
+
+def _all_shards(folder: Path, shards: Sequence[re.Match[str]]) -> list[str]:
+    """Returns the names of all shards of which a directory has `shards`. Raises UserError if one is missing."""
+    stem, _, count = shards[0].groups()
+    if int(count) > MAX_SHARDS:
+        raise UserError(f"{folder}: {truncated_repr(shards[0].string)} is not one of at most {MAX_SHARDS} shards")
+    names = [f"{stem}-{number:05}-of-{count}.safetensors" for number in range(1, int(count) + 1)]
+    for name in names:
+        if not is_file(folder / name):
+            raise UserError(f"{folder / name}: not found, but other shards are there; download it")
+    return names
 
 
 def _not_a_model(folder: Path) -> str:
@@ -170,17 +196,24 @@ def _not_a_model(folder: Path) -> str:
     return WHICH_GGUF if any(folder.glob("*.gguf")) else "no config.json; expected a Hugging Face model directory"
 
 
-def _indexed_files(folder: Path) -> list[str]:
-    """Returns the sorted names of the files in model.safetensors.index.json. Raises UserError if one does not exist."""
-    index = Fields(read_object(folder / _INDEX, max_bytes=LARGEST_INDEX), f"{folder / _INDEX}: ").object("weight_map")
-    if not index.data:
-        raise UserError(f"{folder / _INDEX}: not a safetensors index (weight_map is empty or missing)")
-    files = sorted({index.string(tensor) for tensor in index.data})
+def indexed_files(folder: Path) -> list[str]:
+    """Returns the sorted names of the files in model.safetensors.index.json. Raises UserError if it is damaged."""
+    index = Fields(read_object(folder / INDEX_FILE, max_bytes=LARGEST_INDEX), f"{folder / INDEX_FILE}: ")
+    tensors = index.object("weight_map")
+    if not tensors.data:
+        raise UserError(f"{folder / INDEX_FILE}: not a safetensors index (weight_map is empty or missing)")
+    files = sorted({tensors.string(tensor) for tensor in tensors.data})
     for file in files:
         if Path(file).name != file or not file.isprintable() or len(file) > 255:
-            raise UserError(f"{folder / _INDEX}: {truncated_repr(file)} is not a plain file name")
+            raise UserError(f"{folder / INDEX_FILE}: {truncated_repr(file)} is not a plain file name")
+    return files
+
+
+def _existing(folder: Path, files: list[str]) -> list[str]:
+    """Returns the names of the files in the index. Raises UserError if one does not exist."""
+    for file in files:
         if not is_file(folder / file):
-            raise UserError(f"{folder / file}: not found, but listed in {_INDEX}")
+            raise UserError(f"{folder / file}: not found, but listed in {INDEX_FILE}")
     return files
 
 
@@ -188,4 +221,6 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
+        if is_file(file) and file.stat().st_size < MAX_POINTER_BYTES and file.read_bytes().startswith(LFS_POINTER):
+            raise UserError(f"{file}: a pointer of Git LFS, not the file; run `git lfs pull` there") from None
         raise UserError(f"{file}: damaged or truncated ({one_line(error)}); download it again") from None

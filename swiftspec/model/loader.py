@@ -104,11 +104,17 @@ def load_model(
     model = Transformer(
         spec, weights, ops, device, kind, max_positions, shard=shard, group=group,
         cache_dtype=cache_dtype, hidden_layers=hidden_layers,
+        stream_dtype=torch.float32 if kind == torch.bfloat16 and has_float32_stream(ops) else kind,
     )  # fmt: skip
     tensors.check_all_taken(names.text_prefixes)
     if entry is not None:
         entry.store(model.stack)
     return model
+
+
+def has_float32_stream(ops: ModelOps) -> bool:
+    """Whether the operators keep the residual stream of bfloat16 models in float32."""
+    return getattr(ops, "FLOAT32_STREAM", False)
 
 
 def shard_of(config: ModelConfig, group: TensorParallelGroup, path: str | Path) -> Shard:

@@ -123,6 +123,8 @@ class ShardInfo(Protocol):
 class Transformer:
     """A decoder whose operators come from the module `ops`.
 
+    `dtype` is that of dense weights and, without `cache_dtype`, of the KV cache. The residual stream and all that is
+    computed from it between the products have the dtype `stream_dtype`.
     `max_positions`: length of the RoPE tables. `shard`, `group`: given if the model is sharded. `weights` are then one
     rank's, `shard` has their sizes, and `group` does the all-reduces. Allocate the KV caches with this object's
     `cache_shapes` and `cache_dtype`. `hidden_layers`: the layers, ascending from 0, after which every forward keeps the
@@ -133,12 +135,15 @@ class Transformer:
         self, spec: ModelSpec, weights: ModelWeights, ops: ModelOps, device: torch.device | str, dtype: torch.dtype,
         max_positions: int, *, shard: ShardInfo | None = None, group: TensorParallelGroup | None = None,
         cache_dtype: torch.dtype | None = None, hidden_layers: tuple[int, ...] = (),
+        stream_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
+        """`stream_dtype`: None: `dtype`."""
         if sorted({*hidden_layers} & {*range(len(spec.layers))}) != [*hidden_layers]:
             raise ValueError(f"hidden_layers: {hidden_layers} are not ascending layers below {len(spec.layers)}")
         self.spec, self.device, self.dtype, self.max_positions = spec, torch.device(device), dtype, max_positions
         self.head_rows = spec.vocab_size if shard is None else shard.head_rows  # of this rank, including padding
         self.group, self._ops, self.cache_dtype = group, ops, cache_dtype or dtype
+        self.stream_dtype = stream_dtype or dtype
         self.hidden_layers, self._shard = hidden_layers, shard
         self.delta_shape = self._delta_shape()  # None: no layer is a delta layer
         kinds = list(dict.fromkeys(mixer.kind for mixer in spec.attention_mixers))
@@ -219,7 +224,7 @@ class Transformer:
         if self._shard is not None:
             part = next(p for p, each in zip(self._shard.layers, spec.layers, strict=True) if each.mixer == mixer)
             heads, kv_heads, counted = part.num_heads, part.kv_heads, part.counted.to(self.device)
-        cos, sin = self._ops.rope_tables(mixer.rope, mixer.head_dim, self.max_positions, self.dtype, self.device)
+        cos, sin = self._ops.rope_tables(mixer.rope, mixer.head_dim, self.max_positions, self.stream_dtype, self.device)
         scale = whole = None
         if mixer.query_scale_beta:
             periods = torch.arange(self.max_positions, dtype=torch.float32) / mixer.rope.original_max_position
@@ -330,7 +335,9 @@ class Transformer:
         """Returns the hidden states [rows, hidden] after the last layer, and those after each of `hidden_layers`.
         `head`: whether the LM head reads the former; otherwise they may be those after an earlier layer."""
         stack = self.stack
-        hidden = self._ops.embed(batch.tokens, stack.embedding, stack.embedding_multiplier)
+        hidden = self._ops.embed(batch.tokens, stack.embedding, 1.0).to(self.stream_dtype)
+        if stack.embedding_multiplier != 1:
+            hidden = hidden.mul_(stack.embedding_multiplier)
         count = len(stack.layers) if head or stack.hidden_layers else self._writing_layers
         return self._run_layers_on(hidden, batch, cache, count=count)
 

@@ -80,7 +80,7 @@ class Runner:
             operators: Any = ops
             delta_ops: DeltaCacheOps = operators  # `check_supported` of other backends refuses delta layers
             slots = delta_slots(context, tree_slots)
-            delta = DeltaCache(*model.delta_shape, slots, delta_ops, dtype=model.dtype, device=model.device)
+            delta = DeltaCache(*model.delta_shape, slots, delta_ops, dtype=model.stream_dtype, device=model.device)
         self.cache = ModelCache(kv, further=further, delta=delta)
         self.busy = 0.0
         self.hooks: list[StepHook] = []

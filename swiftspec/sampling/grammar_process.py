@@ -41,6 +41,14 @@ def bound_whitespace(schema: Any) -> Any:
     return {**schema, "x-guidance": {**options, "whitespace_pattern": WHITESPACE_PATTERN}}
 
 
+def lenient(schema: Any) -> Any:
+    """Returns a JSON schema whose keywords and formats that llguidance does not know are ignored instead of refused,
+    unless the schema has options of its own. Values other than objects are returned unchanged."""
+    if not isinstance(schema, dict) or not schema or "x-guidance" in schema:
+        return schema
+    return {**schema, "x-guidance": {"lenient": True}}
+
+
 def build_grammar(kind: str, text: str) -> str:
     """Converts an output constraint to a grammar for llguidance's `LLMatcher`. Raises ValueError with a one-line
     message if the constraint is invalid.

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from swiftspec.serve.signals import SignalHandlers
 from swiftspec.serve.word_wrap import WordWrap
+from swiftspec.startup.reporter import DOWNLOAD
 
 if TYPE_CHECKING:
     from swiftspec.engine import TokenChunk
@@ -166,7 +167,10 @@ class StartupProgress:
             self._phase, self._phase_began = phase, time.monotonic()
             if self._lines and self._status is None:
                 print(f"swiftspec: {phase}", file=sys.stderr, flush=True)
-        if self._status is not None:
+        if self._status is not None and phase == DOWNLOAD:
+            self._status.stop()  # leaves the terminal to the bars of the hub's client
+        elif self._status is not None:
+            self._status.start()
             self._status.update(f"{phase} {step}".rstrip())
 
     def warn(self, text: str) -> None:

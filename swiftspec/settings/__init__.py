@@ -1,1 +1,1 @@
-"""Settings: the table of flags, the sources of values, and their conversion to engine configurations."""
+"""Settings: the table of flags, and their conversion to engine configurations."""

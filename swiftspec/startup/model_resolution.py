@@ -17,8 +17,9 @@ from swiftspec.params import SamplingParams
 from swiftspec.settings.flags import FLAGS
 from swiftspec.settings.settings import Settings, UsageError, flag_name
 from swiftspec.startup.built_in_models import BuiltInModels, built_in_models
-from swiftspec.startup.reporter import StartupReporter
-from swiftspec.text.codec import locate_config, locate_model, needs_download
+from swiftspec.startup.reporter import DOWNLOAD, StartupReporter
+from swiftspec.text.codec import TextCodec, has_tokenizer
+from swiftspec.text.hub import locate_model, locate_small_files, needs_download
 
 if TYPE_CHECKING:
     from swiftspec.observe.step_time_emulation import StepTimeEmulation
@@ -85,10 +86,9 @@ class ResolvedModels:
         drafts = draft_model is not None or settings.draft_url is not None
         plan = settings.make_plan(drafts, ranks)  # reports invalid settings before a download
         requested_emulation(settings)
-        announce = partial(phases.begin, "download")
-        if check_configs is not None:
-            named = [(model, settings.revision), *([] if path_name is None else [(path_name, None)])]
-            check_before_download(named, plan, check_configs)
+        announce = partial(phases.begin, DOWNLOAD)
+        named = [(model, settings.revision), *([] if path_name is None else [(path_name, None)])]
+        check_before_download(named, plan, check_configs)
         target = locate_model(model, settings.revision, announce)
         draft = None if path_name is None else locate_model(path_name, None, announce)
         for path in (target, draft):
@@ -107,15 +107,27 @@ class ResolvedModels:
         return ResolvedModels(model, draft_model, target, draft, plan, built_in)
 
 
-def check_before_download(named: Sequence[tuple[str, str | None]], plan: EngineConfig, check: ConfigCheck) -> None:
-    """Calls `check`, if it applies, before weights are downloaded. Downloads the configurations first. `named`: names
-    and revisions of the target, and of the draft if there is one."""
-    if not any(needs_download(*each) for each in named) or not check.applies():
+def check_before_download(
+    named: Sequence[tuple[str, str | None]], plan: EngineConfig, check: ConfigCheck | None
+) -> None:
+    """Judges models before their weights are downloaded, by their small files, which it downloads: configuration,
+    format of the weights, what `check` checks if it applies, and tokenizers. Raises UserError if they cannot run.
+    `named`: names and revisions of the target, and of the draft if there is one."""
+    if not any(needs_download(*each) for each in named):
         return
-    configs = [locate_config(*each) for each in named]
-    if any(config is not None for config in configs):
-        target, *draft = (config or locate_model(*each) for config, each in zip(configs, named, strict=True))
-        check(target, draft[0] if draft else None, plan)
+    small = [locate_small_files(*each) for each in named]
+    if all(folder is None for folder in small):  # GGUF files
+        return
+    folders = [folder or locate_model(*each) for folder, each in zip(small, named, strict=True)]
+    for folder in folders:
+        read_config(folder)
+    target, *drafts = folders
+    if check is not None and check.applies():
+        check(target, drafts[0] if drafts else None, plan)
+    codec = TextCodec(target)
+    for draft in drafts:
+        if has_tokenizer(draft):
+            codec.vocabulary.check_draft(TextCodec(draft).vocabulary)
 
 
 def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, phases: StartupReporter) -> Settings:

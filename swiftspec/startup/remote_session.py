@@ -22,12 +22,8 @@ from swiftspec.startup.session import (
     open_session,
 )
 from swiftspec.startup.worker_endpoints import draft_worker, target_worker
-from swiftspec.text.codec import (
-    TOKENIZER_FILES,
-    TextCodec,
-    locate_model,
-    template_renderer,
-)
+from swiftspec.text.codec import TOKENIZER_FILES, TextCodec, template_renderer
+from swiftspec.text.hub import locate_model
 
 if TYPE_CHECKING:
     from swiftspec.builder.remote_roles import RemoteTarget

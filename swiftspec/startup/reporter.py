@@ -7,6 +7,8 @@ from typing import Protocol
 
 LOG = logging.getLogger("swiftspec")
 
+DOWNLOAD = "download"  # the phase in which the hub's client shows its own progress
+
 
 class StartupReporter(Protocol):
     """Receives the progress of a start."""

@@ -1,4 +1,4 @@
-"""Tokenizer of a model: encoding, chat template, decoding, vocabulary; and search for the directory of a model."""
+"""Tokenizer of a model: encoding, chat template, decoding, vocabulary."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import base64
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from swiftspec import file_io
-from swiftspec.errors import UserError, truncated_repr
+from swiftspec.errors import UserError
 from swiftspec.model.end_tokens import MAX_TOKENIZER_BYTES
 from swiftspec.model.gguf.file import GgufFile, is_gguf
 from swiftspec.model.gguf.tokenizer import has_vocabulary, tokenizer_json, tokenizer_settings
@@ -29,17 +29,6 @@ ChatMessage = Mapping[
     str, Any
 ]  # role, content, and other fields that a template may read: tool_calls, tool_call_id, ...
 COMMON_ROLES = ("system", "user", "assistant", "tool")
-HUB_ID_PATTERN = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-CONFIG_FILES = ("config.json", "generation_config.json")
-HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
-
-HUB_TIMEOUT_S = 10.0  # of the request whether the hub has a model
-HUB_REFUSALS = {
-    "LocalEntryNotFoundError": "the hub cannot be reached, and the model is not in the cache",
-    "GatedRepoError": "accept the model's licence on the hub, then run `hf auth login`",
-    "RepositoryNotFoundError": "the model does not exist, or it is private and needs `hf auth login`",
-    "RevisionNotFoundError": "the revision does not exist",
-}
 TOKENIZER_FILES = (  # all files of a model that its tokenizer reads, and its configuration
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
@@ -48,87 +37,9 @@ TOKENIZER_FILES = (  # all files of a model that its tokenizer reads, and its co
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each tokenizer has one of these
 MAX_TEXT_BYTES = 64 << 20  # limit of a text if the context length is not known
 PATH_FIELDS = {"name_or_path", "tokenizer_file", "vocab_file", "merges_file"}  # of tokenizer_config.json
-# classes that read only tokenizer.json; the last two would split a text by GPT-2's rule, whatever that file says
+# classes that read only tokenizer.json; the last two would split a text by GPT-2's rule instead of that of the file
 FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "GPT2Tokenizer", "GPT2TokenizerFast")
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([A-Za-z0-9+/=]*)')
-
-
-def locate_model(
-    name: str, revision: str | None = None, on_download: Callable[[], object] = lambda: None,
-    files: Sequence[str] = HUB_FILES,
-) -> Path:  # fmt: skip
-    """Returns the directory or the GGUF file of a model. Downloads a hub id: safetensors, configuration and tokenizer,
-    never code. Raises UserError if `name` is neither a directory, nor a GGUF file, nor an available hub id.
-
-    `on_download`: called before the download of a model that the cache does not contain. `files`: patterns of the
-    files to download.
-    """
-    path = file_io.expand_user(name)
-    if file_io.is_folder(path):
-        return path
-    if is_gguf(path):
-        return path
-    if os.path.exists(path):  # noqa: PTH110  (pathlib raises on names too long)
-        raise UserError(f"{name} is a file, but not a GGUF file: specify the model's directory")
-    if not HUB_ID_PATTERN.fullmatch(name):
-        kind = "file" if name.endswith(".gguf") else "directory"
-        raise UserError(f"{truncated_repr(name, 300)[1:-1]}: no such {kind}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.logging import set_verbosity_error
-
-    set_verbosity_error()
-    if not _is_cached(name, revision) and _is_on_hub(name, revision):
-        on_download()
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
-    except Exception as error:  # of the client, its HTTP library or the disk: the model is unavailable
-        reason = HUB_REFUSALS.get(type(error).__name__) or file_io.one_line(error)
-        raise UserError(
-            f"{name} is not a directory and cannot be downloaded from the Hugging Face Hub: {reason}"
-        ) from None
-
-
-def needs_download(name: str, revision: str | None = None) -> bool:
-    """Returns whether `name` is a hub id whose weights the cache does not have."""
-    if os.path.exists(file_io.expand_user(name)):  # noqa: PTH110  (pathlib raises on names too long)
-        return False
-    return HUB_ID_PATTERN.fullmatch(name) is not None and not _is_cached(name, revision)
-
-
-def locate_config(name: str, revision: str | None = None) -> Path | None:
-    """Returns the directory with the configuration of a hub model whose weights have to be downloaded, or None if
-    `name` is another model or the hub cannot be reached. Downloads CONFIG_FILES only."""
-    if not needs_download(name, revision):
-        return None
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(CONFIG_FILES)))
-    except Exception:  # `locate_model` raises it again and has the reason
-        return None
-    return folder if file_io.is_file(folder / CONFIG_FILES[0]) else None
-
-
-def _is_cached(name: str, revision: str | None) -> bool:
-    """Returns whether the cache has weights of a hub model."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except Exception:  # not in the cache, or any error that the download then raises, too
-        return False
-    return any(folder.glob("*.safetensors"))
-
-
-def _is_on_hub(name: str, revision: str | None) -> bool:
-    """Returns whether the hub can be reached and has the model."""
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
-    except Exception:  # the download raises it again and has the reason
-        return False
-    return True
 
 
 def _byte_letters() -> dict[str, int]:
@@ -189,6 +100,7 @@ class TextCodec:
             raise UserError(f"{path}: the tokenizer is empty; is tokenizer.json missing?")
         if template is not None:
             self.tokenizer.chat_template = template
+        self._backend = _decoding_backend(self.tokenizer)
         self.size = max(self.vocab.values()) + 1  # of the base vocabulary
         added = self.tokenizer.added_tokens_decoder
         self.special = frozenset(token for token, what in added.items() if what.special)
@@ -215,6 +127,17 @@ class TextCodec:
     def close(self) -> None:
         """Ends the process that renders the chat template, if one runs."""
         self._renderer.close()
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of the special tokens by their text."""
+        return {str(token): number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+
+    def without_paths(self, message: str) -> str:
+        """Returns a message without the paths of the model and of its chat template, which clients do not see."""
+        for path in (self.path, self._renderer.model):
+            message = message.replace(f"{path}: ", "")
+        return message
 
     @property
     def has_template(self) -> bool:
@@ -273,19 +196,36 @@ class TextCodec:
         truncation: Truncation | None = None,
         template: str | None = None,
     ) -> list[int]:
-        """Renders a conversation with the chat template and encodes it.
+        """Renders a conversation with the chat template and encodes it; see `render_chat` and `encode`.
 
         As in transformers and vLLM the template alone adds special tokens such as BOS.
+        """
+        if truncation is not None:
+            context = None
+        text = self.render_chat(
+            messages, context, tools, variables, continue_final_message, add_generation_prompt, template
+        )
+        return self._encode(text, context, False, truncation)
 
-        `context`, `truncation`: see `encode`. `tools`: JSON schemas of the tools. `variables`: additional variables of
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        context: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+    ) -> str:
+        """Renders a conversation with the chat template.
+
+        `context`: see `encode`. `tools`: JSON schemas of the tools. `variables`: additional variables of
         the template.
         `continue_final_message`: leave the last message open, instead of beginning the assistant's turn.
         `add_generation_prompt`: begin the assistant's turn, unless the last message is left open. `template`: source of
         a template that replaces the model's.
         """
         template = template or self.template_source(tools)
-        if truncation is not None:
-            context = None
         for message in messages:
             for text in message.values():
                 if isinstance(text, str):
@@ -300,7 +240,7 @@ class TextCodec:
             add_generation_prompt and not continue_final_message,
         )  # fmt: skip
         self._check_roles(messages, text)
-        return self._encode(text, context, False, truncation)
+        return text
 
     def _check_roles(self, messages: Sequence[ChatMessage], text: str) -> None:
         """Raises UserError if the template has left out a message with a role that few templates know."""
@@ -344,6 +284,8 @@ class TextCodec:
 
     def token_text(self, tokens: Sequence[int]) -> str:
         """Decodes tokens, including special ones."""
+        if self._backend is not None:
+            return str(self._backend.decode(list(tokens), skip_special_tokens=False))
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
@@ -353,7 +295,7 @@ class TextCodec:
         self._check_size(text, context)
         try:
             tokens = list(self.tokenizer.encode(text, add_special_tokens=special))
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # PanicException of Rust code is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise UserError(f"the tokenizer cannot encode this text ({file_io.one_line(error)})") from None
@@ -431,13 +373,25 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 def _check_charsmap(file: Path) -> None:
     """Raises UserError if tokenizer.json has a table of characters (SentencePiece's normaliser) that is shorter than
-    its first number says: the library would allocate that many bytes."""
+    its first number, the size that the library would allocate."""
     if not file_io.is_file(file):
         return
     for found in CHARSMAP.finditer(file_io.read_bytes(file, max_bytes=MAX_TOKENIZER_BYTES)):
         table = base64.b64decode(found[1])
         if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
             raise UserError("precompiled_charsmap is damaged")
+
+
+def _decoding_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Returns the tokenizer of the library tokenizers whose `decode` the given one calls, which takes a fifth of the
+    time; None if it decodes in its own way."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    inherited = all(
+        getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
+    )
+    return tokenizer.backend_tokenizer if inherited else None
 
 
 def _gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:

@@ -103,7 +103,8 @@ class TextRequest:
     def create(
         prompt: str | None, token_ids: list[int], sampling: SamplingParams, codec: TextCodec, *, continues_text: bool
     ) -> TextRequest:
-        """Resolves the parameters that apply to text. Raises UserError if they are invalid."""
+        """Resolves the parameters that apply to text, in a copy. Raises UserError if they are invalid."""
+        sampling = replace(sampling)  # the caller may assign fields later
         if sampling.structured_outputs is not None:
             try:
                 grammar = build_grammar(*sampling.structured_outputs.constraint)

@@ -138,6 +138,7 @@ class StopStrings:
         self.matched: str | None = None
         self._include = include
         self._stops = tuple(stops)
+        self.active = bool(self._stops)  # otherwise all text can be released at once
         self._max_stop_chars = max(map(len, stops), default=0)
         self._buffer = ""
 
@@ -240,6 +241,9 @@ class TextBuilder:
 
     def _add(self, piece: TextPiece, last: bool = False) -> list[TextPiece]:
         """Adds a piece and returns the pieces that can be shown. `last`: no further piece follows."""
+        if not self._stops.active:
+            self._text_length += len(piece.text)
+            return [piece]
         self._held_pieces.append(piece)
         self._text_length += len(piece.text)
         count, ended = self._stops.push(piece.text, may_end=len(self.token_ids) > self._min_tokens)

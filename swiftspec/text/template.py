@@ -48,6 +48,7 @@ class TemplateRenderer:
     `start`, or the first rendering, starts the process. After a timeout, a crash or a lack of memory the next rendering
     starts a new one.
 
+    `model`: what messages name: the model, or the file of its template.
     `timeout_s`: time limit of one rendering. `memory_bytes`: its memory limit, in addition to the memory of the
     imports.
     """
@@ -55,7 +56,7 @@ class TemplateRenderer:
     def __init__(
         self, model: Path, timeout_s: float = RENDER_TIMEOUT_S, memory_bytes: int = RENDER_MEMORY_BYTES
     ) -> None:
-        self._model, self._timeout_s, self._memory_bytes = model, timeout_s, memory_bytes
+        self.model, self._timeout_s, self._memory_bytes = model, timeout_s, memory_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: Any = None
         self._ready = False
@@ -115,7 +116,7 @@ class TemplateRenderer:
         except (OSError, ValueError):  # the process has exited, or sent an invalid reply
             how = self._failure_reason()
             self.close()
-            raise UserError(f"{self._model}: the chat template {how}: {ADVICE}") from None
+            raise UserError(f"{self.model}: the chat template {how}: {ADVICE}") from None
         except BaseException:  # also Ctrl-C: a late reply would be taken for the next one
             self.close()
             raise
@@ -123,16 +124,16 @@ class TemplateRenderer:
             return str(reply["text"])
         if "size" in reply:
             raise PromptTooLong(
-                f"the prompt does not fit the context: {self._model}: with the chat template it has {reply['size']}"
+                f"the prompt does not fit the context: {self.model}: with the chat template it has {reply['size']}"
                 f" bytes, and at most {max_bytes} fit: shorten it or raise max_model_len"
             )
         if "memory" in reply:
             self.close()
             raise UserError(
-                f"{self._model}: the chat template needs more than {self._memory_bytes >> 20} MiB of memory: {ADVICE}"
+                f"{self.model}: the chat template needs more than {self._memory_bytes >> 20} MiB of memory: {ADVICE}"
             )
         words = " ".join(str(reply.get("error")).split())
-        raise UserError(f"{self._model}: the chat template failed ({words[:297] + '...' * (len(words) > 297)})")
+        raise UserError(f"{self.model}: the chat template failed ({words[:297] + '...' * (len(words) > 297)})")
 
     def _exchange(self, data: bytes, max_bytes: int) -> dict[str, Any]:
         """Sends a request to the process, which is started if necessary, and returns the reply. Raises UserError on a
@@ -150,7 +151,7 @@ class TemplateRenderer:
             return _receive(self._replies, max_bytes)
         except TimeoutError:
             raise UserError(
-                f"{self._model}: the chat template took longer than {self._timeout_s:g} s: {ADVICE}"
+                f"{self.model}: the chat template took longer than {self._timeout_s:g} s: {ADVICE}"
             ) from None
 
     def _failure_reason(self) -> str:

@@ -9,6 +9,7 @@ exited.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -28,6 +29,10 @@ def main() -> None:
     for standard in (0, 1):  # output of a library must not get into the stream of replies
         os.dup2(os.open(os.devnull, os.O_RDWR), standard)
     try:
+        import jinja2.sandbox
+
+        # Some templates (Kimi K2) append to lists, which transformers forbids. They change only this process.
+        jinja2.sandbox.ImmutableSandboxedEnvironment = jinja2.sandbox.SandboxedEnvironment
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render_jinja_template([[{"role": "user", "content": ""}]], chat_template="")  # triggers its lazy imports
@@ -62,7 +67,7 @@ def _render(render: Any, request: dict[str, Any]) -> str:
 
     def rendered(messages: list[dict[str, Any]]) -> str:
         texts, _ = render(
-            conversations=[messages],
+            conversations=[copy.deepcopy(messages)],  # a template can change lists
             chat_template=request["template"],
             tools=request["tools"],
             add_generation_prompt=request["add_generation_prompt"],

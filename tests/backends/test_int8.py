@@ -1,4 +1,4 @@
-"""Int8 activations: every ISA level is bitwise identical to the reference, and rows are independent."""
+"""Int8 and int16 activations: every ISA level is bitwise identical to the reference, and rows are independent."""
 
 from __future__ import annotations
 
@@ -55,10 +55,11 @@ def test_every_isa_level_is_bitwise_identical_to_the_reference(data: st.DataObje
     group = data.draw(st.sampled_from([32, 64, 128]))
     n, k = 8 * data.draw(st.integers(1, 36)), group * data.draw(st.integers(1, 4))
     seed, bias = data.draw(st.integers(0, 99)), data.draw(st.booleans())
-    weight: Weight = rounded_int8(n, k, seed, bias)
+    parts = data.draw(st.sampled_from([1, 2]))
+    weight: Weight = replace(rounded_int8(n, k, seed, bias), int8_activations=parts)
     if data.draw(st.booleans()):
         four = int4(n, k, group, seed, bias)
-        weight = replace(four, scales=four.scales.to(data.draw(st.sampled_from(SCALES))), int8_activations=True)
+        weight = replace(four, scales=four.scales.to(data.draw(st.sampled_from(SCALES))), int8_activations=parts)
     rows = data.draw(st.one_of(st.integers(1, 19), st.sampled_from([32, 33, 150])))
     x = random(rows, k, seed=seed, dtype=data.draw(st.sampled_from([BF16, F32])))
     x[data.draw(st.integers(0, x.shape[0] - 1))] *= data.draw(st.sampled_from([0.0, 1e-36, 1e-3, 1e4]))
@@ -71,9 +72,10 @@ def test_every_isa_level_is_bitwise_identical_to_the_reference(data: st.DataObje
         _C.use_level(LEVELS[0])
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_affects_only_its_row(level: str, bad: float) -> None:
-    for weight in (replace(int4(48, 128, 64, 1), int8_activations=True), rounded_int8(48, 128, 1)):
+def test_a_value_that_is_not_finite_affects_only_its_row(level: str, bad: float, parts: int) -> None:
+    for weight in (replace(int4(48, 128, 64, 1), int8_activations=parts), rounded_int8(48, 128, 1)):
         x = random(11, 128, seed=2)
         clean = native(weight, x)
         x[4, 70] = bad
@@ -82,8 +84,9 @@ def test_a_value_that_is_not_finite_affects_only_its_row(level: str, bad: float)
         assert torch.equal(spoilt[5:], clean[5:]) and torch.equal(spoilt[:4], clean[:4])
 
 
-def test_rows_are_independent(level: str) -> None:
-    for weight in (replace(int4(208, 256, 128, 3), int8_activations=True), rounded_int8(208, 256, 3)):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rows_are_independent(level: str, parts: int) -> None:
+    for weight in (replace(int4(208, 256, 128, 3), int8_activations=parts), rounded_int8(208, 256, 3)):
         packed, norm = host.pack(weight, BF16, "cpu"), host.pack_norm(torch.ones(256), 1e-5, BF16, "cpu")
         x = random(21, 256, seed=1)
 
@@ -100,7 +103,7 @@ def test_rows_are_independent(level: str) -> None:
 
 
 def test_threads_change_nothing() -> None:
-    weight, x = replace(int4(640, 384, 128, 4), int8_activations=True), random(40, 384, seed=1)
+    weight, x = replace(int4(640, 384, 128, 4), int8_activations=1), random(40, 384, seed=1)
     alone = native(weight, x)
     host.set_threads(3)
     try:
@@ -109,19 +112,22 @@ def test_threads_change_nothing() -> None:
         host.set_threads(1)
 
 
-def test_quantised_rows_have_seven_bits_of_precision() -> None:
+@pytest.mark.parametrize(("parts", "steps"), [(1, 1), (2, 254)])
+def test_the_rounding_error_is_at_most_half_a_step(parts: int, steps: int) -> None:
     x = random(5, 256, seed=1, dtype=F32)
-    codes, scales = quantize_rows(x, 64)
-    assert codes.abs().amax(2).eq(127).all()  # the largest of each group
-    back = (codes * scales.unsqueeze(2)).flatten(1)
-    assert float((back - x).abs().max()) <= float(scales.max()) / 2 * 1.001
+    pairs = quantize_rows(x, 64, parts)
+    assert pairs[0][0].abs().amax(2).eq(127).all()  # the largest of each group
+    assert all(codes.abs().max() <= 127 and torch.equal(codes, codes.round()) for codes, _ in pairs)
+    back = sum((codes.double() * scales.double().unsqueeze(2)).flatten(1) for codes, scales in pairs)
+    assert float((back - x).abs().max()) <= float(pairs[0][1].max()) / steps / 2 * 1.02
 
 
-def test_the_product_is_close_to_that_of_unquantised_rows() -> None:
-    weight, x = int4(128, 512, 128, 5), random(8, 512, seed=1)
+@pytest.mark.parametrize(("parts", "dtype", "error"), [(1, BF16, 1e-2), (2, BF16, 3e-3), (2, F32, 5e-5)])
+def test_the_product_is_close_to_that_of_unquantised_rows(parts: int, dtype: torch.dtype, error: float) -> None:
+    weight, x = int4(128, 512, 128, 5), random(8, 512, seed=1, dtype=dtype)
     exact = x.double() @ weight.dequantize(torch.float64).T
-    got = native(replace(weight, int8_activations=True), x).double()
-    assert float((got - exact).norm() / exact.norm()) < 1e-2
+    got = native(replace(weight, int8_activations=parts), x).double()
+    assert float((got - exact).norm() / exact.norm()) < error
 
 
 def test_eight_bits_are_close_to_dense_weights() -> None:
@@ -143,7 +149,7 @@ def test_a_shard_has_the_weights_of_the_whole_matrix() -> None:
     cut = weight.inputs(columns, 32)
     assert torch.equal(cut.dequantize(F32)[:, :32], weight.dequantize(F32)[:, 32:64])
     assert not cut.dequantize(F32)[:, 32:].any()
-    four = replace(int4(64, 256, 128, 2), int8_activations=True)
+    four = replace(int4(64, 256, 128, 2), int8_activations=1)
     parts = [four.outputs(torch.arange(16, 32)), four.inputs(torch.arange(64, 128), 64), four.stack([four], None)]
     assert all(part.int8_activations for part in parts)
 
@@ -160,15 +166,15 @@ def test_only_the_supported_weights_of_a_model_are_quantised() -> None:
         return ModelWeights(torch.ones(8, 64), [lambda: layer(weight)], torch.ones(64), lambda: dense(8, 64, 1))
 
     four = int4(64, 64, 32, 1)
-    both = LoadTimeQuantization(activations=True, head="int8").of_weights(model(four))
+    both = LoadTimeQuantization(activations=1, head="int8").of_weights(model(four))
     assert isinstance(both.head(), LazyInt8Weight)
     for read in read_layers(both):
         assert isinstance(read.down, Int4Weight) and read.down.int8_activations and read.qkv.product("cpu")
-    small = LoadTimeQuantization(activations=True, head="int4").of_weights(model(four)).head()
+    small = LoadTimeQuantization(activations=1, head="int4").of_weights(model(four)).head()
     assert isinstance(small, Int4Weight) and small.int8_activations
     neither = LoadTimeQuantization().of_weights(model(four))
     assert isinstance(neither.head(), DenseWeight) and [read().o for read in neither.layers] == [four]
-    bf16 = LoadTimeQuantization(activations=True).of_weights(model(dense(64, 64, 1)))
+    bf16 = LoadTimeQuantization(activations=1).of_weights(model(dense(64, 64, 1)))
     assert isinstance(bf16.head(), DenseWeight) and all(x.o.product("cpu") is None for x in read_layers(bf16))
 
 

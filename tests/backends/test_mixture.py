@@ -50,7 +50,7 @@ def int4(outputs: int, inputs: int, seed: int) -> Weight:
 def int4_rounded(outputs: int, inputs: int, seed: int) -> Weight:
     weight = int4(outputs, inputs, seed)
     assert isinstance(weight, Int4Weight)
-    return replace(weight, int8_activations=True)
+    return replace(weight, int8_activations=1)
 
 
 def int8(outputs: int, inputs: int, seed: int) -> Weight:

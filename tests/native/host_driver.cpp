@@ -54,7 +54,7 @@ struct Linear {
   Weights weights;
 
   Linear(Format format, bool is_f32_, bool swiglu_, int64_t rows_, int64_t k_, int64_t n_, int64_t group,
-         bool int8_activations = false)
+         int int8_activations = 0)
       : is_f32(is_f32_), swiglu(swiglu_), normed(rows_ % 2 == 0), rows(rows_), k(k_), n(n_) {
     const int64_t padded = (k + 7) / 8 * 8, blocks = (n + 15) / 16;
     x = numbers(rows * k, is_f32), norm = numbers(k, true), residual = numbers(rows * n, is_f32),
@@ -93,7 +93,7 @@ struct ExpertLayer {
   int64_t rows;
   Linear router, gate_up, down, shared_gate_up, shared_down;
 
-  ExpertLayer(Format format, bool is_f32_, int64_t rows_, bool int8_activations)
+  ExpertLayer(Format format, bool is_f32_, int64_t rows_, int int8_activations)
       : is_f32(is_f32_),
         rows(rows_),
         router(is_f32 ? Format::f32 : Format::bf16, is_f32, false, rows, kHidden, kExperts + 1, 0),
@@ -154,7 +154,7 @@ struct Attention {
     attention({qkv.data(), cos.data(), sin.data(), slots.data(), mask.data(), keys.data(), values.data(),
                out.data(), rows, heads, kv_heads, length, length, width, dim, (heads + 2 * kv_heads) * dim, options,
                head_norm, sinks.empty() ? nullptr : floats(sinks)},
-              is_f32);
+              is_f32, is_f32);
     return out;
   }
 };

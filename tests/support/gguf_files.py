@@ -17,11 +17,14 @@ from transformers import PreTrainedModel
 from swiftspec.model.formats.blocks import FILE_TYPES, FLOAT4, BlockType
 from swiftspec.model.gguf.families import GGUF_ARCHITECTURES
 
-HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # byte positions
+HALVES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "IQ4_NL": (0,), "Q8_0": (0,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # byte positions  # fmt: skip
 SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}  # whole super-blocks
 # what convert_hf_to_gguf.py of llama.cpp does to the tensors of an architecture
-PAIRS = ("llama", "smollm3", "granite", "mistral3")  # rows of queries and keys for a RoPE of adjacent rows
-NORMS_PLUS_ONE = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
+PAIRS = ("llama", "smollm3", "granite", "mistral3", "arcee")  # rows of queries and keys for a RoPE of adjacent rows
+NORMS_PLUS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 TILED = ("qwen35", "qwen35moe")  # value heads of delta layers: the first of each key head, then the second of each
 RENAMED = {"dt_bias": "dt_proj.bias", "self_attn.sinks": "self_attn.sinks.weight"}
 Step = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]  # a conversion and its inverse
@@ -43,7 +46,8 @@ def random_blocks(kind: BlockType, rows: int, columns: int, noise: np.random.Gen
 
 def architecture_of(model: PreTrainedModel) -> str:
     """The name of a model's architecture in GGUF."""
-    families = {one.family: name for name, one in GGUF_ARCHITECTURES.items()} | {"Olmo3ForCausalLM": "olmo2"}
+    families = {one.family: name for name, one in GGUF_ARCHITECTURES.items()}
+    families |= {"Olmo3ForCausalLM": "olmo2", "MixtralForCausalLM": "llama"}
     return families[type(model).__name__]
 
 
@@ -279,6 +283,19 @@ def _qwen3moe(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
+def _experts(writer: GGUFWriter, config: Any) -> None:
+    """Of Mixtral and OLMoE; a Llama has none."""
+    if hasattr(config, "num_experts_per_tok"):
+        writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def _gemma2(writer: GGUFWriter, config: Any) -> None:
+    _windows(writer, config)
+    writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
 def _shared_expert(writer: GGUFWriter, config: Any) -> None:
     _qwen3moe(writer, config)
     writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
@@ -310,6 +327,7 @@ def _delta(writer: GGUFWriter, config: Any) -> None:
 FEATURES: dict[str, Callable[[GGUFWriter, Any], None]] = {
     "qwen3moe": _qwen3moe, "qwen2moe": _shared_expert, "gpt-oss": _gpt_oss, "qwen35": _delta, "qwen35moe": _delta,
     "qwen3next": _delta, "gemma3": _gemma3, "phi3": _phi3, "granite": _granite, "olmo2": _olmo, "mistral3": _mistral3,
+    "llama": _experts, "olmoe": _experts, "gemma2": _gemma2,
 }  # fmt: skip
 
 

@@ -133,7 +133,7 @@ class Player:
                 reason = None if not last else self.reason if cut == tokens else "length"
                 top = request.sampling.get("logprobs")
                 frame_logprobs = None if top is None else token_logprobs(part, top, logprob)
-                if (yield TokensFrame(1, part, len(part) - 1, frame_logprobs, reason)):
+                if (yield TokensFrame(1, part, len(part) - 1, frame_logprobs, reason, [], TIMINGS["cache_n"])):
                     self.stopped.append(request)
                     break
             ended = True

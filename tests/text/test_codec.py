@@ -4,7 +4,6 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -13,7 +12,7 @@ from transformers import AutoTokenizer
 from swiftspec.engine import TokenChunk
 from swiftspec.errors import UserError
 from swiftspec.observe.trace_format import TokenText, text_fields
-from swiftspec.text.codec import TextCodec, locate_model
+from swiftspec.text.codec import TextCodec
 from swiftspec.text.stream import (
     MAX_PENDING_TOKENS,
     REPLACEMENT_CHARACTER,
@@ -301,36 +300,3 @@ def test_broken_tokenizers(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=reason) as caught:
             TextCodec(folder)
         assert "\n" not in str(caught.value)
-
-
-def test_locations_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert locate_model(str(tmp_path)) == tmp_path
-    (tmp_path / "file").write_text("")
-    for name, message in (
-        (str(tmp_path / "file"), "is a file"),
-        ("/no/such/place", "no such directory"),
-        ("./no-such-place", "no such directory"),
-        ("nobody/no-such-model", "cannot be downloaded from the Hugging Face Hub"),
-    ):
-        with pytest.raises(UserError, match=message) as caught:
-            locate_model(name, on_download=lambda: pytest.fail("nothing is downloaded"))
-        assert "\n" not in str(caught.value)
-
-
-def test_a_download_is_announced_unless_the_model_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cached: list[bool] = []
-
-    def snapshot_download(name: str, *, local_files_only: bool = False, **options: object) -> str:
-        if local_files_only and not cached:
-            raise FileNotFoundError
-        cached.append(True)
-        (tmp_path / "model.safetensors").write_bytes(b"")
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **options: None)
-    announced: list[str] = []
-    for _ in range(2):
-        assert locate_model("some/model", on_download=lambda: announced.append("download")) == tmp_path
-    assert announced == ["download"]

@@ -51,9 +51,24 @@ void* Decoder::reserve(Buffer& buffer, int64_t elements) const {
   return buffer.data();
 }
 
+// Writes the rows of the tokens in `table` [vocab, width] S to `to`, in T.
+void* Decoder::embed(const void* table, const ForwardArgs& args, int64_t width, Buffer& to) const {
+  void* out = reserve(to, args.rows * width);
+  if (model_.is_f32 == model_.stores_f32) {
+    gather_rows(table, args.tokens, args.rows, width * size_, out);
+    return out;
+  }
+  auto* wide = static_cast<uint32_t*>(out);
+  for (int64_t row = 0; row < args.rows; ++row, wide += width) {
+    const uint16_t* from = static_cast<const uint16_t*>(table) + args.tokens[row] * width;
+    for (int64_t i = 0; i < width; ++i) wide[i] = static_cast<uint32_t>(from[i]) << 16;
+  }
+  return out;
+}
+
 void Decoder::gather(const ForwardArgs& args) {
   const PackedModel& s = model_;
-  gather_rows(s.embedding, args.tokens, args.rows, s.hidden * size_, reserve(hidden_, args.rows * s.hidden));
+  embed(s.embedding, args, s.hidden, hidden_);
   if (s.embedding_multiplier != 1.0f) {
     multiply(hidden_.data(), args.rows * s.hidden, s.embedding_multiplier, s.is_f32);
   }
@@ -74,7 +89,7 @@ void Decoder::embed_per_layer(const ForwardArgs& args) {
   if (weights.size == 0) return;
   const int64_t width = layers() * weights.size, count = args.rows * width;
   constexpr float kScale = 0.70710678f;  // 1 / sqrt(2)
-  gather_rows(weights.table, args.tokens, args.rows, width * size_, reserve(per_layer_, count));
+  embed(weights.table, args, width, per_layer_);
   if (weights.multiplier != 1.0f) multiply(per_layer_.data(), count, weights.multiplier, s.is_f32);
   linear({.weights = weights.projection, .x = hidden_.data(), .out = reserve(projected_, count), .rows = args.rows},
          s.is_f32);
@@ -138,7 +153,7 @@ void Decoder::attend(const ForwardArgs& args, const PackedLayer& layer) {
                cache.keys + region, cache.values + region, at(mixed_.data(), first * size * size_), seq.rows,
                traits.heads, traits.kv_heads, cache.capacity, seq.length, seq.width, traits.dim, stride, options, norm,
                layer.sinks, layer.shares_kv},
-              s.is_f32);
+              s.is_f32, s.stores_f32);
   }
   if (!traits.output_gate) return;
   const int64_t kv_heads = layer.shares_kv ? 0 : traits.kv_heads;

@@ -35,7 +35,7 @@ struct DeltaWeights {
 // (norm(projection(embedding[x])) + multiplier table[x]) / sqrt(2). ModelSpec.per_layer_size documents them.
 struct PerLayerEmbeddings {
   int64_t size = 0;  // elements for one layer; 0: the model has none
-  const void* table = nullptr;  // [vocab, layers * size] T
+  const void* table = nullptr;  // [vocab, layers * size] S
   float multiplier = 1.0f;
   const Weights* projection = nullptr;  // hidden -> layers * size
   const float* norm = nullptr;          // [size], of the part of each layer
@@ -72,13 +72,15 @@ struct PackedLayer {
   bool shares_kv = false;
 };
 
-// The weights of a model, or of one rank's shard. T is float32 or bfloat16.
+// The weights of a model, or of one rank's shard. T, the type of the residual stream, is float32 or bfloat16; S, that of
+// embeddings and KV cache, is T or bfloat16.
 struct PackedModel {
-  bool is_f32;  // T is float32
+  bool is_f32;         // T is float32
+  bool stores_f32;     // S is float32
   float eps;    // of every RMSNorm
   int64_t hidden;
   int64_t vocab, positions;  // rows of the embedding; rows of the RoPE tables
-  const void* embedding;     // [vocab, hidden] T
+  const void* embedding;     // [vocab, hidden] S
   float embedding_multiplier;
   std::vector<AttentionKind> kinds;
   const float* norm;  // [hidden], final RMSNorm
@@ -134,6 +136,7 @@ class Decoder {
   using Buffer = std::vector<uint8_t>;
 
   void* reserve(Buffer& buffer, int64_t elements) const;
+  void* embed(const void* table, const ForwardArgs& args, int64_t width, Buffer& to) const;
   void gather(const ForwardArgs& args);
   void embed_per_layer(const ForwardArgs& args);
   std::vector<DeltaPlan> plan_deltas(const ForwardArgs& args) const;

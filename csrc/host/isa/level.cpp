@@ -113,9 +113,9 @@ void multiply(void* x, int64_t count, float factor, bool is_f32) {
   require_kernel(k.multiply_bf16)(static_cast<uint16_t*>(x), count, factor);
 }
 
-void attention(const AttentionArgs& args, bool is_f32) {
+void attention(const AttentionArgs& args, bool is_f32, bool cache_is_f32) {
   const Kernels& k = kernels();
-  require_kernel(is_f32 ? k.attention_f32 : k.attention_bf16)(args);
+  require_kernel(!is_f32 ? k.attention_bf16 : cache_is_f32 ? k.attention_f32 : k.attention_mixed)(args);
 }
 
 void projection_sums(const void* qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,

@@ -46,6 +46,7 @@ struct Kernels {
   void (*multiply_bf16)(uint16_t* x, int64_t count, float factor);
   void (*attention_f32)(const AttentionArgs&);
   void (*attention_bf16)(const AttentionArgs&);
+  void (*attention_mixed)(const AttentionArgs&);  // of float32 states with a bfloat16 cache
   void (*projection_sums_f32)(const float* qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
                               const uint8_t* counted, float* sums);
   void (*projection_sums_bf16)(const uint16_t* qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,

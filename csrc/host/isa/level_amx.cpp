@@ -1,5 +1,5 @@
 // Kernels for AVX-512 with BF16 and VNNI, and products on the matrix tiles of AMX. All except `linear`, `mixture` and
-// `attention` of bfloat16 models are those of AVX-512 BF16.
+// `attention` with bfloat16 caches are those of AVX-512 BF16.
 #include "host/isa/level.h"
 
 #ifdef SWIFTSPEC_X86
@@ -32,11 +32,23 @@ namespace {
 
 Kernels amx_kernels() {
   Kernels kernels = avx512_bf16_kernels();
+  kernels.linear_f32 = [](const LinearArgs& args) {
+    static const auto others = avx512_vnni_kernels().linear_f32;
+    amx::has_product(args.weights) ? amx::linear<float>(args) : others(args);
+  };
+  kernels.mixture_f32 = [](const MixtureArgs& args) {
+    static const auto others = avx512_vnni_kernels().mixture_f32;
+    amx::has_products(args.mlp) ? amx::mixture<float>(args) : others(args);
+  };
   kernels.linear_bf16 = amx::linear<uint16_t>;
   kernels.mixture_bf16 = amx::mixture<uint16_t>;
   kernels.attention_bf16 = [](const AttentionArgs& args) {
     static const auto without_tiles = avx512_bf16_kernels().attention_bf16;
     args.dim % amx::kBf16TileInputs == 0 ? amx::attention<uint16_t>(args) : without_tiles(args);
+  };
+  kernels.attention_mixed = [](const AttentionArgs& args) {
+    static const auto without_tiles = avx512_bf16_kernels().attention_mixed;
+    args.dim % amx::kBf16TileInputs == 0 ? amx::attention<float, uint16_t>(args) : without_tiles(args);
   };
   return kernels;
 }

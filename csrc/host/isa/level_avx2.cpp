@@ -44,6 +44,7 @@ Kernels avx2_kernels() {
           avx2::multiply<uint16_t>,
           avx2::attention<float>,
           avx2::attention<uint16_t>,
+          avx2::attention<float, uint16_t>,
           avx2::projection_sums<float>,
           avx2::projection_sums<uint16_t>,
           avx2::multiply_sigmoid<float>,

@@ -44,6 +44,7 @@ Kernels avx512_kernels() {
           avx512::multiply<uint16_t>,
           avx512::attention<float>,
           avx512::attention<uint16_t>,
+          avx512::attention<float, uint16_t>,
           avx512::projection_sums<float>,
           avx512::projection_sums<uint16_t>,
           avx512::multiply_sigmoid<float>,

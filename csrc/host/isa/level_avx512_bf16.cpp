@@ -30,9 +30,18 @@ namespace {
 Kernels avx512_bf16_kernels() {
   Kernels kernels = avx512_vnni_kernels();
   kernels.peak_bf16 = avx512_bf16::peak;
+  kernels.linear_f32 = [](const LinearArgs& args) {
+    static const auto others = avx512_vnni_kernels().linear_f32;
+    avx512_bf16::has_product(args.weights) ? avx512_bf16::linear<float>(args) : others(args);
+  };
+  kernels.mixture_f32 = [](const MixtureArgs& args) {
+    static const auto others = avx512_vnni_kernels().mixture_f32;
+    avx512_bf16::has_products(args.mlp) ? avx512_bf16::mixture<float>(args) : others(args);
+  };
   kernels.linear_bf16 = avx512_bf16::linear<uint16_t>;
   kernels.mixture_bf16 = avx512_bf16::mixture<uint16_t>;
   kernels.attention_bf16 = avx512_bf16::attention<uint16_t>;
+  kernels.attention_mixed = avx512_bf16::attention<float, uint16_t>;
   return kernels;
 }
 

@@ -41,6 +41,7 @@ Kernels neon_kernels() {
           neon::multiply<uint16_t>,
           neon::attention<float>,
           neon::attention<uint16_t>,
+          neon::attention<float, uint16_t>,
           neon::projection_sums<float>,
           neon::projection_sums<uint16_t>,
           neon::multiply_sigmoid<float>,

@@ -12,15 +12,16 @@ constexpr int64_t kKeyBlocks = 8;          // blocks of 16 keys transposed at a 
 // divided into small ones, for more tasks that run in parallel.
 inline int64_t attention_rows(int64_t rows) { return rows >= 2 * kMaxAttentionRows ? kMaxAttentionRows : 8; }
 
-template <class T>
+// T is the type of queries, keys, values and outputs of a forward, S that of the cache.
+template <class S>
 #ifdef SWIFTSPEC_TILES
-using Query = T;
+using Query = S;
 #else
-using Query = std::conditional_t<std::is_same_v<T, float>, float, Packed16>;  // the type that `product` reads
+using Query = std::conditional_t<std::is_same_v<S, float>, float, Packed16>;  // the type that `product` reads
 #endif
 
-// x cos + half_rotation(x) sin, rounded to T. `sin` contains the sign of the rotation.
-template <class T, class X>
+// x cos + half_rotation(x) sin, rounded to S. `sin` contains the sign of the rotation.
+template <class S, class T, class X>
 void rotate(const T* x, const T* cos, const T* sin, int64_t dim, X* out) {
   T rotated[kMaxHeadDim];
   const size_t half = static_cast<size_t>(dim / 2);
@@ -28,7 +29,7 @@ void rotate(const T* x, const T* cos, const T* sin, int64_t dim, X* out) {
   std::memcpy(rotated + half, x, half * sizeof(T));
   for (int64_t i = 0; i < dim; i += kLanes) {
     const F straight = rounded<T>(mul(load_as(x + i), load_as(cos + i)));
-    store_as(out + i, rounded<T>(fma(load_as(rotated + i), load_as(sin + i), straight)));
+    store_as(out + i, rounded<S>(fma(load_as(rotated + i), load_as(sin + i), straight)));
   }
 }
 
@@ -70,7 +71,7 @@ using Prob = float;
 constexpr int64_t kProbStep = 1;
 #endif
 
-template <class T>
+template <class T, class S>
 void append(const AttentionArgs& a) {
   for (int64_t row = 0; row < a.rows; ++row) {
     const T* k = static_cast<const T*>(a.qkv) + row * a.stride + a.heads * a.dim;
@@ -79,10 +80,11 @@ void append(const AttentionArgs& a) {
     for (int64_t g = 0; g < a.kv_heads; ++g) {
       const int64_t at = (g * a.capacity + a.slots[row]) * a.dim;
       T normed[kMaxHeadDim];
-      rotate(norm_head(a, k + g * a.dim, row, a.heads + g, normed), cos, sin, a.dim, static_cast<T*>(a.keys) + at);
+      rotate<S>(norm_head(a, k + g * a.dim, row, a.heads + g, normed), cos, sin, a.dim, static_cast<S*>(a.keys) + at);
       const T* value = k + (a.kv_heads + g) * a.dim;
       if (a.norm.values) value = norm_head(a, value, row, a.heads + a.kv_heads + g, normed);
-      std::memcpy(static_cast<T*>(a.values) + at, value, static_cast<size_t>(a.dim) * sizeof(T));
+      S* to = static_cast<S*>(a.values) + at;
+      for (int64_t i = 0; i < a.dim; i += kLanes) store_as(to + i, load_as(value + i));
     }
   }
 }
@@ -149,8 +151,8 @@ inline void find_visible(const AttentionArgs& a, int64_t row, int64_t rows, Visi
 
 using Multiplier = ExactTiles;
 
-template <class T>
-void score_blocks(Multiplier& tiles, const T* x, int64_t queries, const Operand& keys, int64_t blocks, float* scores,
+template <class S>
+void score_blocks(Multiplier& tiles, const S* x, int64_t queries, const Operand& keys, int64_t blocks, float* scores,
                   int64_t stride) {
   tiles.product<false>({x, keys.k, kBf16TileInputs}, keys, queries, blocks, scores, stride);
 }
@@ -159,12 +161,12 @@ void score_blocks(Multiplier& tiles, const T* x, int64_t queries, const Operand&
 
 struct Multiplier {};
 
-template <class T>
-void score_blocks(Multiplier&, const Query<T>* x, int64_t queries, const Operand& keys, int64_t blocks, float* scores,
+template <class S>
+void score_blocks(Multiplier&, const Query<S>* x, int64_t queries, const Operand& keys, int64_t blocks, float* scores,
                   int64_t stride) {
-  constexpr Format kFormat = std::is_same_v<T, float> ? Format::f32 : Format::bf16;
+  constexpr Format kFormat = std::is_same_v<S, float> ? Format::f32 : Format::bf16;
   for (int64_t q = 0; q < queries; q += kRowTile) {
-    const Inputs<Query<T>> in{x + q * keys.k, nullptr};
+    const Inputs<Query<S>> in{x + q * keys.k, nullptr};
     product<kFormat>(in, keys, std::min<int64_t>(kRowTile, queries - q), blocks, scores + q * stride, stride);
   }
 }
@@ -173,10 +175,10 @@ void score_blocks(Multiplier&, const Query<T>* x, int64_t queries, const Operand
 
 // Transposes keys start .. start + count into blocks of sixteen keys. Key i is slot i, or slot list[i] if `list` is
 // given; the last one, of index `last`, is repeated as padding.
-template <class T>
-void transpose_keys(const T* keys, const int32_t* list, int64_t start, int64_t count, int64_t last, int64_t dim,
+template <class S>
+void transpose_keys(const S* keys, const int32_t* list, int64_t start, int64_t count, int64_t last, int64_t dim,
                     uint8_t* blocks) {
-  const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
+  const int64_t bytes = dim * static_cast<int64_t>(sizeof(S));
   for (int64_t b = 0; b < count; b += kLanes, blocks += bytes * kLanes) {
     const uint8_t* rows[kLanes];
     for (int64_t i = 0; i < kLanes; ++i) {
@@ -189,17 +191,17 @@ void transpose_keys(const T* keys, const int32_t* list, int64_t start, int64_t c
 }
 
 // scores[q][i] = x[q] . key i for `count` keys, as in `transpose_keys`. `scores` has space for a multiple of 16 columns.
-template <class T>
-void score(Multiplier& tiles, const Query<T>* x, int64_t queries, const T* keys, const int32_t* list, int64_t count,
+template <class S>
+void score(Multiplier& tiles, const Query<S>* x, int64_t queries, const S* keys, const int32_t* list, int64_t count,
            int64_t dim, float* scores, int64_t stride) {
-  const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
+  const int64_t bytes = dim * static_cast<int64_t>(sizeof(S));
   constexpr int64_t kValues = kKeyBlocks * kLanes * kMaxHeadDim;
-  thread_local AlignedVector<uint8_t> key_blocks(static_cast<size_t>(kValues) * sizeof(T));
+  thread_local AlignedVector<uint8_t> key_blocks(static_cast<size_t>(kValues) * sizeof(S));
   for (int64_t start = 0; start < count; start += kKeyBlocks * kLanes) {
     const int64_t here = std::min(kKeyBlocks * kLanes, count - start), blocks = (here + kLanes - 1) / kLanes;
     transpose_keys(keys, list, start, here, count - 1, dim, key_blocks.data());
     const Operand operand{key_blocks.data(), bytes * kLanes, dim};
-    score_blocks<T>(tiles, x, queries, operand, blocks, scores + start, stride);
+    score_blocks<S>(tiles, x, queries, operand, blocks, scores + start, stride);
   }
 }
 
@@ -368,9 +370,9 @@ void accumulate_values(Multiplier& tiles, const Prob* probs, int64_t queries, in
 #endif
 
 // Attention of one key-value head for `rows` rows from `row` on.
-template <class T>
+template <class T, class S>
 void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const VisibleSlots& visible) {
-  using X = Query<T>;
+  using X = Query<S>;
   const int64_t group = a.heads / a.kv_heads, queries = rows * group, dim = a.dim;
   const int64_t stride = (a.length + 2 * kBeginStep) / kBeginStep * kBeginStep,
                 out_stride = (dim + kColumnStep - 1) / kColumnStep * kColumnStep;
@@ -387,20 +389,20 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
     const int64_t r = row + q / group, head = g * group + q % group;
     T normed[kMaxHeadDim];
     const T* query = norm_head(a, static_cast<const T*>(a.qkv) + r * a.stride + head * dim, r, head, normed);
-    rotate(query, static_cast<const T*>(a.cos) + r * dim, static_cast<const T*>(a.sin) + r * dim, dim,
-           x.data() + q * dim);
+    rotate<S>(query, static_cast<const T*>(a.cos) + r * dim, static_cast<const T*>(a.sin) + r * dim, dim,
+              x.data() + q * dim);
   }
-  const T* keys = static_cast<const T*>(a.keys) + g * a.capacity * dim;
-  const T* values = static_cast<const T*>(a.values) + g * a.capacity * dim;
+  const S* keys = static_cast<const S*>(a.keys) + g * a.capacity * dim;
+  const S* values = static_cast<const S*>(a.values) + g * a.capacity * dim;
   const AttentionOptions& options = a.options;
   const float plain_scale = options.scale > 0.0f ? options.scale : 1.0f / __builtin_sqrtf(static_cast<float>(dim));
   const int64_t shared = visible.shared(), skipped = visible.begin * dim;
   Multiplier tiles;
-  score<T>(tiles, x.data(), queries, keys + skipped, nullptr, shared, dim, scores.data(), stride);
+  score<S>(tiles, x.data(), queries, keys + skipped, nullptr, shared, dim, scores.data(), stride);
   for (int64_t q = 0; q < queries; q += group) {
     const int64_t r = q / group;
     float* row_values = scores.data() + q * stride;
-    score<T>(tiles, x.data() + q * dim, group, keys, visible.slots_of(r), visible.count(r), dim, row_values + shared, stride);
+    score<S>(tiles, x.data() + q * dim, group, keys, visible.slots_of(r), visible.count(r), dim, row_values + shared, stride);
     const float scale = options.query_scale == nullptr ? plain_scale : plain_scale * options.query_scale[row + r];
     for (int64_t h = 0; h < group; ++h, row_values += stride) {
       totals[static_cast<size_t>(q + h)] =
@@ -425,15 +427,15 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
   }
 }
 
-template <class T>
+template <class T, class S = T>
 void attention(const AttentionArgs& a) {
-  if (!a.shares_kv) append<T>(a);
+  if (!a.shares_kv) append<T, S>(a);
   const int64_t tile_rows = attention_rows(a.rows);
   const auto body = [&](int64_t task) {
     thread_local VisibleSlots visible;
     const int64_t row = task / a.kv_heads * tile_rows, rows = std::min(tile_rows, a.rows - row);
     find_visible(a, row, rows, visible);
-    attend<T>(a, row, rows, task % a.kv_heads, visible);
+    attend<T, S>(a, row, rows, task % a.kv_heads, visible);
   };
   const int64_t tasks = (a.rows + tile_rows - 1) / tile_rows * a.kv_heads;
   if (a.rows * a.length * a.heads * a.dim >= kMinParallelWork) return parallel_for(tasks, body);

@@ -21,21 +21,21 @@ float sum_of_squares(const T* x, int64_t k) {
 // The factor of an RMSNorm over `count` elements.
 inline float norm_scale(float squares, float count, float eps) { return 1.0f / __builtin_sqrtf(squares / count + eps); }
 
-// Applies an RMSNorm with the factor `by` to k elements, rounded to the model's type before the weight is applied, as
-// transformers does.
-template <class T, class X>
+// Applies an RMSNorm with the factor `by` to k elements, rounded to T before the weight is applied, as transformers does,
+// and to R after it.
+template <class T, class R = T, class X>
 void apply_norm(const T* x, const float* weight, float by, int64_t k, X* out) {
   const F scale = broadcast(by);
   for (int64_t i = 0; i < k; i += kLanes) {
     const F v = rounded<T>(mul(load_partial(x + i, k - i), scale));
-    store_partial(out + i, rounded<T>(mul(v, load_partial(weight + i, k - i))), k - i);
+    store_partial(out + i, rounded<R>(mul(v, load_partial(weight + i, k - i))), k - i);
   }
 }
 
 // RMSNorm of one row of k.
-template <class T, class X>
+template <class T, class R = T, class X>
 void rms_norm(const T* x, const float* weight, float eps, int64_t k, X* out) {
-  apply_norm(x, weight, norm_scale(sum_of_squares(x, k), static_cast<float>(k), eps), k, out);
+  apply_norm<T, R>(x, weight, norm_scale(sum_of_squares(x, k), static_cast<float>(k), eps), k, out);
 }
 
 // Reorders the k values of a row: value i becomes value order[i].
@@ -46,23 +46,23 @@ void reorder_row(const int32_t* order, int64_t k, X* row) {
   for (int64_t i = 0; i < k; ++i) row[i] = before[static_cast<size_t>(order[i])];
 }
 
-// Returns the input rows as values of type X: normalised if there is a norm, in the order of the matrix, and padded
-// with zeros to a multiple of 8 inputs. Returns `a.x` itself if it has this form already.
-template <class T, class X>
+// Returns the input rows as values of type X, rounded to R: normalised if there is a norm, in the order of the matrix,
+// and padded with zeros to a multiple of 8 inputs. Returns `a.x` itself if it has this form already.
+template <class T, class R, class X>
 const X* prepare_rows(const LinearArgs& a, AlignedVector<X>& scratch) {
   const Weights& w = *a.weights;
   const int64_t padded = (w.k + 7) / 8 * 8;
   const T* rows = static_cast<const T*>(a.x);
   const X* x = reinterpret_cast<const X*>(rows);
-  if (!std::is_same_v<T, X> || a.norm != nullptr || w.order != nullptr || padded != w.k) {
+  if (!std::is_same_v<T, X> || !std::is_same_v<T, R> || a.norm != nullptr || w.order != nullptr || padded != w.k) {
     scratch.resize(static_cast<size_t>(a.rows * padded));
     run_tasks(a.rows, a.rows * w.k, [&, to = scratch.data()](int64_t r) {
       X* out = to + r * padded;
       if (a.norm != nullptr) {
-        rms_norm(rows + r * w.k, a.norm, a.eps, w.k, out);
+        rms_norm<T, R>(rows + r * w.k, a.norm, a.eps, w.k, out);
       } else {
         for (int64_t i = 0; i < w.k; i += kLanes)
-          store_partial(out + i, load_partial(rows + r * w.k + i, w.k - i), w.k - i);
+          store_partial(out + i, rounded<R>(load_partial(rows + r * w.k + i, w.k - i)), w.k - i);
       }
       if (w.order != nullptr) reorder_row(w.order, w.k, out);
       std::fill(out + w.k, out + padded, X{});
@@ -86,11 +86,19 @@ Inputs<X> with_group_sums(const LinearArgs& a, const X* x, std::vector<float>& s
   return {x, sums.data()};
 }
 
-// Quantises the input rows to int8. `place(row)`: the RowPlace of a row.
+// Rows of the product for one input row: with two int8 numbers per input, the second ones are a row of their own.
+inline int64_t rows_per_input(const Weights& w) { return w.int8_activations == 2 ? 2 : 1; }
+
+// Quantises the input rows to int8. `place(row)`: the RowPlace of a row of the product.
 template <class X, class Place>
 void quantize_rows(const LinearArgs& a, const X* x, const Place& place) {
   const Weights& w = *a.weights;
-  run_tasks(a.rows, a.rows * w.k, [&](int64_t row) { quantize_row(x + row * w.k, w.k, w.group, place(row)); });
+  const int64_t parts = rows_per_input(w);
+  run_tasks(a.rows, a.rows * w.k, [&](int64_t row) {
+    RowPlace rest{};
+    if (parts == 2) rest = place(2 * row + 1);
+    quantize_row(x + row * w.k, w.k, w.group, place(parts * row), parts == 2 ? &rest : nullptr);
+  });
 }
 
 // Buffers of quantised rows; thread-local ones grow to the largest input once.
@@ -109,9 +117,10 @@ struct QuantizedBuffers {
 template <class X>
 QuantizedRows interleaved_rows(const LinearArgs& a, const X* x, QuantizedBuffers& to) {
   const int64_t row_words = a.weights->k / 4, groups = a.weights->k / a.weights->group;
-  to.resize(a.rows, row_words, groups, 0);
+  const int64_t rows = a.rows * rows_per_input(*a.weights);
+  to.resize(rows, row_words, groups, 0);
   quantize_rows(a, x, [&, words = to.words.data(), scales = to.scales.data(), sums = to.sums.data()](int64_t row) {
-    const int64_t first = row / kRowTile * kRowTile, tile_rows = std::min<int64_t>(kRowTile, a.rows - first);
+    const int64_t first = row / kRowTile * kRowTile, tile_rows = std::min<int64_t>(kRowTile, rows - first);
     const int64_t scale = first * groups + row - first;
     return RowPlace{words + first * row_words + row - first, tile_rows,    row_words, 0,
                     scales + scale,                          sums + scale, tile_rows};
@@ -125,13 +134,13 @@ QuantizedRows interleaved_rows(const LinearArgs& a, const X* x, QuantizedBuffers
 template <class X>
 TileRows rows_for_tiles(const LinearArgs& a, const X* x, QuantizedBuffers& to) {
   const int64_t row_words = a.weights->k / 4, groups = a.weights->k / a.weights->group;
-  const int64_t inputs = tile_inputs(a.weights->group);
-  to.resize(a.rows, row_words, groups, (kMaxTileRows - 1) * inputs / 4);
+  const int64_t inputs = tile_inputs(a.weights->group), rows = a.rows * rows_per_input(*a.weights);
+  to.resize(rows, row_words, groups, (kMaxTileRows - 1) * inputs / 4);
   quantize_rows(a, x, [&, words = to.words.data(), scales = to.scales.data(), sums = to.sums.data()](int64_t row) {
-    return RowPlace{words + row * inputs / 4, 1,      inputs / 4, a.rows * inputs / 4, scales + row, sums + row,
-                    a.rows};
+    return RowPlace{words + row * inputs / 4, 1,          inputs / 4, rows * inputs / 4,
+                    scales + row,             sums + row, rows};
   });
-  return {reinterpret_cast<const int8_t*>(to.words.data()), to.scales.data(), to.sums.data(), a.rows};
+  return {reinterpret_cast<const int8_t*>(to.words.data()), to.scales.data(), to.sums.data(), rows};
 }
 
 // Returns the input rows in the order of tiles.
@@ -220,6 +229,13 @@ inline Operand operand_of(const Weights& w) {
           static_cast<const uint8_t*>(w.super_minima), w.group};
 }
 
+template <class T>
+void add_to(const T* x, int64_t count, T* into) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    store_partial(into + i, add(load_partial(x + i, count - i), load_partial(into + i, count - i)), count - i);
+  }
+}
+
 // Blocks of outputs computed for all rows before the next ones, so that their weights stay in the CPU cache.
 constexpr int64_t kStripBlocks = 8;
 
@@ -238,17 +254,23 @@ void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
   const int64_t blocks = (end - column + kLanes - 1) / kLanes;
   const int64_t up_block = (half + column) / kLanes, up_shift = (half + column) % kLanes;
   const int64_t up_blocks = (up_shift + end - column + kLanes - 1) / kLanes;
-  for (int64_t row = 0; row < a.rows; row += In::kMaxRows) {
-    const int64_t rows = std::min<int64_t>(In::kMaxRows, a.rows - row);
+  const int64_t parts = rows_per_input(w), all_rows = a.rows * parts;
+  for (int64_t row = 0; row < all_rows; row += In::kMaxRows) {  // kMaxRows is even
+    const int64_t rows = std::min<int64_t>(In::kMaxRows, all_rows - row);
     const In tile = in.from(row, whole);
     dispatch_product(w.format, tile, advance(whole, column / kLanes), rows, blocks, sums, kStride);
     if (gated) dispatch_product(w.format, tile, advance(whole, up_block), rows, up_blocks, ups, kStride);
-    for (int64_t r = 0; r < rows; ++r) {
-      const float* row_sums = sums + r * kStride;
+    for (int64_t r = 0; r < rows; r += parts) {
+      float *row_sums = sums + r * kStride, *row_ups = ups + r * kStride;
+      const int64_t out_row = (row + r) / parts;
+      if (parts == 2) {
+        add_to(row_sums + kStride, blocks * kLanes, row_sums);
+        if (gated) add_to(row_ups + kStride, up_blocks * kLanes, row_ups);
+      }
       if (gated) {
-        store_gated<T>(a, row_sums, ups + r * kStride + up_shift, row + r, column, end);
+        store_gated<T>(a, row_sums, row_ups + up_shift, out_row, column, end);
       } else {
-        store_outputs<T>(a, row_sums, row + r, column, end);
+        store_outputs<T>(a, row_sums, out_row, column, end);
       }
     }
   }
@@ -261,27 +283,33 @@ inline int64_t count_strips(const LinearArgs& a) {
   return ((gated ? a.weights->n / 2 : a.weights->n) + width - 1) / width;
 }
 
-// The input rows of a projection in the form that its product reads. The buffers grow to the largest input.
+// The input rows of a projection in the form that its product reads. Products with bfloat16 weights round them to
+// bfloat16. The buffers grow to the largest input.
 template <class T>
 class PreparedRows {
  public:
   void prepare(const LinearArgs& a) {
-    const X* x = prepare_rows<T, X>(a, scratch_);
+    if (a.weights->format == Format::bf16) {
+      const Packed16* halves = prepare_rows<T, uint16_t>(a, halves_);
 #ifdef SWIFTSPEC_TILES
-    if constexpr (std::is_same_v<T, uint16_t>) {
-      if (a.weights->format == Format::bf16 && bf16_suits_tiles(a.weights->k)) {
-        in_ = bf16_rows_for_tiles(a, x, tiles_);
+      if (bf16_suits_tiles(a.weights->k)) {
+        in_ = bf16_rows_for_tiles(a, halves, tiles_);
         return;
       }
+#endif
+      in_ = Inputs<Packed16>{halves, nullptr};
+      return;
     }
-    if (a.weights->int8_activations && suits_tiles(a.rows, a.weights->group)) {
+    const X* x = prepare_rows<T, T>(a, scratch_);
+#ifdef SWIFTSPEC_TILES
+    if (a.weights->int8_activations != 0 && suits_tiles(a.rows * rows_per_input(*a.weights), a.weights->group)) {
       in_ = rows_for_tiles(a, x, quantized_);
       return;
     }
 #endif
-    if (a.weights->int8_activations) {
+    if (a.weights->int8_activations != 0) {
       in_ = interleaved_rows(a, x, quantized_);
-    } else {
+    } else if constexpr (std::is_same_v<X, Packed16>) {  // see `has_product`
       in_ = with_group_sums(a, x, sums_);
     }
   }
@@ -295,15 +323,26 @@ class PreparedRows {
   using X = std::conditional_t<std::is_same_v<T, float>, float, Packed16>;
 
   AlignedVector<X> scratch_;
+  AlignedVector<Packed16> halves_;
   std::vector<float> sums_;
   QuantizedBuffers quantized_;
 #ifdef SWIFTSPEC_TILES
   AlignedVector<uint16_t> tiles_;
-  std::variant<Inputs<X>, QuantizedRows, TileRows, Bf16TileRows> in_;
+  std::variant<Inputs<Packed16>, QuantizedRows, TileRows, Bf16TileRows> in_;
 #else
-  std::variant<Inputs<X>, QuantizedRows> in_;
+  std::variant<Inputs<Packed16>, QuantizedRows> in_;
 #endif
 };
+
+// Whether this level has the product of float32 rows with these weights. Levels with products of bfloat16 pairs leave
+// those with float32 weights, and with codes that are multiplied by float32 rows, to another level.
+[[maybe_unused]] inline bool has_product([[maybe_unused]] const Weights* w) {
+#ifdef SWIFTSPEC_DOT_BF16
+  return w == nullptr || w->format == Format::bf16 || w->int8_activations != 0;
+#else
+  return true;
+#endif
+}
 
 template <class T>
 void linear(const LinearArgs& a) {
@@ -312,13 +351,6 @@ void linear(const LinearArgs& a) {
   rows.prepare(a);
   run_tasks(count_strips(a), a.rows * a.weights->n * a.weights->k,
             [&](int64_t strip) { rows.compute_strip(a, strip); });
-}
-
-template <class T>
-void add_to(const T* x, int64_t count, T* into) {
-  for (int64_t i = 0; i < count; i += kLanes) {
-    store_partial(into + i, add(load_partial(x + i, count - i), load_partial(into + i, count - i)), count - i);
-  }
 }
 
 template <class T>

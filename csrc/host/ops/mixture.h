@@ -159,6 +159,11 @@ void sum_experts(const MixtureArgs& a, const MixtureBuffers<T>& b, int64_t hidde
   }
 }
 
+[[maybe_unused]] inline bool has_products(const Mlp& mlp) {
+  return has_product(mlp.router) && has_product(mlp.gate_up) && has_product(mlp.down) &&
+         has_product(mlp.shared_gate_up) && has_product(mlp.shared_down);
+}
+
 template <class T>
 void mixture(const MixtureArgs& a) {
   thread_local MixtureBuffers<T> own;  // grows to the largest forward once

@@ -28,13 +28,32 @@ struct RowPlace {
   int64_t scale_stride;
 };
 
-// Quantises one row to int8 with one scale per group, so that the largest magnitude becomes 127. A group with a NaN or
-// an infinity gets the scale NaN.
+// What the second int8 number of an input counts: parts of the first one's unit. The rest of rounding is at most half a
+// unit, so its magnitude is at most 127.
+constexpr float kRestParts = 254.0f;
+
+// Stores 16 codes as the next words of a row.
+inline void store_codes(RowPlace& to, int64_t& place, F codes) {
+  uint32_t* words = to.words + place * to.stride;
+  if (to.stride == 1) {
+    store_row_bytes(words, to_int(codes));
+  } else {
+    uint32_t four[4];
+    store_row_bytes(four, to_int(codes));
+    for (int j = 0; j < 4; ++j) words[j * to.stride] = four[j];
+  }
+  place += 4;
+  if (place == to.run) place = 0, to.words += to.run_stride;
+}
+
+// Quantises one row with one scale per group, so that the largest magnitude becomes 127. A group with a NaN or an
+// infinity gets the scale NaN. `rest`: the place of the second numbers, which count parts of the rounding error; null:
+// none.
 template <class X>
-void quantize_row(const X* x, int64_t k, int64_t group, RowPlace to) {
-  int64_t place = 0;
+void quantize_row(const X* x, int64_t k, int64_t group, RowPlace to, RowPlace* rest) {
+  int64_t place = 0, rest_place = 0;
   for (int64_t g = 0; g * group < k; ++g, x += group) {
-    F abs_max = zeros(), nan_probe = zeros(), total = zeros();
+    F abs_max = zeros(), nan_probe = zeros(), total = zeros(), rest_total = zeros();
     for (int64_t i = 0; i < group; i += kLanes) {
       const F value = load_as(x + i);
       abs_max = max(abs_max, as_float(bit_and(as_int(value), broadcast_int(0x7fffffff))));
@@ -44,21 +63,20 @@ void quantize_row(const X* x, int64_t k, int64_t group, RowPlace to) {
     const bool is_zero = top < kMinAbsMax;
     const F inverse = broadcast(is_zero ? 0.0f : 127.0f / top);
     for (int64_t i = 0; i < group; i += kLanes) {
-      const F value = round_even(mul(load_as(x + i), inverse));
-      total = add(total, value);
-      uint32_t* words = to.words + place * to.stride;
-      if (to.stride == 1) {
-        store_row_bytes(words, to_int(value));
-      } else {
-        uint32_t four[4];
-        store_row_bytes(four, to_int(value));
-        for (int j = 0; j < 4; ++j) words[j * to.stride] = four[j];
-      }
-      place += 4;
-      if (place == to.run) place = 0, to.words += to.run_stride;
+      const F value = mul(load_as(x + i), inverse), code = round_even(value);
+      total = add(total, code);
+      store_codes(to, place, code);
+      if (rest == nullptr) continue;
+      const F rest_code = round_even(mul(sub(value, code), broadcast(kRestParts)));
+      rest_total = add(rest_total, rest_code);
+      store_codes(*rest, rest_place, rest_code);
     }
-    to.scales[g * to.scale_stride] = (is_zero ? 0.0f : top / 127.0f) + reduce_add(nan_probe);
+    const float scale = (is_zero ? 0.0f : top / 127.0f) + reduce_add(nan_probe);
+    to.scales[g * to.scale_stride] = scale;
     to.sums[g * to.scale_stride] = reduce_add(total);
+    if (rest == nullptr) continue;
+    rest->scales[g * to.scale_stride] = scale / kRestParts;
+    rest->sums[g * to.scale_stride] = reduce_add(rest_total);
   }
 }
 

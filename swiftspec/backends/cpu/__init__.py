@@ -100,6 +100,7 @@ __all__ = [
 ]
 
 MAX_HEAD_DIM = 512
+FLOAT32_STREAM = True  # bfloat16 models have a residual stream in float32, with a bfloat16 cache
 DELTA_HEAD_UNIT = 16  # elements
 # optional fields of a spec that these operators implement
 KNOWN_FIELDS = (
@@ -360,7 +361,8 @@ def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
 def per_layer_embeddings(tokens: Tensor, hidden: Tensor, weights: PackedPerLayer) -> Tensor:
     """Returns the per-layer embeddings of tokens [rows]: hidden [rows, hidden], their embeddings -> [rows, layers,
     per_layer_size]."""
-    norm, rows = weights.norm, embed(tokens, weights.table, weights.multiplier)
+    norm = weights.norm
+    rows = embed(tokens, weights.table).to(hidden.dtype).mul_(weights.multiplier)
     out = rows.view(-1, len(norm.weight))
     _C.norm_add(norm_linear(hidden, None, weights.projection).view_as(out), norm.weight, norm.eps, 1.0, out)
     return out.mul_(EMBEDDING_SCALE).view(len(tokens), -1, len(norm.weight))

@@ -42,7 +42,10 @@ class HostDecoder:
 
     def __init__(self, stack: PackedModel) -> None:
         self._group, self.num_logits = stack.group, stack.head.outputs
-        self._hidden_shape, self._dtype = (len(stack.hidden_layers), stack.embedding.shape[1]), stack.embedding.dtype
+        self._hidden_shape, self._dtype = (
+            (len(stack.hidden_layers), stack.embedding.shape[1]),
+            stack.attention[0].cos.dtype,
+        )
         shared: ShmCollectives | None = None if stack.group is None else stack.group.memory
         layers = [
             (

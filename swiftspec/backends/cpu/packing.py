@@ -31,7 +31,7 @@ class Int4Source(Protocol):
     scales: Tensor
     zeros: Tensor
     group_size: int
-    int8_activations: bool  # whether activations are quantised to int8
+    int8_activations: int  # int8 numbers to which an activation is quantised: 0, 1 or 2
     order: str
     permutation: Tensor | None
 
@@ -50,7 +50,7 @@ class Int8Source(Protocol):
     codes: Tensor  # [outputs, inputs] int8
     scales: Tensor  # [outputs, groups]
     minima: Tensor | None  # [outputs, groups]
-    int8_activations: bool
+    int8_activations: int
 
     @property
     def group_size(self) -> int: ...
@@ -62,7 +62,7 @@ class Mxfp4Source(Protocol):
 
     codes: Tensor  # [outputs, groups, 16] uint8
     exponents: Tensor  # [outputs, groups] uint8
-    int8_activations: bool
+    int8_activations: int
 
     def unpacked(self) -> Any: ...  # an Int8Source
 
@@ -80,6 +80,8 @@ class BlockKind(Protocol):
     def scale_dtype(self) -> torch.dtype: ...  # uint8 or int8: there are super-scales
     @property
     def minima(self) -> bool: ...
+    @property
+    def packs(self) -> bool: ...  # whether `pack_blocks` knows the type
 
 
 @runtime_checkable
@@ -87,7 +89,7 @@ class BlockSource(Protocol):
     """Weights in GGML's quantised blocks; see model.formats.blocks.BlockWeight."""
 
     rows: Tensor  # [outputs, bytes] uint8
-    int8_activations: bool
+    int8_activations: int
 
     @property
     def kind(self) -> BlockKind: ...
@@ -95,6 +97,7 @@ class BlockSource(Protocol):
     def shape(self) -> tuple[int, int]: ...
     @property
     def parts(self) -> Sequence[Self]: ...
+    def unpacked(self) -> Any: ...  # an Int8Source
 
 
 @runtime_checkable
@@ -103,6 +106,7 @@ class UnquantizedSource(Protocol):
 
     dense: Tensor  # [outputs, inputs]
     group_size: int  # inputs per scale of the int8 weight
+    int8_activations: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ class PackedLinear:
     native: _C.Weights
     inputs: int
     outputs: int
-    int8_activations: bool  # activations are quantised to int8
+    int8_activations: int  # int8 numbers to which an activation is quantised: 0, 1 or 2
     data: Tensor  # blocks of 16 outputs (layouts: csrc/host/ops/product.h)
     scales: Tensor | None  # int4, int8: [outputs / 16, groups, 16]; float4: the same, uint8 exponents plus 127
     zeros: Tensor | None  # int4: [outputs / 16, groups, 16] uint8; None: 0 if there are minima, otherwise 8
@@ -124,7 +128,7 @@ class PackedLinear:
 
     @staticmethod
     def create(
-        inputs: int, outputs: int, int8_activations: bool, data: Tensor, scales: Tensor | None, zeros: Tensor | None,
+        inputs: int, outputs: int, int8_activations: int, data: Tensor, scales: Tensor | None, zeros: Tensor | None,
         bias: Tensor | None, minima: Tensor | None = None, order: Tensor | None = None,
         super_scales: Tensor | None = None, super_minima: Tensor | None = None,
     ) -> PackedLinear:  # fmt: skip
@@ -153,10 +157,11 @@ def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device
         codes = _pack_codes(weight)
         return PackedLinear.create(inputs, outputs, weight.int8_activations, *codes, bias, order=order)
     if isinstance(weight, BlockSource):
-        return _pack_blocks(weight, bias)
+        return _pack_blocks(weight, bias) if weight.kind.packs else pack(weight.unpacked(), dtype, device)
     if isinstance(weight, UnquantizedSource):
         outputs, inputs = weight.dense.shape
-        return PackedLinear.create(inputs, outputs, True, *_quantize(weight.dense, weight.group_size), None, bias)
+        codes = _quantize(weight.dense, weight.group_size)
+        return PackedLinear.create(inputs, outputs, weight.int8_activations, *codes, None, bias)
     if isinstance(weight, Mxfp4Source):
         whole = weight.exponents.shape[0] % EIGHT == 0
         return _pack_float4(weight, bias) if whole else pack(weight.unpacked(), dtype, device)

@@ -164,7 +164,7 @@ def relatives(name: str, names: Iterable[str]) -> str:
     stem = re.match("[a-z]*", name.lower())
     letters = "" if stem is None else stem[0].partition("for")[0]
     found = dict.fromkeys(each.partition("For")[0] for each in names if letters and each.lower().startswith(letters))
-    return f"of its relatives {', '.join(found)} are" if found else "README.md lists those that are"
+    return f"of its relatives {', '.join(found)} are" if found else "docs/guides/families.md lists those that are"
 
 
 def text_model_fields(fields: Fields) -> Fields:

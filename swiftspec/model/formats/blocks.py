@@ -22,6 +22,7 @@ from swiftspec.model.weights import select
 
 GGUF_METHOD = "gguf"  # `quant_method` of a GGUF file's configuration
 SUPER_BLOCK = 256  # inputs of a block of the K types
+NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # values of the codes of IQ4_NL
 STRIP_ROWS = 4096  # rows that are dequantised at a time, because intermediates are float32
 Unpacked = tuple[Tensor, Tensor, Tensor | None]  # codes int8, scales float32, minima float32: [rows, blocks, ...]
 
@@ -46,6 +47,25 @@ def _q4_0(blocks: Tensor) -> Unpacked:
 
 def _q4_1(blocks: Tensor) -> Unpacked:
     return _nibbles(blocks[..., 4:], 16).to(torch.int8), _half(blocks, 0), _half(blocks, 2)
+
+
+def _fifth_bits(bits: Tensor) -> Tensor:
+    """Returns the fifth bits of 32 codes as 0 or 16: bit i of the bytes [..., 4] for code i."""
+    return (bits.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
+
+
+def _q5_0(blocks: Tensor) -> Unpacked:
+    codes = _nibbles(blocks[..., 6:], 16) | _fifth_bits(blocks[..., 2:6])
+    return codes.to(torch.int8) - 16, _half(blocks, 0), None
+
+
+def _q5_1(blocks: Tensor) -> Unpacked:
+    codes = _nibbles(blocks[..., 8:], 16) | _fifth_bits(blocks[..., 4:8])
+    return codes.to(torch.int8), _half(blocks, 0), _half(blocks, 2)
+
+
+def _iq4_nl(blocks: Tensor) -> Unpacked:
+    return torch.tensor(NON_LINEAR, dtype=torch.int8)[_nibbles(blocks[..., 2:], 16).int()], _half(blocks, 0), None
 
 
 def _q8_0(blocks: Tensor) -> Unpacked:
@@ -97,6 +117,7 @@ class BlockType:
     scale_dtype: torch.dtype  # of packed scales and minima; if it has one byte, each block has a float16 factor of them
     minima: bool
     unpack_blocks: Callable[[Tensor], Unpacked]
+    packs: bool = True  # whether operators pack the blocks themselves, instead of the codes of `BlockWeight.unpacked`
 
     def row_bytes(self, inputs: int) -> int:
         """Returns the size of an output with `inputs` inputs, a multiple of `self.inputs`."""
@@ -114,6 +135,9 @@ BLOCK_TYPES = {
     for kind in (
         BlockType("Q4_0", 32, 18, 32, 4, torch.float16, False, _q4_0),
         BlockType("Q4_1", 32, 20, 32, 4, torch.float16, True, _q4_1),
+        BlockType("Q5_0", 32, 22, 32, 8, torch.float16, False, _q5_0, packs=False),
+        BlockType("Q5_1", 32, 24, 32, 8, torch.float16, True, _q5_1, packs=False),
+        BlockType("IQ4_NL", 32, 18, 32, 8, torch.float16, False, _iq4_nl, packs=False),
         BlockType("Q8_0", 32, 34, 32, 8, torch.float16, False, _q8_0),
         BlockType("Q4_K", SUPER_BLOCK, 144, 32, 4, torch.uint8, True, _q4_k),
         BlockType("Q5_K", SUPER_BLOCK, 176, 32, 8, torch.uint8, True, _q5_k),
@@ -148,7 +172,7 @@ class BlockWeight:
     rows: Tensor  # [outputs, bytes] uint8
     kind: BlockType
     bias: Tensor | None = None  # [outputs], including the outputs in `rest`
-    int8_activations: bool = False  # whether activations are quantised to int8 for the product
+    int8_activations: int = 0  # int8 numbers to which the product quantises an activation: 0, 1 or 2
     rest: tuple[BlockWeight, ...] = ()  # matrices with further outputs, of the same type
 
     @property
@@ -164,13 +188,14 @@ class BlockWeight:
         return (replace(self, rest=(), bias=None), *self.rest)
 
     def unpacked(self) -> Int8Weight:
-        """Returns the same matrix with int8 codes and float32 scales."""
+        """Returns the same matrix with int8 codes, and scales in float32 or in the block's float16."""
         codes: tuple[Tensor, ...]
         scales: tuple[Tensor, ...]
         minima: tuple[Any, ...]
         codes, scales, minima = zip(*(self.kind.unpack(part.rows) for part in self.parts))
-        lowest = _joined(minima) if self.kind.minima else None
-        return Int8Weight(_joined(codes), _joined(scales), self.bias, lowest, self.int8_activations)
+        kind = self.kind.scale_dtype if self.kind.scale_dtype.is_floating_point else torch.float32
+        lowest = _joined(minima).to(kind) if self.kind.minima else None
+        return Int8Weight(_joined(codes), _joined(scales).to(kind), self.bias, lowest, self.int8_activations)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns the dense matrix [outputs, inputs] in `dtype`: GGML's float32 values, rounded once."""

@@ -104,7 +104,7 @@ class CompressedTensors:
             codes, scales, group = take_scaled(tensors, module, rows, columns, self.block, torch.int8)
         else:
             codes, scales, group = self._packed_int8(tensors, module, rows, columns)
-        return Int8Weight(codes, scales, bias, int8_activations=False).regroup(math.gcd(group, MAX_GROUP))
+        return Int8Weight(codes, scales, bias, int8_activations=0).regroup(math.gcd(group, MAX_GROUP))
 
     def _int4(self, tensors: Source, module: str, rows: int, columns: int, bias: Tensor | None) -> Int4Weight:
         words, count = (torch.int32,), groups(tensors, module, rows, columns, self.group_size)

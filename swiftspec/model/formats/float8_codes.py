@@ -19,7 +19,7 @@ from swiftspec.model.weights import select
 E4M3 = torch.float8_e4m3fn
 STRIP_ROWS = 4096  # rows that are dequantised at a time, because intermediates are float32
 MAX_BLOCK = 1 << 16  # outputs or inputs of a block
-ACTIVATION_SCALES = ("input_scale", "input_scale_ub")
+ACTIVATION_SCALES = ("input_", "activation_")  # how exporters begin the names of their scales
 SHARD_UNIT = 128  # inputs
 
 
@@ -84,9 +84,8 @@ def take_scaled(
     codes = tensors.take(f"{module}.weight", rows, columns, kinds=(kind,))
     name = next((f"{module}.{scale}" for scale in SCALES if f"{module}.{scale}" in tensors), f"{module}.{SCALES[0]}")
     found = tensors.shape_of(name)
-    for unused in (f"{module}.{scale}" for scale in ACTIVATION_SCALES):
-        if unused in tensors:
-            tensors.take(unused, *tensors.shape_of(unused))
+    for beginning in ACTIVATION_SCALES:
+        tensors.skip(f"{module}.{beginning}")
     if block is not None:
         by_rows, by_columns = block
         scales = tensors.take(name, -(-rows // by_rows), -(-columns // by_columns)).float()

@@ -91,7 +91,7 @@ class Int4Weight:
     zeros: Tensor  # [groups, outputs / 8] int32, packed like the codes
     group_size: int  # inputs per group
     bias: Tensor | None = None  # [outputs], including the outputs in `rest`
-    int8_activations: bool = False  # whether activations are quantised to int8 for the product
+    int8_activations: int = 0  # int8 numbers to which the product quantises an activation: 0, 1 or 2
     order: Order = "outputs"
     rest: tuple[Int4Weight, ...] = ()  # matrices with further outputs, in the same `order`
     permutation: Tensor | None = None  # [inputs] int64: input i of the matrix multiplies x[permutation[i]]; None: x[i]
@@ -185,12 +185,13 @@ class Int4Weight:
 
     def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None:
         """Returns the product with int8 activations, or None if `int8_activations` is not set; see `Weight.product`."""
-        if not self.int8_activations:
+        parts = int(self.int8_activations)
+        if parts == 0:
             return None
         codes, scales, zeros = (tensor.to(device, torch.float32).contiguous() for tensor in self.unpack())
         codes = codes.unflatten(0, (-1, self.group_size))
         bias = None if self.bias is None else self.bias.to(device, torch.float32)
-        product = partial(quantized_matmul, codes=codes, scales=scales, zeros=zeros, bias=bias)
+        product = partial(quantized_matmul, codes=codes, scales=scales, zeros=zeros, bias=bias, parts=parts)
         if self.permutation is None:
             return product
         order = self.permutation.to(device)

@@ -27,16 +27,16 @@ def group_of(inputs: int) -> int | None:
 @dataclass(frozen=True, slots=True)
 class LoadTimeQuantization:
     """What is quantised at load. A dense LM head is quantised to the format `head` if its shape allows it. An int8 head
-    that is quantised here always takes int8 activations."""
+    that is quantised here always takes integer activations, of int8 if `activations` is 0."""
 
-    activations: bool = False  # whether the activations of quantised matrices are quantised to int8
+    activations: int = 0  # int8 numbers to which the products of quantised matrices quantise an activation: 0, 1 or 2
     head: Literal["int8", "int4"] | None = None  # None: a dense LM head stays dense
 
     def of_weights(self, weights: ModelWeights) -> ModelWeights:
         """Returns the weights with this quantisation. Quantised matrices keep their codes."""
         layers = weights.layers
         if self.activations:
-            layers = [partial(_quantize_layer_activations, read) for read in layers]
+            layers = [partial(_quantize_layer_activations, read, self.activations) for read in layers]
         return replace(weights, layers=layers, head=partial(self._of_head, weights.head))
 
     def _of_head(self, read: Callable[[], Weight]) -> Weight:
@@ -47,28 +47,28 @@ class LoadTimeQuantization:
                 head = LazyInt8Weight.of(head.weight, head.bias) or head
             elif self.head == "int4" and group is not None and head.weight.shape[0] % 8 == 0:
                 head = Int4Weight.of(head.weight, group, head.bias)
-        return _quantize_activations(head) if self.activations else head
+        return _quantize_activations(head, self.activations) if self.activations else head
 
 
-def _quantize_layer_activations(read: Callable[[], LayerWeights]) -> LayerWeights:
+def _quantize_layer_activations(read: Callable[[], LayerWeights], parts: int) -> LayerWeights:
     layer = read()
     names = ("qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down")
     present = {name: weight for name in names if (weight := getattr(layer, name)) is not None}
-    return replace(layer, **{name: _quantize_activations(weight) for name, weight in present.items()})
+    return replace(layer, **{name: _quantize_activations(weight, parts) for name, weight in present.items()})
 
 
-def _quantize_activations(weight: Weight) -> Weight:
+def _quantize_activations(weight: Weight, parts: int) -> Weight:
     if not isinstance(weight, WithActivations):
         return weight
     quantised: Any = weight  # each such class is a dataclass
-    return replace(quantised, int8_activations=True)
+    return replace(quantised, int8_activations=parts)
 
 
 @runtime_checkable
 class WithActivations(Protocol):
-    """A weight whose product can quantise activations to int8."""
+    """A weight whose product can quantise an activation to one or two int8 numbers."""
 
-    int8_activations: bool
+    int8_activations: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Int8Weight:
     scales: Tensor  # [outputs, groups]
     bias: Tensor | None = None  # [outputs]
     minima: Tensor | None = None  # [outputs, groups]; None: 0
-    int8_activations: bool = True  # whether activations are quantised to int8 for the product
+    int8_activations: int = 1  # int8 numbers to which the product quantises an activation: 0, 1 or 2
 
     @staticmethod
     def of(dense: Tensor, bias: Tensor | None = None) -> Int8Weight | None:
@@ -115,14 +115,16 @@ class Int8Weight:
 
     def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None:
         """Returns the product with int8 activations, or None if `int8_activations` is not set; see `Weight.product`."""
-        if not self.int8_activations:
+        parts = int(self.int8_activations)
+        if parts == 0:
             return None
         codes = self.codes.to(device, torch.float32).T.unflatten(0, (-1, self.group_size)).contiguous()
         scales = self.scales.to(device, torch.float32).T.contiguous()
         minima = None if self.minima is None else self.minima.to(device, torch.float32).T.contiguous()
         bias = None if self.bias is None else self.bias.to(device, torch.float32)
         zeros = torch.zeros_like(scales)
-        return partial(quantized_matmul, codes=codes, scales=scales, zeros=zeros, bias=bias, minima=minima)
+        factors = {"codes": codes, "scales": scales, "zeros": zeros, "minima": minima}
+        return partial(quantized_matmul, **factors, bias=bias, parts=parts)
 
     def outputs(self, index: Tensor) -> Int8Weight:
         """See `Weight.outputs`."""
@@ -171,6 +173,7 @@ class LazyInt8Weight:
     dense: Tensor  # [outputs, inputs]
     group_size: int  # inputs per scale after quantisation
     bias: Tensor | None = None  # [outputs]
+    int8_activations: int = 1  # as in `Int8Weight`
 
     @staticmethod
     def of(dense: Tensor, bias: Tensor | None = None) -> LazyInt8Weight | None:
@@ -187,7 +190,7 @@ class LazyInt8Weight:
         """Returns the quantised matrix."""
         weight = Int8Weight.of(self.dense, self.bias)
         assert weight is not None
-        return weight
+        return replace(weight, int8_activations=self.int8_activations)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns the matrix [outputs, inputs], quantised to int8, in `dtype`."""

@@ -31,7 +31,7 @@ class Mxfp4Weight:
     codes: Tensor  # [outputs, groups, 16] uint8
     exponents: Tensor  # [outputs, groups] uint8, e + 127
     bias: Tensor | None = None  # [outputs]
-    int8_activations: bool = False  # whether activations are quantised to int8 for the product
+    int8_activations: int = 0  # int8 numbers to which the product quantises an activation: 0, 1 or 2
 
     @property
     def shape(self) -> tuple[int, int]:

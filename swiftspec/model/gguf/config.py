@@ -75,7 +75,7 @@ def config_object(file: GgufFile) -> dict[str, Any]:
 
 def extra_layers(file: GgufFile, count: int) -> range:
     """Returns the indices of the layers that follow the `count` layers of the model: those of multi-token prediction,
-    which are not used. Raises UserError if their number is none."""
+    which are not used. Raises UserError if their number is invalid."""
     fields = GgufFields.of(file)
     extra = 0 if fields.is_off(MTP_LAYERS) else fields.number(MTP_LAYERS)
     if not 0 <= extra <= MAX_LAYERS or extra % 1:

@@ -50,7 +50,7 @@ SECTIONS = "rope.dimension_sections"
 RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 MAX_LAYERS = 1 << 14
-GEMMA_27B_LAYERS = 62
+GEMMA_27B_LAYERS, GEMMA2_27B_LAYERS = 62, 46
 Json = dict[str, Any]
 
 
@@ -245,11 +245,47 @@ def _with_mixture(read: Callable[[GgufFields, Json], Json]) -> Callable[[GgufFie
     return lambda fields, rope: {**read(fields, rope), **_shared_expert(fields, rope)}
 
 
+def _llama(fields: GgufFields, rope: Json) -> Json:
+    """A Llama with experts is a Mixtral."""
+    if fields.is_off("expert_count"):
+        return {}
+    used = _experts_per_token(fields, SOFTMAX)
+    return {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": used}
+
+
+def _gemma2(fields: GgufFields, rope: Json) -> Json:
+    """As Gemma 3, but each second layer has a window, and the same RoPE."""
+    shared = _gemma3(fields, rope)
+    largest = fields.number("block_count") == GEMMA2_27B_LAYERS
+    scale = fields.average_head_dim() if largest else fields.head_dim()
+    return {**shared, "layer_types": _layer_types(fields, 2), "query_pre_attn_scalar": scale, "rope_parameters": rope}
+
+
+def _olmoe(fields: GgufFields, rope: Json) -> Json:
+    return {"num_experts_per_tok": _experts_per_token(fields, SOFTMAX)}
+
+
 EXPERTS = {"expert_count": "num_experts"}
 GGUF_ARCHITECTURES = {
-    "llama": GgufArchitecture("LlamaForCausalLM", rotates_pairs=True),
+    "llama": GgufArchitecture(
+        "LlamaForCausalLM", rotates_pairs=True, read=_llama, features={"expert_count": "num_local_experts"},
+        names=_with_experts(GGUF_NAMES),
+    ),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
+    "olmoe": GgufArchitecture("OlmoeForCausalLM", features=EXPERTS, read=_olmoe, names=_with_experts(GGUF_NAMES)),
+    "seed_oss": GgufArchitecture("SeedOssForCausalLM", names=replace(GGUF_NAMES, mlp_norm="post_attention_norm")),
+    "arcee": GgufArchitecture(
+        "ArceeForCausalLM", rotates_pairs=True, read=lambda fields, rope: {"hidden_act": "relu2"},
+        names=replace(GGUF_NAMES, gate="ffn_up"),
+    ),
+    "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM"),
+    "gemma2": GgufArchitecture(
+        "Gemma2ForCausalLM", norms_plus_one=True, read=_gemma2, features={
+            WINDOW: "sliding_window", "final_logit_softcapping": "final_logit_softcapping",
+            "attn_logit_softcapping": "attn_logit_softcapping",
+        },
+    ),
     "qwen3moe": GgufArchitecture(
         "Qwen3MoeForCausalLM", features=EXPERTS, read=_qwen3moe, names=_with_experts(GGUF_NAMES)
     ),
@@ -302,7 +338,11 @@ GGUF_ARCHITECTURES = {
 
 def gguf_architecture(file: GgufFile) -> GgufArchitecture:
     """Returns the family of a GGUF file. Raises UserError if it is not supported."""
-    name = file.metadata.get("general.architecture")
+    return architecture_named(file.metadata.get("general.architecture"))
+
+
+def architecture_named(name: object) -> GgufArchitecture:
+    """Returns the family of a name in the metadata. Raises UserError if it is not supported."""
     found = GGUF_ARCHITECTURES.get(name) if isinstance(name, str) else None
     if found is None:
         known = relatives(name if isinstance(name, str) else "", GGUF_ARCHITECTURES)

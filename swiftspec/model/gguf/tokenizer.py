@@ -129,7 +129,7 @@ def end_token_ids(file: GgufFile) -> list[int]:
 
 
 def missing_rule(file: GgufFile) -> str | None:
-    """Returns a notice for a byte-level vocabulary whose file does not say how a text is split; None for others."""
+    """Returns a notice for a byte-level vocabulary without the name of its rule in the file; None for others."""
     if _kind(file.metadata) != "gpt2" or f"{KEY}pre" in file.metadata:
         return None
     return (

@@ -149,7 +149,9 @@ class CommandParser(FlagParser):
     """Argument parser that reports an error by raising a UsageError with a one-line message, instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        words = message.removeprefix("argument ").replace(": expected one argument", " needs a value", 1)
+        words = message.removeprefix("argument ")
+        for expected in ("one argument", "at least one argument"):
+            words = words.replace(f": expected {expected}", " needs a value", 1)
         raise UsageError(words if words.endswith(")") else f"{words} (--help lists the flags)")
 
 
@@ -230,5 +232,5 @@ def _add(group: Any, flag: Flag, *, hidden: bool) -> None:
     else:
         options["metavar"] = flag.metavar
         if get_origin(flag.value_type) is list:
-            options["action"] = "append"
+            options |= {"action": "extend", "nargs": "+"} if flag.value_type == list[str] else {"action": "append"}
     group.add_argument(flag_name(flag.name), **options)

@@ -25,7 +25,8 @@ from swiftspec.startup.built_in_models import built_in_models
 from swiftspec.startup.model_resolution import check_before_download
 from swiftspec.startup.session import MemoryCheck, WeightProgress, load_options
 from swiftspec.startup.worker_endpoints import load_security
-from swiftspec.text.codec import TOKENIZER_FILES, TextCodec, locate_model, write_tokenizer_files
+from swiftspec.text.codec import TOKENIZER_FILES, TextCodec, write_tokenizer_files
+from swiftspec.text.hub import locate_model
 
 if TYPE_CHECKING:
     from swiftspec.builder.worker_model import WorkerModel

@@ -55,7 +55,7 @@ async def serve_frontend(supervisor: SupervisorClient, listener: socket.socket) 
     shutdown, drains the running requests, shuts rank 0 down and closes everything."""
     config = msgspec.msgpack.decode(supervisor.first_message, type=FrontendConfig)
     engine, tokenizer_loader = RemoteEngineClient(config), TokenizerLoader(config.chat_template)
-    tracing = None if config.otlp_endpoint is None else RequestTracing(config.otlp_endpoint, config.model_name)
+    tracing = None if config.otlp_endpoint is None else RequestTracing(config.otlp_endpoint, config.model_names[0])
     app = build_app(engine, tokenizer_loader.get, config, tracing)
     server = NoSignalHandlerServer(
         uvicorn.Config(
@@ -129,10 +129,10 @@ def build_app(
     `codec`: returns the target's tokenizer, or None while it loads.
     `tracing`: exports a span per request; None disables it.
     """
-    metrics = PrometheusMetrics(engine, config.model_name, config.kv_block_size)
+    metrics = PrometheusMetrics(engine, config.model_names[0], config.kv_block_size)
     on_finished = [] if tracing is None else [tracing.record]
     app = create_app(
-        engine, codec, [config.model_name], metrics=metrics, on_finished=on_finished,
+        engine, codec, config.model_names, metrics=metrics, on_finished=on_finished,
         response_store_bytes=config.response_store_bytes,
     )  # fmt: skip
     allowed_hosts = None if config.api_keys else local_host_names(config.host)

@@ -17,6 +17,7 @@ from swiftspec import __version__
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError, unavailable_error
+from swiftspec.serve.http.format.template_format import TemplateFormat
 from swiftspec.text.codec import TextCodec
 
 P = ParamSpec("P")
@@ -36,6 +37,7 @@ class AppContext:
     compile: CompileGrammar
     keep_alive_s: float
     always_usage: bool
+    template_formats: dict[str, TemplateFormat] = field(default_factory=dict)  # by source of the chat template
     created: int = field(default_factory=lambda: int(time.time()))
     _tokenizer_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 

@@ -27,6 +27,7 @@ ERROR_TYPES = {
     500: "api_error", 503: "unavailable_error", 504: "timeout",
 }  # fmt: skip
 FAILURE_STATUS = {"engine_error": 500, "timeout": 504, "replaced": 409}
+CONTEXT_EXCEEDED = "context_length_exceeded"
 UNREADABLE_BODY = "the body must be JSON in UTF-8, not compressed, with numbers of at most 4300 digits"
 NESTED_TOO_DEEPLY = "the body is nested too deeply"
 WRONG_TYPE = "_type"  # end of the names of pydantic's errors for a value of another type
@@ -48,11 +49,12 @@ class ApiError(Exception):
     `param`: name of the invalid request field.
     `code`: machine-readable identifier such as "model_not_found".
     `kind`: error type such as "invalid_request_error"; None derives it from `status`.
+    `anthropic_message`: the message in the schema of Anthropic's API, if its clients recognise other words.
     """
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, kind: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None, anthropic_message: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message)
         message_line = " ".join(message.encode("utf-8", "replace").decode().split())
@@ -62,6 +64,7 @@ class ApiError(Exception):
         )
         self.kind = kind or ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         self.headers = dict(headers or {})
+        self.anthropic_message = anthropic_message or self.message
 
 
 def unsupported(param: str, message: str) -> ApiError:
@@ -89,7 +92,7 @@ def to_api_error(error: Exception) -> ApiError:
             status = FAILURE_STATUS.get(error.kind, 500)
             return ApiError(status, str(error), kind=error.kind, headers=NO_RETRY_HEADERS if status != 500 else None)
         case PromptTooLong():
-            return ApiError(400, str(error), code="context_length_exceeded")
+            return ApiError(400, str(error), code=CONTEXT_EXCEEDED)
         case InvalidRequestError() | UserError():
             return ApiError(400, str(error))
         case RequestValidationError():
@@ -177,7 +180,7 @@ def error_body(error: ApiError, anthropic: bool = False) -> dict[str, Any]:
     """Returns the JSON object of an error. `anthropic`: in the schema of Anthropic's API, else of OpenAI's."""
     if anthropic:
         kind = ANTHROPIC_ERROR_TYPES.get(error.kind, error.kind)
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
+        return {"type": "error", "error": {"type": kind, "message": error.anthropic_message}}
     text = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
     return {"error": text}
 

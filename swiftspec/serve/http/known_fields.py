@@ -34,7 +34,9 @@ IGNORED = frozenset({
     # OpenAI
     "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
     "safety_identifier", "service_tier", "store", "stream_options", "stream_options.include_obfuscation", "user",
-    "verbosity",
+    "verbosity", "max_tool_calls",
+    # clients of DeepSeek, GLM and OpenRouter, in chat completions
+    "reasoning", "thinking",
     # Anthropic
     "cache_control", "context_management", "inference_geo",
     # vLLM
@@ -60,6 +62,7 @@ NO_SAMPLER = "use temperature, top_p, top_k or min_p"
 REFUSED: Mapping[str, Refusal] = {
     # prompts, messages and limits under the name of another endpoint
     "messages": Refusal("use prompt in /v1/completions, input in /v1/responses"),
+    "prompt_embeds": Refusal("use prompt"),
     "prompt": Refusal("use messages in /v1/chat/completions and /v1/messages, input in /v1/responses"),
     "input": Refusal("use messages, in /v1/completions prompt"),
     "instructions": Refusal("use a system message"),
@@ -148,15 +151,12 @@ REFUSED: Mapping[str, Refusal] = {
     "tools": Refusal(CHAT_ONLY, ([],)),
     "tool_choice": Refusal(CHAT_ONLY, ("none", "auto")),
     "parallel_tool_calls": Refusal("use tool_choice.disable_parallel_tool_use in /v1/messages", (True,)),
-    "max_tool_calls": Refusal("use parallel_tool_calls"),
     "functions": Refusal("use tools", ([],)),
     "function_call": Refusal("use tool_choice", ("none", "auto")),
     "web_search_options": Refusal("use tools of type function"),
     "mcp_servers": Refusal("use tools", ([],)),
     "container": Refusal("use tools"),
     "reasoning_effort": Refusal("use reasoning.effort in /v1/responses, output_config.effort in /v1/messages"),
-    "reasoning": Refusal("use reasoning_effort, in /v1/messages thinking"),
-    "thinking": Refusal("use chat_template_kwargs, such as enable_thinking"),
     "thinking_token_budget": Refusal("use max_tokens, or reasoning_effort if the chat template reads it", (-1,)),
     "thinking_budget_tokens": Refusal("use max_tokens, or reasoning_effort if the chat template reads it", (-1,)),
     "reasoning_budget": Refusal("use max_tokens, or reasoning_effort if the chat template reads it", (-1,)),

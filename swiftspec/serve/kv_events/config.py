@@ -60,7 +60,7 @@ def kv_events_config(settings: Settings) -> KvEventsConfig | None:
             "--kv-events-endpoint is not supported with --target-url, whose worker has the prefix cache; remove it"
         )
     require_extra("kv-events", "--kv-events-endpoint")
-    name = settings.served_model_name or default_served_name(settings.model)
+    name = next(iter(settings.served_model_name), None) or default_served_name(settings.model)
     return KvEventsConfig(endpoint, replay_endpoint, settings.kv_events_topic, settings.kv_block_size, name)
 
 

@@ -47,10 +47,10 @@ def test_the_model_type_replaces_missing_architectures(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "known"),
     [
-        ("MambaForCausalLM", "README.md lists those that are"),
+        ("MambaForCausalLM", "docs/guides/families.md lists those that are"),
         ("Gemma4MoeForCausalLM", "of its relatives Gemma2, Gemma3, Gemma4, Gemma4Unified are"),
         ("SmolLMForCausalLM", "of its relatives SmolLM3 are"),
-        ("4", "README.md lists those that are"),
+        ("4", "docs/guides/families.md lists those that are"),
     ],
 )
 def test_an_unknown_architecture_is_refused_with_its_relatives(name: str, known: str) -> None:

@@ -107,7 +107,7 @@ def new_cache(model: Transformer, ops: Any, capacity: int = CAPACITY) -> ModelCa
     kv, *further = (KVCache(*shape, capacity, ops.make_slot_mover, dtype=model.dtype) for shape in model.cache_shapes)
     delta = None
     if model.delta_shape is not None:
-        delta = DeltaCache(*model.delta_shape, capacity, ops, dtype=model.dtype)
+        delta = DeltaCache(*model.delta_shape, capacity, ops, dtype=model.stream_dtype)
     return ModelCache(kv, further=further, delta=delta)
 
 

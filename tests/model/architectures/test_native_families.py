@@ -30,7 +30,10 @@ CAPACITY = 96
 TOKENS = [(7 * i * i + i) % 64 for i in range(70)]
 # the widths that the native operators need; windows that end in the middle of a block of 16 keys
 SHAPE: dict[str, Any] = {"head_dim": 16, "vocab": 65, "dtype": torch.float32, "seed": 4}
-WINDOWS = {"mistral": 21, "phi3": 37, "gemma3_text": 19, "gpt_oss": 23, "olmo3": 18}
+NATIVE = [family for family in ALL_FAMILIES if family != "arcee"]  # which has another activation
+WINDOWS = {
+    "mistral": 21, "ministral": 21, "cwm": 21, "phi3": 37, "gemma2": 19, "gemma3_text": 19, "gpt_oss": 23, "olmo3": 18,
+}  # fmt: skip
 
 
 def checkpoint(path: Path, family: str, **more: Any) -> Path:
@@ -52,7 +55,7 @@ def new_cache(model: Transformer, ops: Any) -> ModelCache:
     kv, *further = (KVCache(*shape, CAPACITY, ops.make_slot_mover, dtype=model.dtype) for shape in model.cache_shapes)
     delta = None
     if model.delta_shape is not None:
-        delta = DeltaCache(*model.delta_shape, CAPACITY, ops, dtype=model.dtype)
+        delta = DeltaCache(*model.delta_shape, CAPACITY, ops, dtype=model.stream_dtype)
     return ModelCache(kv, further=further, delta=delta)
 
 
@@ -76,7 +79,7 @@ def logits(
     return local if group is None else torch.cat(group.all_gather(local).unbind(0), -1)[:, : model.spec.vocab_size]
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", NATIVE)
 def test_a_model_is_as_accurate_as_on_the_reference_and_its_rows_are_independent(tmp_path: Path, family: str) -> None:
     path, whole = checkpoint(tmp_path, family), [70]
     exact = logits(path, reference, torch.float64, whole)
@@ -99,7 +102,7 @@ def test_ranks_sum_before_the_norm_and_the_multiplier(tmp_path: Path, family: st
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", fast_first(["gemma3_text", "qwen3", *ALL_FAMILIES[3:]], 2))
+@pytest.mark.parametrize("family", fast_first(["gemma3_text", "qwen3", *NATIVE[3:]], 2))
 def test_a_draft_does_not_change_the_text(tmp_path: Path, family: str, dtype: str) -> None:
     """Token by token, also in bfloat16 with its many near-ties, with trees inside and across windows."""
     rope = {"rope": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}}

@@ -30,7 +30,7 @@ def matrix(kind: str, name: str = "weight_scale") -> tuple[dict[str, Tensor], Te
     scale = 0.5 + torch.rand(shape, generator=draw)
     spread = scale.reshape(-1, scale.shape[1] if scale.ndim == 2 else 1)
     spread = spread.repeat_interleave(by_rows, 0)[:ROWS].repeat_interleave(by_columns, 1)[:, :COLUMNS]
-    return {"m.weight": codes, f"m.{name}": scale, "m.input_scale": torch.ones(1)}, codes.float() * spread
+    return {"m.weight": codes, f"m.{name}": scale}, codes.float() * spread
 
 
 def test_blocks_as_in_deepseek() -> None:
@@ -39,6 +39,15 @@ def test_blocks_as_in_deepseek() -> None:
     weight = layout.linear(MemoryTensors(tensors), "m", ROWS, COLUMNS, None)
     assert layout.group_size == 40 and torch.equal(weight.dequantize(torch.float32), want)
     assert torch.equal(weight.dequantize(torch.bfloat16), want.bfloat16()) and weight.product("cpu") is None
+
+
+@pytest.mark.parametrize("name", ["input_scale", "input_scale_ub", "activation_scale", "input_activation_scale"])
+def test_static_scales_of_activations_are_ignored(name: str) -> None:
+    tensors, want = matrix("tensor", "weight_scale_inv")
+    source = MemoryTensors({**tensors, f"m.{name}": torch.ones(())})
+    layout = Float8.of({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None})
+    weight = layout.linear(source, "m", ROWS, COLUMNS, None)
+    assert torch.equal(weight.dequantize(torch.float32), want) and source.tensors.keys() == tensors.keys()
 
 
 @pytest.mark.parametrize("kind", ["tensor", "one", "output"])

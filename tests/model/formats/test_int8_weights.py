@@ -55,7 +55,7 @@ def test_the_native_product(dtype: torch.dtype, minima: bool) -> None:
     draw = torch.Generator().manual_seed(0)
     codes = torch.randint(-128, 128, (ROWS, COLUMNS), generator=draw).to(torch.int8)
     scales, lowest = torch.rand(2, ROWS, COLUMNS // 16, generator=draw) / 100
-    weight = Int8Weight(codes, scales, torch.ones(ROWS), lowest if minima else None, int8_activations=False)
+    weight = Int8Weight(codes, scales, torch.ones(ROWS), lowest if minima else None, int8_activations=0)
     packed, x = pack(weight, dtype, "cpu"), torch.randn(6, COLUMNS, generator=draw).to(dtype)
     want = F.linear(x.float(), weight.dequantize(torch.float32), torch.ones(ROWS))
     for rows in range(1, 7):
@@ -67,12 +67,10 @@ def test_the_native_product(dtype: torch.dtype, minima: bool) -> None:
 
 
 def test_activations_are_quantised_on_request() -> None:
-    weight = Int8Weight(torch.ones(8, 32, dtype=torch.int8), torch.ones(8, 1), int8_activations=False)
+    weight = Int8Weight(torch.ones(8, 32, dtype=torch.int8), torch.ones(8, 1), int8_activations=0)
     norm, dense = torch.ones(8), DenseWeight(torch.ones(8, 32))
     layer = LayerWeights(norm, weight, weight, norm, weight, dense)
-    weights = LoadTimeQuantization(activations=True).of_weights(
-        ModelWeights(norm, [lambda: layer], norm, lambda: weight)
-    )
+    weights = LoadTimeQuantization(activations=1).of_weights(ModelWeights(norm, [lambda: layer], norm, lambda: weight))
     read = weights.layers[0]()
     assert isinstance(read.qkv, Int8Weight) and read.qkv.int8_activations and read.down is dense
     head = weights.head()

@@ -59,6 +59,12 @@ CASES: dict[str, dict[str, Any]] = {
     "olmo3": {"family": "olmo3"},
     "glm4": {"family": "glm4", "head_dim": 16},
     "mistral3": {"family": "ministral3"},
+    "mixtral": {"family": "mixtral"},
+    "olmoe": {"family": "olmoe"},
+    "seed_oss": {"family": "seed_oss"},
+    "arcee": {"family": "arcee"},
+    "ernie4_5": {"family": "ernie4_5", "use_bias": False},
+    "gemma2": {"family": "gemma2", "query_pre_attn_scalar": 16, "head_dim": 16},
 }
 
 

@@ -74,7 +74,7 @@ def test_two_ranks(tmp_path: Path, kind: str) -> None:
 def test_int8_activations(tmp_path: Path) -> None:
     """The native operators compute the logits of the reference, whose products define this arithmetic."""
     path, _ = pair(tmp_path, "mixed", family="llama")
-    options: dict[str, Any] = {"dtype": torch.float32, "quantization": LoadTimeQuantization(activations=True)}
+    options: dict[str, Any] = {"dtype": torch.float32, "quantization": LoadTimeQuantization(activations=1)}
     torch.testing.assert_close(logits(path, ops=cpu, **options), logits(path, **options), rtol=1e-3, atol=1e-3)
 
 
@@ -132,7 +132,7 @@ def test_the_rope_of_llama_3(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("general.architecture", "mamba", "architecture 'mamba' is not supported; README.md"),
+        ("general.architecture", "mamba", "architecture 'mamba' is not supported; docs/guides/families.md"),
         ("llama.expert_count", 8, "llama.expert_count 8 is not supported"),
         ("llama.rope.dimension_count", 16, "RoPE of 16 of 64 dimensions"),
         ("llama.rope.scaling.type", "su", "RoPE type 'su' is not supported in GGUF files; none, linear, yarn and long"),

@@ -17,7 +17,9 @@ HERMES = (
     "{% for t in tools or [] %}{{ t.function.name }} <tool_call>{% endfor %}"
     "{% if effort is defined %}{{ effort }}{% endif %}"
     "{% for m in messages %}{{ '<|' + ('user' if m.role == 'user' else 'bot') + '|>' + (m.content or '') }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}={{ c.function.arguments | tojson }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ '\n<tool_call>' }}\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}"
     "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}{# <think> #}"
 )
 

@@ -14,7 +14,7 @@ from swiftspec.errors import UserError
 from swiftspec.serve.http.api.choice_writer import ChoiceWriter
 from swiftspec.serve.http.api.choices import RequestedChoices, requested_choices, sampled_requests
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, replace_key, respond
-from swiftspec.serve.http.api.sampling import grammar_request, sampling_params, stop_list
+from swiftspec.serve.http.api.sampling import context_exceeded_error, grammar_request, sampling_params, stop_list
 from swiftspec.serve.http.api.token_fields import (
     bad_word_ids,
     check_logprob_size,
@@ -54,6 +54,7 @@ from swiftspec.serve.http.schema import (
 )
 from swiftspec.text.codec import TextCodec
 from swiftspec.text.stream import MarkerCodec, TextBuilder, TokenCodec
+from swiftspec.text.template import PromptTooLong
 
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 TokenList = Annotated[list[Token], Field(min_length=1, max_length=1 << 22)]
@@ -119,9 +120,11 @@ async def encode_prompt(
     if not isinstance(prompt, str):
         check_tokens(prompt, info, "prompt")
         return prompt if truncation is None else truncation.apply(prompt)
-    tokens = await context.run_in_tokenizer_thread(
-        codec.encode, prompt, info.max_model_len, body.add_special_tokens is not False, truncation
-    )
+    special = body.add_special_tokens is not False
+    try:
+        tokens = await context.run_in_tokenizer_thread(codec.encode, prompt, info.max_model_len, special, truncation)
+    except PromptTooLong:
+        raise context_exceeded_error(None, info, "prompt") from None
     if not tokens:
         raise ApiError(400, "prompt: must not be empty", "prompt")
     return tokens
@@ -214,7 +217,7 @@ class CompletionWriter(ChoiceWriter):
             self._begun.add(delta.choice)
             head = self._prompt_chunk(delta.choice)
         if delta.last:
-            return head + self._end_chunk(delta.choice, {"text": ""})
+            return head + self._end_chunk(delta.choice, {"text": "", **self._token_fields.output_chunk(())})
         if self._top is None and not delta.content and not self._token_fields.token_ids:
             return head
         output = self._outputs.outputs[delta.choice]

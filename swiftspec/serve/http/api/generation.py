@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from swiftspec.errors import UserError
 from swiftspec.serve.http import errors
 from swiftspec.serve.http.api.output_format import conversation_output
-from swiftspec.serve.http.api.sampling import GrammarRequest, sampling_params
+from swiftspec.serve.http.api.sampling import GrammarRequest, context_exceeded_error, sampling_params
 from swiftspec.serve.http.api.token_fields import bad_word_ids, prompt_truncation, scoring_params
 from swiftspec.serve.http.app_context import AppContext
 from swiftspec.serve.http.engine_link.engine_client import EngineClient, EngineRequest
@@ -23,12 +24,20 @@ from swiftspec.serve.http.errors import ApiError, to_api_error
 from swiftspec.serve.http.format.conversation import Conversation, template_message
 from swiftspec.serve.http.format.generation_output import GenerationRequest, OutputDelta
 from swiftspec.serve.http.format.harmony import harmony_messages, harmony_tools
+from swiftspec.serve.http.format.template_format import (
+    TemplateFormat,
+    derive_template_format,
+    with_fitting_system_messages,
+    with_written_calls,
+)
 from swiftspec.serve.http.schema import SamplingFields, ScoringFields
 from swiftspec.serve.http.sse import ENCODER, EventStream, cancel_on_disconnect, sse_event
-from swiftspec.text.codec import Truncation
+from swiftspec.text.codec import TextCodec, Truncation
 from swiftspec.text.harmony import harmony_markers
 from swiftspec.text.template import PromptTooLong
 
+PROBE_TIMEOUT_S = 60.0  # for all probes of a chat template after the first, also on a busy machine
+PROBE_CONTEXT_TOKENS = 1 << 16  # limit of a probe, in tokens and in characters
 REPLACE_KEY_HEADER = "x-replace-key"
 LOG = logging.getLogger("swiftspec.serve")
 EVENT_SCHEMA = {  # one server-sent event; OpenAPI before 3.2 cannot describe a stream of them
@@ -103,7 +112,10 @@ async def encode_conversation(
         raise ApiError(400, "this model has no chat template: send plain text to /v1/completions")
     tools = conversation.tools if conversation.tools and conversation.tool_choice != "none" else None
     try:
-        messages = conversation.messages
+        format = await template_format(context, tools)
+        messages = with_fitting_system_messages(conversation.messages, format.system_messages)
+        if format.write_calls is not None:
+            messages = with_written_calls(messages, format.write_calls)
         if harmony_markers(codec, codec.template_source(tools)):
             messages, tools = harmony_messages(messages), None if tools is None else harmony_tools(tools)
         return await context.run_in_tokenizer_thread(
@@ -116,10 +128,47 @@ async def encode_conversation(
             conversation.add_generation_prompt,
             truncation,
         )
-    except UserError as error:  # the path of the model is not shown to clients
-        message = str(error).replace(f"{codec.path}: ", "")
-        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-        raise ApiError(400, message, "messages", code) from None
+    except PromptTooLong:
+        raise context_exceeded_error(None, info, "messages") from None
+    except UserError as error:
+        raise ApiError(400, codec.without_paths(str(error)), "messages") from None
+
+
+async def template_format(context: AppContext, tools: Sequence[dict[str, Any]] | None) -> TemplateFormat:
+    """Returns what the chat template shows of the model; derived once per template. `tools`: select the template, if
+    the model has several. Raises UserError if the model has no chat template."""
+    _, codec = context.require_ready()
+    source = codec.template_source(tools)
+    if source not in context.template_formats:
+        context.template_formats[source] = await context.run_in_tokenizer_thread(
+            _derive_template_format, codec, source
+        )
+    return context.template_formats[source]
+
+
+def _derive_template_format(codec: TextCodec, source: str) -> TemplateFormat:
+    """Derives the format of a template, for whose probes there is a limit on time and length."""
+    deadline: float | None = None  # not before the process that renders templates has started
+
+    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begins_answer: bool) -> str:
+        nonlocal deadline
+        if deadline is not None and time.monotonic() > deadline:
+            raise UserError(f"its probes took longer than {PROBE_TIMEOUT_S:g} s")
+        try:
+            text = codec.render_chat(messages, PROBE_CONTEXT_TOKENS, tools, None, False, begins_answer)
+        except UserError as error:
+            raise UserError(codec.without_paths(str(error))) from None
+        finally:
+            deadline = deadline or time.monotonic() + PROBE_TIMEOUT_S
+        if len(text) > PROBE_CONTEXT_TOKENS:
+            raise UserError(f"it renders {len(text)} characters for a short conversation")
+        return text
+
+    try:
+        return derive_template_format(render, source, codec.vocab)
+    except Exception as error:  # a template can render anything
+        LOG.warning("the format of the chat template cannot be derived", exc_info=error)
+        return TemplateFormat(reason=f"its probes failed ({type(error).__name__})")
 
 
 async def chat_generation_request(
@@ -145,7 +194,8 @@ async def chat_generation_request(
     negative = await _negative_prompt(context, body, conversation)
     sampling = sampling_params(body, info, prompt, negative, limit) | await bad_word_ids(context, codec, body)
     sampling |= scoring_params(scoring or ScoringFields.model_validate({}), info, logprobs, stream=stream)
-    output = conversation_output(codec, conversation, prompt, grammar, keep_cut_call)
+    format = await template_format(context, conversation.tools or None)
+    output = conversation_output(codec, format, conversation, prompt, grammar, keep_cut_call)
     if output.grammar is not None:
         sampling["grammar"] = await context.compile_grammar(output.grammar)
     return GenerationRequest(

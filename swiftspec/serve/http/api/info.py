@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
 
 from swiftspec import __version__
 from swiftspec.serve.http.app_context import RETRY_AFTER_S, AppContext
@@ -15,6 +16,8 @@ from swiftspec.serve.http.engine_link.engine_client import EngineRequest
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError, error_body, unavailable_error
 from swiftspec.serve.http.sse import ENCODER, cancel_on_disconnect
+
+GENERATE_PATH = "/health/generate"
 
 
 def info_router(context: AppContext) -> APIRouter:
@@ -29,7 +32,7 @@ def info_router(context: AppContext) -> APIRouter:
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
-        return _model_card(context, context.resolve_model_name(model))
+        return _model_card(context, context.resolve_model_name(model)) if model else await models()
 
     @router.get("/health")
     @router.get("/ready")  # for readiness probes
@@ -57,12 +60,11 @@ def info_router(context: AppContext) -> APIRouter:
         state = context.engine.state
         return {"server_load": state.running + state.waiting}
 
-    @router.get("/health/generate")
+    @router.get(GENERATE_PATH)
     async def health_generate(request: Request) -> dict[str, Any]:
         """Generates one token, which checks that the engine decodes. Refuses pages of other sites, which a browser lets
         send a GET request to a server without a key."""
-        if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-            raise ApiError(403, "/health/generate does not answer pages of other sites")
+        _refuse_other_sites(request)
         info = _require_up(context)
         began = time.monotonic()
         prompt = [info.eos_token_ids[0] if info.eos_token_ids else 0]
@@ -76,7 +78,16 @@ def info_router(context: AppContext) -> APIRouter:
     async def version() -> dict[str, Any]:
         return {"version": __version__}
 
+    for route in list(router.routes):  # monitors check with HEAD, which FastAPI does not add
+        if isinstance(route, APIRoute) and route.path != GENERATE_PATH and "GET" in (route.methods or ()):
+            router.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     return router
+
+
+def _refuse_other_sites(request: Request) -> None:
+    """Raises ApiError if a browser sends the request for a page of another site."""
+    if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        raise ApiError(403, f"{request.url.path} does not answer pages of other sites")
 
 
 def _model_card(context: AppContext, name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from swiftspec.params import MAX_TOKEN_COUNT
+from swiftspec.sampling.grammar_process import lenient
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, encode_conversation, respond
 from swiftspec.serve.http.api.sampling import GrammarRequest
 from swiftspec.serve.http.app_context import AppContext, new_id
@@ -19,6 +20,7 @@ from swiftspec.serve.http.format.conversation import (
     TemplateMessages,
     template_message,
     template_tool_call,
+    without_billing_header,
 )
 from swiftspec.serve.http.format.generation_output import GenerationOutput, OutputDelta
 from swiftspec.serve.http.format.tools import ParsedToolCall
@@ -130,9 +132,9 @@ def messages_grammar_request(body: CountRequest) -> GrammarRequest | None:
     if config is not None and body.output_format is not None:
         raise ApiError(400, "output_format: the earlier name of output_config.format; omit it", "output_format")
     if config is not None:
-        return "json_schema", json.dumps(config.schema_), "output_config.format"
+        return "json_schema", json.dumps(lenient(config.schema_)), "output_config.format"
     if body.output_format is not None:
-        return "json_schema", json.dumps(body.output_format.schema_), "output_format"
+        return "json_schema", json.dumps(lenient(body.output_format.schema_)), "output_format"
     return None
 
 
@@ -150,6 +152,8 @@ def _block_text(block: Any, field_path: str) -> str:
     kind = fields.get("type") if isinstance(fields, dict) else None
     if kind == "text" and isinstance(fields.get("text", ""), str):
         return fields.get("text", "")
+    if kind == "tool_reference":  # a tool that a search has found; its definition is among the tools
+        return str(fields.get("tool_name", ""))
     if kind != "document":
         raise unsupported(field_path, f"blocks of type {str(kind)[:40]!r} are not supported; use text")
     source = fields.get("source")
@@ -166,7 +170,7 @@ def _block_text(block: Any, field_path: str) -> str:
 def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
     """Converts the messages to the form that chat templates take. Raises ApiError on content that is not text."""
     template_messages: TemplateMessages = []
-    system = blocks_text(body.system, "system")
+    system = without_billing_header(blocks_text(body.system, "system"))
     if system:
         template_messages.append(template_message("system", system))
     for index, message in enumerate(body.messages):
@@ -202,14 +206,9 @@ def _user_messages(role: str, blocks: list[Block], field_path: str) -> TemplateM
 
 def anthropic_to_conversation(body: CountRequest) -> Conversation:
     """Converts a request to a conversation for the chat template. If the last message is the assistant's, the output
-    continues that message. Raises ApiError on tools or content that the server does not support."""
-    tools: list[dict[str, Any]] = []
-    for index, tool in enumerate(body.tools or ()):
-        if tool.type not in (None, "custom"):
-            raise unsupported(
-                f"tools.{index}", f"tools of type {(tool.type or '')[:40]!r} are not supported; use type custom"
-            )
-        tools.append(tool.to_template())
+    continues that message. Tools that are executed by Anthropic's servers or that its models know are passed
+    over. Raises ApiError on content that the server does not support."""
+    tools = [tool.to_template() for tool in body.tools or () if tool.type in (None, "custom")]
     tool_choice = body.tool_choice
     names = {} if tool_choice is None else {"any": "required", "tool": tool_choice.name or ""}
     choice = "auto" if tool_choice is None else names.get(tool_choice.type, tool_choice.type)
@@ -252,7 +251,7 @@ class MessageWriter:
 
     def start_events(self) -> bytes:
         """Returns the start event, which contains an empty message."""
-        usage = anthropic_usage(len(self._output.prompt), 0, 0)
+        usage = self._usage() | {"output_tokens": 0}
         message = {**self._common_fields, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return self._event("message_start", message=message)
 

@@ -5,25 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from swiftspec.sampling.grammar_process import lenient
 from swiftspec.serve.http.api.sampling import GrammarRequest
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.format.conversation import Conversation
 from swiftspec.serve.http.format.harmony import HarmonyParser, harmony_grammar
 from swiftspec.serve.http.format.output_parser import MarkupParser, OutputParser
-from swiftspec.serve.http.format.reasoning import REASONING_CLOSE, REASONING_OPEN, ReasoningParser
-from swiftspec.serve.http.format.tools import (
-    AllowedText,
-    ToolCallFormat,
-    ToolCallParser,
-    detect_tool_format,
-    tool_call_grammar,
-)
+from swiftspec.serve.http.format.reasoning import ReasoningParser
+from swiftspec.serve.http.format.template_format import TemplateFormat
+from swiftspec.serve.http.format.tool_format import ToolCallFormat
+from swiftspec.serve.http.format.tool_grammar import tool_call_grammar
+from swiftspec.serve.http.format.tools import AllowedText, ToolCallParser
 from swiftspec.text.codec import TextCodec
 from swiftspec.text.harmony import ChannelParser, HarmonyCodec, harmony_markers
 
 ANSWER_FORMATS = ("response_format", "text.format", "output_config.format")  # constrain the answer, but not tool calls
-NO_TOOL_FORMAT = "this model's chat template does not support tools, or its tool call format is unknown"
+MAX_PROMPT_END_TOKENS = 32  # in which the marker is that opens reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +43,13 @@ class ConversationOutput:
 
 
 def conversation_output(
-    codec: TextCodec, conversation: Conversation, prompt: Sequence[int], grammar: GrammarRequest | None,
-    keep_cut_call: bool,
+    codec: TextCodec, format: TemplateFormat, conversation: Conversation, prompt: Sequence[int],
+    grammar: GrammarRequest | None, keep_cut_call: bool,
 ) -> ConversationOutput:  # fmt: skip
     """Returns how the output is constrained and parsed, in the format that the chat template and the vocabulary show.
     Raises ApiError on constraints that exclude each other, and on tools if their format is unknown.
 
+    `format`: of the chat template.
     `prompt`: token ids.
     `grammar`: constraint that the request contains. A tool that must be called replaces a format of the answer.
     `keep_cut_call`: whether the output has a tool call whose arguments a limit cut: in harmony always, in other formats
@@ -58,25 +58,25 @@ def conversation_output(
     template = codec.template_source(conversation.tools or None)
     if markers := harmony_markers(codec, template):
         return _harmony_output(codec, conversation, prompt, grammar, keep_cut_call, markers)
-    tool_format = _tool_format(conversation, template)
+    tool_format = _tool_format(conversation, format)
     allowed: AllowedText = "any"
     if tool_format is not None:
         allowed = "calls" if conversation.forces_tool_call else "calls_or_answer" if _is_format(grammar) else "any"
         grammar = _grammar_with_tools(grammar, tool_format, conversation, codec)
-    thinks = (
-        grammar is None
-        and not conversation.continues_last_message
-        and (REASONING_OPEN in template or REASONING_OPEN in codec.vocab)
-    )
-    names = [tool["function"]["name"] for tool in conversation.tools]
-    opened = thinks and codec.token_text(prompt[-8:]).rstrip().endswith(REASONING_OPEN)
-    words = [REASONING_OPEN, REASONING_CLOSE] * thinks
-    words += [] if tool_format is None else [tool_format.begin, tool_format.end or ""]
+    markers = format.reasoning if grammar is None and not conversation.continues_last_message else None
+    literals = [*(markers or ()), *([] if tool_format is None else tool_format.literals)]
+    special = frozenset(token for text, token in codec.special_tokens.items() if any(text in each for each in literals))
+    prompt_end = codec.token_text(prompt[-MAX_PROMPT_END_TOKENS:]).rstrip()
+    tools = {name: tool["function"].get("parameters") for name, tool in _by_name(conversation).items()}
     parser = MarkupParser(
-        ReasoningParser(opened) if thinks else None,
-        None if tool_format is None else ToolCallParser(tool_format, names, allowed, keep_cut_call),
+        None if markers is None else ReasoningParser(prompt_end.endswith(markers[0]), markers),
+        None if tool_format is None else ToolCallParser(tool_format, tools, allowed, keep_cut_call),
     )
-    return ConversationOutput(parser, grammar, _marker_ids(codec, words), has_calls=tool_format is not None)
+    return ConversationOutput(parser, grammar, special, has_calls=tool_format is not None)
+
+
+def _by_name(conversation: Conversation) -> dict[str, dict[str, Any]]:
+    return {tool["function"]["name"]: tool for tool in conversation.tools}
 
 
 def _harmony_output(
@@ -118,19 +118,24 @@ def _harmony_grammar(
 def _callable_tools(conversation: Conversation) -> dict[str, dict[str, object]]:
     """Returns the schemas of the arguments by name of the tools that can be called: of the one that `tool_choice`
     names, or of all."""
-    tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in conversation.tools}
+    tools = {name: _argument_schema(tool["function"]) for name, tool in _by_name(conversation).items()}
     if conversation.forces_tool_call and conversation.tool_choice in tools:
         return {conversation.tool_choice: tools[conversation.tool_choice]}
     return tools
 
 
-def _tool_format(conversation: Conversation, template: str) -> ToolCallFormat | None:
+def _argument_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the schema of a tool's arguments, of which only `strict` has every keyword enforced."""
+    schema = function.get("parameters") or {}
+    return schema if function.get("strict") else lenient(schema)
+
+
+def _tool_format(conversation: Conversation, format: TemplateFormat) -> ToolCallFormat | None:
     if not conversation.tools or conversation.tool_choice == "none":
         return None
-    tool_format = detect_tool_format(template)
-    if tool_format is None:
-        raise unsupported("tools", NO_TOOL_FORMAT)
-    return tool_format
+    if format.tool_calls is None:
+        raise unsupported("tools", f"this model's tool calls cannot be read: {format.reason}")
+    return format.tool_calls
 
 
 def _is_format(grammar: GrammarRequest | None) -> bool:
@@ -157,13 +162,7 @@ def _grammar_with_tools(
         return grammar
     _check_tool_choice(grammar, forced)
     tools = _callable_tools(conversation)
-    begin = codec.vocab.get(tool_format.begin)
-    marker = begin if begin in codec.special else None
     if forced or grammar is None:
-        return "lark", tool_call_grammar(tool_format, tools, marker), "tool_choice"
-    text = tool_call_grammar(tool_format, tools, marker, json.loads(grammar[1]), conversation.single_tool_call)
-    return "lark", text, grammar[2]
-
-
-def _marker_ids(codec: TextCodec, words: Sequence[str]) -> frozenset[int]:
-    return frozenset(codec.vocab[word] for word in words if word in codec.vocab)
+        return "lark", tool_call_grammar(tool_format, tools, codec.special_tokens), "tool_choice"
+    answer, single = json.loads(grammar[1]), conversation.single_tool_call
+    return "lark", tool_call_grammar(tool_format, tools, codec.special_tokens, answer, single), grammar[2]

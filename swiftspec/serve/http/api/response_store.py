@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from swiftspec.serve.http.sse import ENCODER, EventLog
 
 MAX_STORED_RESPONSES = 4096
@@ -22,6 +24,7 @@ class StoredResponse:
         no key.
     `input_items`: JSON array of the items before the output, those of the previous response included.
     `response`, `status`: JSON of the response, and its field `status`.
+    `item_ids`: ids of the items of its output.
     `events`: events of a background response that was requested with `stream`.
     `task`: generates a background response.
     """
@@ -31,12 +34,14 @@ class StoredResponse:
     input_items: bytes
     response: bytes = b""
     status: str = "queued"
+    item_ids: tuple[str, ...] = ()
     events: EventLog | None = None
     task: asyncio.Task[None] | None = None
 
     def update(self, response: Mapping[str, Any]) -> None:
         """Sets the state of the response."""
         self.response, self.status = ENCODER.encode(response), str(response["status"])
+        self.item_ids = tuple(str(item["id"]) for item in response["output"])
 
     @property
     def num_bytes(self) -> int:
@@ -60,6 +65,7 @@ class ResponseStore:
         self._max_bytes, self._max_responses = max_bytes, max_responses
         self._running: dict[str, StoredResponse] = {}
         self._ended: OrderedDict[str, StoredResponse] = OrderedDict()  # the least recently used first
+        self._by_item: dict[str, str] = {}  # ids of the ended responses by ids of their items
         self._num_bytes = 0  # of the ended ones, which do not change any more
 
     @property
@@ -81,8 +87,9 @@ class ResponseStore:
             return
         self._ended[stored.id] = stored
         self._num_bytes += stored.num_bytes
+        self._by_item |= dict.fromkeys(stored.item_ids, stored.id)
         while self._num_bytes > self._max_bytes or len(self._ended) > self._max_responses:
-            self._num_bytes -= self._ended.popitem(last=False)[1].num_bytes
+            self.delete(next(iter(self._ended)))
 
     def get(self, response_id: str, owner: int | None) -> StoredResponse | None:
         """Returns a response and marks it as used. Returns None if it is unknown or evicted, or has another owner."""
@@ -93,8 +100,17 @@ class ResponseStore:
             self._ended.move_to_end(response_id)
         return stored
 
+    def get_item(self, item_id: str, owner: int | None) -> dict[str, Any] | None:
+        """Returns an item of the output of a response that has ended, or None; see `get`."""
+        stored = self.get(self._by_item.get(item_id, ""), owner)
+        if stored is None:
+            return None
+        return next(item for item in msgspec.json.decode(stored.response)["output"] if item["id"] == item_id)
+
     def delete(self, response_id: str) -> None:
         """Removes a response; does nothing if it is unknown."""
         self._running.pop(response_id, None)
         if (stored := self._ended.pop(response_id, None)) is not None:
             self._num_bytes -= stored.num_bytes
+            for item in stored.item_ids:
+                self._by_item.pop(item, None)

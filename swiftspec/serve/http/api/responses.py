@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -49,12 +49,14 @@ from swiftspec.serve.http.schema import (
 )
 from swiftspec.serve.http.sse import ENCODER, EventLog
 
+ITEM_REFERENCE = "item_reference"
 LOGPROBS = "message.output_text.logprobs"
 STORE_DISABLED = "this server stores no responses (--response-store-memory 0)"
 
 
 class Item(Body):
-    """An input item: a message (`role`, `content`), function_call, function_call_output or reasoning."""
+    """An input item: a message (`role`, `content`), function_call, function_call_output, reasoning, or item_reference
+    to an item of a stored response."""
 
     id: ShortText | None = None
     type: ShortText | None = None
@@ -62,6 +64,7 @@ class Item(Body):
     content: Content | None = None
     call_id: ShortText | None = None
     name: Name | None = None
+    namespace: Name | None = None
     arguments: Text | None = None
     output: Content | None = None
 
@@ -71,16 +74,32 @@ class ResponseTool(SentBody):
     name: Name | None = None
     description: Text | None = None
     parameters: JsonObject | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = Field(None, description="Of a namespace.")
 
-    def to_template(self) -> JsonObject:
+    def to_template(self, namespace: str | None = None) -> JsonObject:
         """Returns the tool in the schema of chat completions, the form that chat templates take, with the fields that
         the client sent."""
-        return {"type": "function", "function": {name: value for name, value in self.sent.items() if name != "type"}}
+        fields = {name: value for name, value in self.sent.items() if name != "type"}
+        return {"type": "function", "function": fields | {"name": qualified_name(namespace, self.name or "")}}
 
 
 class ChosenTool(Body):
     type: Literal["function"]
     name: Name
+    namespace: Name | None = None
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[JsonObject], Field(max_length=128)]
+
+
+def qualified_name(namespace: str | None, name: str) -> str:
+    """Returns the name of a tool as the model knows it."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 class TextFormat(JsonSchema):
@@ -106,10 +125,13 @@ class ResponsesRequest(SamplingFields, ConstraintFields):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), INTEGRAL] | None = None
     include: Annotated[list[ShortText], Field(max_length=32)] | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: as truncate_prompt_tokens -1, unless that is set."
+    )
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     chat_template_kwargs: Variables | None = None
     store: bool | None = Field(None, description="Whether the response can be retrieved later; by default it can.")
@@ -159,26 +181,49 @@ def _reasoning_text(item: Item) -> str:
 
 def _add_call(template_messages: TemplateMessages, item: Item, field_path: str) -> None:
     """Appends a function_call item to the preceding assistant message, or to a new one if the preceding message is not
-    the assistant's. Raises ApiError if the item has no name or invalid arguments."""
+    the assistant's. Raises ApiError if the item has no name."""
     if item.name is None:
         raise ApiError(400, f"{field_path}.name: required in a function_call", f"{field_path}.name")
-    call = template_tool_call(item.call_id, item.name, parse_arguments(item.arguments or "", f"{field_path}.arguments"))
+    name = qualified_name(item.namespace, item.name)
+    call = template_tool_call(item.call_id, name, parse_arguments(item.arguments or ""))
     if not template_messages or template_messages[-1]["role"] != "assistant":
         template_messages.append(template_message("assistant", ""))
     template_messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def responses_to_conversation(body: ResponsesRequest) -> Conversation:
-    """Converts a request to a conversation for the chat template. Raises ApiError on an unsupported tool or item."""
-    tools: list[dict[str, Any]] = []
+def functions(body: ResponsesRequest) -> Iterator[tuple[str | None, ResponseTool]]:
+    """Yields the functions among the tools of a request, each with its namespace. Raises ApiError if one has no
+    name."""
     for index, tool in enumerate(body.tools or ()):
-        if tool.type != "function" or tool.name is None:
-            raise unsupported(
-                f"tools.{index}", f"unsupported tool of type {tool.type[:40]!r}, or a function without a name"
-            )
-        tools.append(tool.to_template())
+        namespace = tool.name if tool.type == "namespace" else None
+        for each in (tool.tools or ()) if namespace else (tool,):
+            if each.type != "function":
+                continue
+            if each.name is None:
+                raise ApiError(400, f"tools.{index}.name: required in a function", f"tools.{index}.name")
+            yield namespace, each
+
+
+def namespaces(body: ResponsesRequest) -> dict[str, tuple[str, str]]:
+    """Returns namespace and name of the functions that have a namespace, by the name that the model knows."""
+    named = [(namespace, tool.name) for namespace, tool in functions(body)]
+    return {qualified_name(space, name): (space, name) for space, name in named if space and name}
+
+
+def responses_to_conversation(body: ResponsesRequest) -> Conversation:
+    """Converts a request to a conversation for the chat template. Tools that are not functions are passed over. Raises
+    ApiError on an unsupported item."""
+    tools = [tool.to_template(namespace) for namespace, tool in functions(body)]
     tool_choice = body.tool_choice
-    choice = tool_choice.name if isinstance(tool_choice, ChosenTool) else tool_choice or "auto"
+    choice: str = "auto"
+    if isinstance(tool_choice, AllowedTools):
+        choice = tool_choice.mode
+        allowed = {qualified_name(each.get("namespace"), str(each.get("name"))) for each in tool_choice.tools}
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+    elif isinstance(tool_choice, ChosenTool):
+        choice = qualified_name(tool_choice.namespace, tool_choice.name)
+    elif tool_choice is not None:
+        choice = tool_choice
     effort = {} if body.reasoning is None or body.reasoning.effort is None else body.reasoning.model_dump()
     variables = {f"reasoning_{name}": value for name, value in effort.items()} | (body.chat_template_kwargs or {})
     return Conversation(
@@ -230,6 +275,29 @@ def with_previous_items(body: ResponsesRequest, items: list[dict[str, Any]]) -> 
     return body.model_copy(update={"input": [*map(Item.model_validate, items), *new_items]})
 
 
+def with_truncation(body: ResponsesRequest) -> ResponsesRequest:
+    """Returns the request with the value of `truncate_prompt_tokens` that `truncation` stands for."""
+    if body.truncation != "auto" or body.truncate_prompt_tokens is not None:
+        return body
+    return body.model_copy(update={"truncate_prompt_tokens": -1})
+
+
+def with_referenced_items(body: ResponsesRequest, store: ResponseStore) -> ResponsesRequest:
+    """Returns the request with the items that it refers to. Raises ApiError if one is not stored."""
+    if isinstance(body.input, str) or all(item.type != ITEM_REFERENCE for item in body.input):
+        return body
+    items: list[Item] = []
+    for index, item in enumerate(body.input):
+        if item.type == ITEM_REFERENCE:
+            found = store.get_item(item.id or "", REQUEST_CONTEXT.get().api_key)
+            if found is None:
+                message = f"input.{index}: Item with id {(item.id or '')[:100]!r} {NOT_FOUND}"
+                raise ApiError(400, message, f"input.{index}")
+            item = Item.model_validate(found)
+        items.append(item)
+    return body.model_copy(update={"input": items})
+
+
 def _is_stored(body: ResponsesRequest, store: ResponseStore) -> bool:
     """Returns whether the response is to be stored. Raises ApiError if it is not and `background` is set."""
     is_stored = store.enabled and body.store is not False
@@ -251,7 +319,7 @@ def _echoed_fields(body: ResponsesRequest, model: str, sampling: Mapping[str, An
         "tools": [{"strict": False, **tool.sent} for tool in body.tools or ()],
         "text": {"format": {"type": "text"}} if body.text is None else _plain(body.text),
         "reasoning": {} if body.reasoning is None else _plain(body.reasoning),
-        "truncation": "disabled", "store": is_stored, "background": bool(body.background),
+        "truncation": body.truncation or "disabled", "store": is_stored, "background": bool(body.background),
     }  # fmt: skip
     ENCODER.encode(fields)
     return fields
@@ -266,6 +334,7 @@ def responses_router(context: AppContext, store: ResponseStore) -> APIRouter:
         _, codec = context.require_ready()
         model = context.resolve_model_name(body.model)
         reject_unsupported(body, ["best_of"])
+        body = with_truncation(with_referenced_items(body, store))
         is_stored, earlier_items = _is_stored(body, store), previous_items(body, store)
         conversation = responses_to_conversation(with_previous_items(body, earlier_items))
         top = body.top_logprobs or 0 if body.top_logprobs or LOGPROBS in (body.include or ()) else None
@@ -275,7 +344,7 @@ def responses_router(context: AppContext, store: ResponseStore) -> APIRouter:
         )  # fmt: skip
         output = GenerationOutput.create(generation_request, codec)
         fields = _echoed_fields(body, model, generation_request.engine_request.sampling, is_stored)
-        writer = ResponsesWriter(output, fields, LogprobFormatter(codec), top)
+        writer = ResponsesWriter(output, fields, LogprobFormatter(codec), top, namespaces(body))
         if not is_stored:
             return await respond(context, request, output, writer, body.stream, writer.error_events)
         input_items = ENCODER.encode([*earlier_items, *listed_items(body.input)])
@@ -297,6 +366,7 @@ def responses_router(context: AppContext, store: ResponseStore) -> APIRouter:
         info, _ = context.require_ready()
         context.resolve_model_name(body.model)
         reject_unsupported(body, ["best_of"])
+        body = with_truncation(with_referenced_items(body, store))
         full_body = with_previous_items(body, previous_items(body, store))
         conversation = responses_to_conversation(full_body)
         truncation = prompt_truncation(body, info, body.max_output_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from swiftspec.serve.http.app_context import new_id
@@ -16,6 +17,7 @@ from swiftspec.serve.http.sse import sse_event
 REASONING, MESSAGE = "reasoning", "message"
 ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of a failed response, by HTTP status
 SERVER_ERROR = "server_error"
+NO_NAMESPACES: Mapping[str, tuple[str, str]] = MappingProxyType({})
 
 
 def ignore_end() -> None:
@@ -27,6 +29,7 @@ class ResponsesWriter:
 
     `echoed_fields`: fields of the request that the response repeats.
     `top`: number of top log-probabilities per token of the message; None: no log-probabilities.
+    `namespaces`: namespace and name of the tools that have one, by the name that the model knows.
     `on_end`: called when `response` has reached its last state.
     """
 
@@ -38,8 +41,10 @@ class ResponsesWriter:
         echoed_fields: Mapping[str, Any],
         logprob_formatter: LogprobFormatter,
         top: int | None,
+        namespaces: Mapping[str, tuple[str, str]] = NO_NAMESPACES,
     ) -> None:
         self._output, self._logprob_formatter, self._top = output, logprob_formatter, top
+        self._namespaces = namespaces
         self.on_end: Callable[[], None] = ignore_end
         self.response_id = new_id("resp_")
         self._common_fields = {
@@ -131,7 +136,7 @@ class ResponsesWriter:
         self._close_last_item(cut)
         usage = {
             "input_tokens": len(output.prompt),
-            "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+            "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": len(output.tokens),
             "output_tokens_details": {"reasoning_tokens": output.reasoning_tokens},
             "total_tokens": len(output.prompt) + len(output.tokens),
@@ -189,14 +194,17 @@ class ResponsesWriter:
 
     def _call_events(self, call: ParsedToolCall) -> bytes:
         index, name = len(self._items), new_id("fc_")
-        item = {"id": name, "type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
+        namespace, tool = self._namespaces.get(call.name, (None, call.name))
+        item = {"id": name, "type": "function_call", "call_id": call.id, "name": tool, "arguments": ""}
+        item |= {} if namespace is None else {"namespace": namespace}
         done = {**item, "arguments": call.arguments_json, "status": "completed"}
         self._items.append(done)
         arguments = {"item_id": name, "output_index": index}
+        done_arguments = {**arguments, "name": tool, "arguments": call.arguments_json}
         return (
             self._event("response.output_item.added", output_index=index, item={**item, "status": "in_progress"})
             + self._event("response.function_call_arguments.delta", **arguments, delta=call.arguments_json)
-            + self._event("response.function_call_arguments.done", **arguments, arguments=call.arguments_json)
+            + self._event("response.function_call_arguments.done", **done_arguments)
             + self._event("response.output_item.done", output_index=index, item=done)
         )
 
@@ -217,6 +225,6 @@ class ResponsesWriter:
     def _position(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
 
-    def _event(self, name: str, **values: Any) -> bytes:
+    def _event(self, kind: str, /, **values: Any) -> bytes:
         self._sequence_number += 1
-        return sse_event({"type": name, "sequence_number": self._sequence_number - 1, **values}, name)
+        return sse_event({"type": kind, "sequence_number": self._sequence_number - 1, **values}, kind)

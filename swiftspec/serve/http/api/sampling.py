@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swiftspec.params import MIN_TEMPERATURE
-from swiftspec.sampling.grammar_process import ANY_OBJECT
+from swiftspec.sampling.grammar_process import ANY_OBJECT, lenient
 from swiftspec.serve.http.app_context import check_tokens
 from swiftspec.serve.http.engine_link.frames import EngineInfo
-from swiftspec.serve.http.errors import ApiError, unsupported
+from swiftspec.serve.http.errors import CONTEXT_EXCEEDED, ApiError, unsupported
 from swiftspec.serve.http.schema import (
     ConstraintFields,
     JsonObject,
@@ -83,12 +83,16 @@ def token_biases(biases: Mapping[str, float], info: EngineInfo) -> dict[int, flo
     return {token: biases[key] for key, token in valid.items()}
 
 
-def context_exceeded_error(tokens: int, info: EngineInfo) -> ApiError:
+def context_exceeded_error(tokens: int | None, info: EngineInfo, param: str | None = None) -> ApiError:
+    """Returns the error for a prompt that leaves no room for an answer, in the words by which clients recognise it.
+    `tokens`: its length; None if it is certainly too long to be tokenized."""
+    count = "more" if tokens is None else tokens
     message = (
-        f"the prompt of {tokens} tokens leaves no room for an answer in the context of {info.max_model_len}:"
-        " shorten it, or start the server with a larger --max-model-len"
+        f"This model's maximum context length is {info.max_model_len} tokens. However, your prompt has {count} tokens"
+        " and leaves no room for an answer: shorten it, or start the server with a larger --max-model-len"
     )
-    return ApiError(400, message, code="context_length_exceeded")
+    anthropic = f"prompt is too long: {tokens or f'over {info.max_model_len}'} tokens > {info.max_model_len} maximum"
+    return ApiError(400, message, param, CONTEXT_EXCEEDED, anthropic_message=anthropic)
 
 
 def check_population(smc: Smc | None, info: EngineInfo) -> None:
@@ -118,7 +122,9 @@ def grammar_request(body: ConstraintFields) -> GrammarRequest | None:
     elif response_format is not None and response_format.type == "json_schema":
         if response_format.json_schema is None or response_format.json_schema.schema_ is None:
             raise ApiError(400, "response_format: json_schema.schema is missing", "response_format")
-        requests.append(("json_schema", json.dumps(response_format.json_schema.schema_), "response_format"))
+        schema = response_format.json_schema.schema_
+        schema = schema if response_format.json_schema.strict else lenient(schema)
+        requests.append(("json_schema", json.dumps(schema), "response_format"))
     requests += _requested_constraints(
         "guided_", json_=body.guided_json, regex=body.guided_regex, choice=body.guided_choice,
         grammar=body.guided_grammar,

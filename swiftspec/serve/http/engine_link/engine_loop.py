@@ -185,8 +185,9 @@ class EngineLoop:
         if chunk.token_ids or chunk.finish_reason in (None, "stop", "length"):
             tokens, rpc_records = list(chunk.token_ids), [*self._rpc_records]
             self._rpc_records.clear()
+            cached = request.stats.cached_tokens
             self._link.send(
-                frames.TokensFrame(number, tokens, chunk.accepted, logprobs, chunk.finish_reason, rpc_records)
+                frames.TokensFrame(number, tokens, chunk.accepted, logprobs, chunk.finish_reason, rpc_records, cached)
             )
         self._report_cache()
         if request.error is not None:

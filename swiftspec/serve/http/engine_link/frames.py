@@ -72,7 +72,7 @@ class ShutdownFrame(Frame, frozen=True):
 class FrontendConfig(Frame, frozen=True):
     """Configuration of the front end, sent before the engine link is connected. Timeouts in seconds; None: no limit."""
 
-    model_name: str  # name that clients use for the model
+    model_names: list[str]  # names that clients use for the model, the default first
     api_keys: list[str]  # a request needs one of them; empty: no key is needed
     max_queue: int
     queue_timeout: float
@@ -156,6 +156,7 @@ class TokensFrame(Frame, frozen=True):
     `logprobs`: one per token; None if not requested.
     `finish_reason`: "stop" or "length" in the last `TokensFrame` of a request, otherwise None.
     `rpc_records`: RPCs to workers since the previous `TokensFrame`, if the front end exports spans.
+    `cached_tokens`: prompt tokens that the prefix cache supplied.
     """
 
     request: int
@@ -164,6 +165,7 @@ class TokensFrame(Frame, frozen=True):
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
     rpc_records: list[RpcRecord] = []
+    cached_tokens: int = 0
 
 
 class PromptLogprobsFrame(Frame, frozen=True):

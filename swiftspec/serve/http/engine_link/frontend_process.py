@@ -121,7 +121,7 @@ def frontend_config(settings: Settings) -> frames.FrontendConfig:
     """Returns the front end's part of the settings."""
     template = chat_template_file(settings.model, settings.chat_template_file)
     return frames.FrontendConfig(
-        model_name=settings.served_model_name or default_served_name(settings.model),
+        model_names=list(settings.served_model_name) or [default_served_name(settings.model)],
         api_keys=list(settings.api_key or []),
         max_queue=settings.max_queue,
         queue_timeout=settings.queue_timeout,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from swiftspec.serve.http.errors import ApiError, unsupported
-from swiftspec.serve.http.format.tools import STRICT_JSON
+from swiftspec.serve.http.format.tool_reader import STRICT_JSON
 from swiftspec.serve.http.schema import Body, ExtensibleBody, JsonObject, ShortText, Text, Variables
 from swiftspec.text.messages import template_message, template_tool_call
 
@@ -18,6 +18,7 @@ RESERVED_VARIABLES = frozenset({
     "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "return_assistant_tokens_mask",
 })  # fmt: skip
+BILLING_HEADER = "x-anthropic-billing-header:"
 MAX_VARIABLES_CHARS = 16 << 10  # length of all template variables as JSON
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 TemplateMessages = list[dict[str, Any]]
@@ -28,6 +29,7 @@ class ContentPart(Body):
 
     type: ShortText
     text: Text | None = None
+    refusal: Text | None = None
 
 
 Content = Text | Annotated[list[ContentPart], Field(max_length=4096)]
@@ -132,8 +134,6 @@ class Conversation:
         names = {tool["function"]["name"] for tool in self.tools}
         if self.tool_choice not in ("none", "auto", "required") and self.tool_choice not in names:
             raise ApiError(400, f"tool_choice: there is no tool {self.tool_choice!r}", "tool_choice")
-        if self.tool_choice == "required" and not names:
-            raise ApiError(400, "tool_choice: required needs at least one tool", "tool_choice")
         for name in self.template_variables:
             if name in RESERVED_VARIABLES or not name.isidentifier():
                 raise ApiError(400, f"chat_template_kwargs: {name[:80]!r} cannot be set", "chat_template_kwargs")
@@ -150,29 +150,36 @@ class Conversation:
 
 
 def content_text(content: str | Sequence[ContentPart] | None, param: str) -> str:
-    """Returns the text of a message; text parts are joined by newlines. Raises ApiError if a part is not text."""
+    """Returns the text of a message; text parts are joined by newlines, and parts of reasoning are left out. Raises
+    ApiError if a part is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
     for part in content:
-        if part.type not in ("text", "input_text", "output_text", "refusal") or (
-            part.text is None and part.type != "refusal"
-        ):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type in ("thinking", "redacted_thinking"):
+            continue
+        if part.type not in ("text", "input_text", "output_text", "refusal") or text is None:
             raise unsupported(param, f"parts of type {part.type[:40]!r} are not supported; use text")
-        texts.append(part.text or "")
+        texts.append(text)
     return "\n".join(texts)
 
 
-def parse_arguments(text: str, param: str) -> dict[str, Any]:
-    """Parses the arguments of a tool call. Raises ApiError, which names the field `param`, if they are not a JSON
-    object."""
+def without_billing_header(text: str) -> str:
+    """Returns a system prompt without the line that Claude Code puts in front of it. A hash in it changes with every
+    request, so that no prompt would share a prefix with another."""
+    first, _, others = text.partition("\n")
+    return others.lstrip("\n") if first.startswith(BILLING_HEADER) else text
+
+
+def parse_arguments(text: str) -> dict[str, Any]:
+    """Parses the arguments of an earlier tool call; {} if they are not a JSON object, such as those of a call that a
+    limit cut: the client cannot change its history."""
     try:
-        value = STRICT_JSON.decode(text or "{}")
+        value = STRICT_JSON.decode(text)
     except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ApiError(400, f"{param}: the arguments of a tool call must be a JSON object", param)
-    return value
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def to_template_messages(messages: Sequence[Message]) -> TemplateMessages:
@@ -181,12 +188,11 @@ def to_template_messages(messages: Sequence[Message]) -> TemplateMessages:
     for index, message in enumerate(messages):
         field_path = f"messages.{index}"
         calls = [
-            template_tool_call(
-                call.id, call.function.name, parse_arguments(call.function.arguments, f"{field_path}.tool_calls")
-            )
+            template_tool_call(call.id, call.function.name, parse_arguments(call.function.arguments))
             for call in message.tool_calls or ()
         ]
         text = content_text(message.content, f"{field_path}.content")
+        text = without_billing_header(text) if message.role == "system" else text
         reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
         names = {"name": message.name, "tool_call_id": message.tool_call_id}
         template_messages.append(template_message(message.role, text, calls, reasoning_content=reasoning, **names))

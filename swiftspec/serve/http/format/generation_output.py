@@ -131,6 +131,7 @@ class GenerationOutput:
 
     `done`: the engine's last frame; None before it arrives.
     `started`: whether the engine has sent a frame.
+    `num_cached_tokens`: prompt tokens that the prefix cache supplied; known from the first tokens on.
     """
 
     request: GenerationRequest
@@ -142,6 +143,7 @@ class GenerationOutput:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     done: DoneFrame | None = None
     started: bool = False
+    num_cached_tokens: int = 0
     weight: float | None = None
     choices: list[GenerationOutput] = field(default_factory=list)
 
@@ -197,8 +199,10 @@ class GenerationOutput:
             self.prompt_logprobs += frame.logprobs
         elif isinstance(frame, DoneFrame):
             self.done = frame
+            self.num_cached_tokens = int(frame.timings.get("cache_n") or 0)
             answer_stats.cut_statistics(frame.timings, frame.metrics, frame.rounds, len(self.tokens))
         elif self.text_builder.finish_reason is None:
+            self.num_cached_tokens = frame.cached_tokens
             if self.request.prompt_only:
                 frame = TokensFrame(frame.request, [], 0, finish_reason="length")
             delta = self._add_tokens(frame)
@@ -219,7 +223,7 @@ class GenerationOutput:
     def _from_choice(self, choice: Choice) -> GenerationOutput:
         """Returns the output for one text of the population (mode smc)."""
         other = GenerationOutput.create(self.request, self.codec)
-        other.weight, other.done = choice.weight, self.done
+        other.weight, other.done, other.num_cached_tokens = choice.weight, self.done, self.num_cached_tokens
         other._add_tokens(
             TokensFrame(0, [] if self.request.prompt_only else choice.token_ids, 0, finish_reason=choice.finish_reason)
         )
@@ -232,7 +236,7 @@ class GenerationOutput:
         for text in self.text_builder.push_by_token(frame):
             for piece in self._parse(text):
                 pieces.append(piece)
-                if self.request.single_tool_call and piece.tool_call is not None:
+                if self.request.single_tool_call and piece.tool_call is not None and piece.tool_call.is_closed:
                     self.text_builder.finish_reason = "stop"  # the token that completes the call is the last one
                     break
         end_token = len(self.tokens)
@@ -251,11 +255,6 @@ class GenerationOutput:
                 yield OutputPiece(part.kind, part.text, None, first_token, end_token)
             elif part.cut_json is None or self.text_builder.finish_reason == "length":  # not if a stop string cut it
                 yield OutputPiece("tool_call", "", part, first_token, end_token)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache supplied."""
-        return 0 if self.done is None else int(self.done.timings.get("cache_n") or 0)
 
     @property
     def reasoning_tokens(self) -> int:

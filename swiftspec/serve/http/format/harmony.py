@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from swiftspec.sampling.grammar_process import ANY_OBJECT, bound_whitespace
 from swiftspec.serve.http.format.output_parser import OutputPart, OutputText
-from swiftspec.serve.http.format.tools import STRICT_JSON, TOOL_NAME, ParsedToolCall
+from swiftspec.serve.http.format.tool_reader import STRICT_JSON, TOOL_NAME
+from swiftspec.serve.http.format.tools import ParsedToolCall
 from swiftspec.text.harmony import (
     CHANNEL,
     CONSTRAIN,
@@ -93,7 +94,7 @@ class HarmonyParser:
         assert self._call is not None
         header, text, name = self._call, self._arguments, self._call_name(self._call) or ""
         self._call, self._arguments = None, ""
-        arguments = _parse_object(text)
+        arguments = _parse_object(text if cut or text.strip() else "{}")  # a call may have no body
         call_id = f"call_{secrets.token_hex(12)}"
         if arguments is not None:
             parts.append(ParsedToolCall(call_id, name, arguments))

@@ -1,8 +1,8 @@
-"""Reasoning parser: separates <think>...</think> from the content of streamed text."""
+"""Reasoning parser: separates reasoning between two markers from the content of streamed text."""
 
 from __future__ import annotations
 
-REASONING_OPEN, REASONING_CLOSE = "<think>", "</think>"
+THINK = ("<think>", "</think>")  # the markers of most models
 
 
 def partial_marker_length(text: str, marker: str) -> int:
@@ -14,10 +14,12 @@ class ReasoningParser:
     """Parser that separates reasoning from content in streamed text. The result does not depend on how the text is
     split into pieces. Newlines next to the markers are dropped.
 
+    `markers`: the opening and the closing marker.
     `opened_by_prompt`: whether the prompt ends with the opening marker, so that the text begins with reasoning.
     """
 
-    def __init__(self, opened_by_prompt: bool) -> None:
+    def __init__(self, opened_by_prompt: bool, markers: tuple[str, str] = THINK) -> None:
+        self._open, self._close = markers
         self._opened_by_prompt = opened_by_prompt
         self._state = self._before_reasoning
         self._buffer = ""
@@ -44,9 +46,9 @@ class ReasoningParser:
 
     def _before_reasoning(self, last: bool) -> tuple[str, str]:
         text = self._buffer.lstrip()
-        if text.startswith(REASONING_OPEN):
-            self._buffer, self._state = text[len(REASONING_OPEN) :], self._at_reasoning_start
-        elif last or not REASONING_OPEN.startswith(text):
+        if text.startswith(self._open):
+            self._buffer, self._state = text[len(self._open) :], self._at_reasoning_start
+        elif last or not self._open.startswith(text):
             self._state = self._at_reasoning_start if self._opened_by_prompt else self._in_content
         return "", ""
 
@@ -57,7 +59,7 @@ class ReasoningParser:
         return "", ""
 
     def _in_reasoning(self, last: bool) -> tuple[str, str]:
-        reasoning, closed, remaining = self._buffer.partition(REASONING_CLOSE)
+        reasoning, closed, remaining = self._buffer.partition(self._close)
         if closed:
             self._buffer, self._state = remaining, self._after_marker
             self.reasoning_end = self._num_chars - len(remaining)
@@ -65,7 +67,7 @@ class ReasoningParser:
         certain = (
             reasoning
             if last
-            else reasoning[: len(reasoning) - partial_marker_length(reasoning, REASONING_CLOSE)].rstrip("\n")
+            else reasoning[: len(reasoning) - partial_marker_length(reasoning, self._close)].rstrip("\n")
         )
         self._buffer = reasoning[len(certain) :]
         return certain, ""

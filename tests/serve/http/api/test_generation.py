@@ -45,7 +45,7 @@ def prompt(player: Player) -> str:
 def test_a_tool_that_must_be_called(thinker: Player) -> None:
     ask(thinker, CHAT, **HELLO, tools=TOOLS, tool_choice="required")
     grammar = thinker.requests[-1].sampling["grammar"]
-    assert '\nblock: "<tool_call>" "\\n" call "\\n" "</tool_call>"\n' in grammar and "call_1" in grammar
+    assert accepts(grammar, '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>')
     one = {"type": "function", "function": {"name": "g"}}
     ask(thinker, CHAT, **HELLO, tools=TOOLS, tool_choice=one)
     assert "call_1" not in thinker.requests[-1].sampling["grammar"]
@@ -183,9 +183,12 @@ def test_parts_of_text(thinker: Player) -> None:
 
 
 MISTRAL = (
-    "{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"
-    "{% if tools %}[TOOL_CALLS]{% endif %}"
-)  # fmt: skip
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}"
+    "{{ raise_exception('nine characters') if c.id | length != 9 }}{{ '[TOOL_CALLS][' if loop.first else ', ' }}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "{{ ']' if loop.last }}{% endfor %}{% endfor %}{{ tools | length if tools }}"
+)
 
 
 def test_markers_that_are_special_tokens_are_detected(tmp_path: Path) -> None:
@@ -210,7 +213,7 @@ def test_a_template_error_names_the_reason_without_paths(
     thinker: Player, renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch, thinking_client: httpx.Client
 ) -> None:
     codec = thinker.codec
-    monkeypatch.setattr(renderer, "_model", codec.path)
+    monkeypatch.setattr(renderer, "model", Path("secret.jinja"))
     monkeypatch.setattr(codec.tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
     assert refused(thinking_client, CHAT, HELLO, "messages") == "the chat template failed (roles must alternate)"
     monkeypatch.setattr(codec.tokenizer, "chat_template", "{{ 'a' * 100000 }}")

@@ -95,7 +95,10 @@ def test_a_previous_response_precedes_the_input_without_its_instructions(
     body = {"input": [output], "previous_response_id": first["id"], "top_logprobs": 1}
     second = thinking_client.post(RESPONSES, json=body).json()
     assert second["previous_response_id"] == first["id"]
-    assert prompt_of(thinker) == '<|user|>one<|end|><|bot|>Ok.f={"a": 1}<|end|><|bot|>2<|end|><|bot|>'
+    assert prompt_of(thinker) == (
+        '<|user|>one<|end|><|bot|>Ok.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|end|>'
+        "<|bot|>2<|end|><|bot|>"
+    )
     third = thinking_client.post(RESPONSES, json={"input": "x", "previous_response_id": second["id"]}).json()
     assert prompt_of(thinker).endswith("<|bot|>2<|end|><|bot|>two<|end|><|user|>x<|end|><|bot|>")
     body = {"input": "x", "previous_response_id": second["id"]}

@@ -136,7 +136,7 @@ def test_tools_reach_the_template_as_they_were_sent(
     thinker: Player, thinking_client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in transformers, in /tokenize, too."""
-    monkeypatch.setattr(thinker.codec.tokenizer, "chat_template", PRINTS)
+    monkeypatch.setattr(thinker.codec.tokenizer, "chat_template", SPLITS.replace("{{ c.f", "<call>{{ c.f", 1))
     tools = [TOOL, {"type": "function", "function": {"name": "g", "description": None}}]
     theirs = thinker.codec.tokenizer.apply_chat_template(
         HELLO["messages"], tools=tools, tokenize=False, add_generation_prompt=True
@@ -152,7 +152,10 @@ def test_tools_reach_the_template_as_they_were_sent(
 
 
 @pytest.mark.parametrize("arguments", ["[]", "{", '{"a": NaN}', '{"a": 1e400}', '{"a": -Infinity}'])
-def test_arguments_that_are_no_json_object(thinking_client: httpx.Client, arguments: str) -> None:
+def test_arguments_that_are_no_json_object_are_empty(
+    thinker: Player, thinking_client: httpx.Client, arguments: str
+) -> None:
+    """A client cannot mend a call that the server has cut."""
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    body = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
-    assert "must be a JSON object" in refused(thinking_client, CHAT, body, "messages.0.tool_calls")
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert '{"name": "f", "arguments": {}}' in prompt(thinker, thinking_client, CHAT, messages=messages)

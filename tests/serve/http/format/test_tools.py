@@ -1,203 +1,244 @@
-"""Tool calls in each format, independent of how the text is split; text that is not a call is content."""
+"""Tool calls in the syntax of each class of chat template: derived from the template, read however the text is split,
+and accepted by the grammar; text that is not a call is content."""
 
 from __future__ import annotations
 
 import json
+import re
+from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftspec.sampling.grammar_process import build_grammar
-from swiftspec.serve.http.format.tools import (
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    AllowedText,
-    ParsedToolCall,
-    ToolCallFormat,
-    ToolCallParser,
-    detect_tool_format,
-    tool_call_grammar,
-)
+from swiftspec.serve.http.format.template_format import TemplateFormat, derive_template_format, with_written_calls
+from swiftspec.serve.http.format.tool_format import ToolCallFormat
+from swiftspec.serve.http.format.tool_grammar import tool_call_grammar
+from swiftspec.serve.http.format.tools import AllowedText, ParsedToolCall, ToolCallParser
 from tests.support.grammars import accepts
+from tests.support.tool_templates import TEMPLATES, rendering
 
-ONE, OTHER = '{"name": "f", "arguments": {"a": "</tool_call>"}}', '{"name": "g", "arguments": {}}'
-OVERFLOW = '{"name": "f", "arguments": {"a": 1e400}}'  # valid JSON that would be written as Infinity
-CASES = [
-    (HERMES, f"Hm. \n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{OTHER}</tool_call>\n", "Hm.", ["f", "g"]),
-    (HERMES, f"<tool_call>{ONE}</tool_call> and so", " and so", ["f"]),
-    (HERMES, f"a <tool_call>{OTHER}", "a", ["g"]),
-    (HERMES, "a < b <tool_call>no</tool_call> c ", "a < b <tool_call>no</tool_call> c ", []),
-    (HERMES, "Use\n\n<tool_call> tags.", "Use\n\n<tool_call> tags.", []),
-    (HERMES, f"The <tool_call> tag: <tool_call>{OTHER}</tool_call>", "The <tool_call> tag:", ["g"]),
-    (HERMES, f"<tool_call>{OTHER}</tool_call>\n <tool_call>{{", "\n <tool_call>{", ["g"]),
-    (HERMES, f"<tool_call>{OVERFLOW}</tool_call> ", f"<tool_call>{OVERFLOW}</tool_call> ", []),
-    (MISTRAL, f"So: [TOOL_CALLS] [{OVERFLOW}]", f"So: [TOOL_CALLS] [{OVERFLOW}]", []),
-    (LLAMA, ' {"name": "f", "parameters": {"a": -1e999}}', ' {"name": "f", "parameters": {"a": -1e999}}', []),
-    (HERMES, "nothing \n", "nothing \n", []),
-    (HERMES, '<tool_call>{"name": "f\\ud800"}</tool_call>', '<tool_call>{"name": "f\\ud800"}</tool_call>', []),
-    (HERMES, "<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", []),
-    (MISTRAL, f"So: [TOOL_CALLS][{ONE}, {OTHER}]", "So:", ["f", "g"]),
-    (MISTRAL, "[TOOL_CALLS][", "[TOOL_CALLS][", []),
-    (LLAMA, '\n{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', "", ["f", "g"]),
-    (LLAMA, '{"name": "unknown", "parameters": {}}', '{"name": "unknown", "parameters": {}}', []),
-    (LLAMA, '{"a": NaN}', '{"a": NaN}', []),
-    (LLAMA, 'no: {"name": "f", "parameters": {}}', 'no: {"name": "f", "parameters": {}}', []),
-]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string"}, "t": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "n": {"$ref": "#/$defs/n"},
+        "x": {"type": "number"}, "b": {"type": "boolean"}, "o": {"type": "object"}, "l": {"type": "array"},
+    },
+    "required": ["s"],
+    "$defs": {"n": {"type": "integer"}},
+}  # fmt: skip
+TOOLS: dict[str, Any] = {"f": SCHEMA, "g.h-2": {"type": "object", "properties": {}}}
+OFFERED = [{"type": "function", "function": {"name": n, "description": "", "parameters": p}} for n, p in TOOLS.items()]
+HERMES, BARE = "hermes", "bare json"
+Call = tuple[str, dict[str, Any]]
 
 
-def read(
-    format: ToolCallFormat, text: str, cuts: list[int], allowed: AllowedText = "any"
-) -> tuple[str, list[str], list[str]]:
-    parts = split_parts(format, text, cuts, allowed)
-    calls = [part for part in parts if not isinstance(part, str)]
-    content = "".join(part for part in parts if isinstance(part, str))
-    return content, [call.name for call in calls], [call.arguments_json for call in calls]
+@cache
+def derived(name: str) -> TemplateFormat:
+    template = TEMPLATES[name]
+    return derive_template_format(lambda *probe: rendering(template, *probe), template, {})
 
 
-def split_parts(
-    format: ToolCallFormat, text: str, cuts: list[int], allowed: AllowedText = "any"
-) -> list[str | ParsedToolCall]:
-    """The parts of a text that is pushed in pieces."""
-    parser, at = ToolCallParser(format, ("f", "g"), allowed), 0
+@cache
+def syntax(name: str) -> ToolCallFormat:
+    found = derived(name)
+    assert found.tool_calls is not None, found.reason
+    return found.tool_calls
+
+
+def written(name: str, calls: list[Call], content: str = "") -> str:
+    """The answer with calls, as the template writes it."""
+    listed = [
+        {"id": f"abcdef00{at}", "type": "function", "function": {"name": tool, "arguments": arguments}}
+        for at, (tool, arguments) in enumerate(calls)
+    ]
+    messages: list[dict[str, Any]] = [{"role": "assistant", "content": content, "tool_calls": listed}]
+    writer = derived(name).write_calls
+    if writer is not None:
+        messages = with_written_calls(messages, writer)
+    text = rendering(TEMPLATES[name], messages, None, False)
+    return text.removeprefix("<|assistant|>").removesuffix("<|end|>")
+
+
+def read(format: ToolCallFormat, text: str, cuts: list[int], allowed: AllowedText = "any") -> list[str | Call]:
+    """What a text that comes in pieces is read as, with adjacent content joined."""
+    parser, at = ToolCallParser(format, TOOLS, allowed), 0
     parts: list[str | ParsedToolCall] = []
     for end in sorted({min(cut, len(text)) for cut in cuts}):
         parts += parser.push(text[at:end])
         at = end
-    return parts + parser.push(text[at:], last=True)
+    out: list[str | Call] = []
+    for part in parts + parser.push(text[at:], last=True):
+        if isinstance(part, str) and out and isinstance(out[-1], str):
+            out[-1] += part
+        else:
+            out.append(part if isinstance(part, str) else (part.name, part.arguments))
+    return out
 
 
-@pytest.mark.parametrize(("format", "text", "content", "names"), CASES)
-def test_each_format(format: ToolCallFormat, text: str, content: str, names: list[str]) -> None:
-    assert read(format, text, [])[:2] == (content, names)
+TEXT = st.text(st.sampled_from(list("ab \n\"'\\{}[]()<>&,:=é😀.")), max_size=12) | st.sampled_from(
+    ["</parameter>", "<tool_call>", "]]>", "3", "true", "null", "[TOOL_CALLS]", "\n x \n"]
+)
+# Quotes that a template does not escape cannot be read back; those of Python's syntax are of this kind.
+QUOTED = {"python": "'\\", "other quotes": ""}
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "n": st.integers(-(10**9), 10**9),
+    "x": st.floats(-1e6, 1e6, allow_nan=False),
+    "b": st.booleans(),
+    "o": st.dictionaries(st.sampled_from("kq"), TEXT | st.integers() | st.none() | st.booleans(), max_size=2),
+    "l": st.lists(st.integers() | st.text("abé ", max_size=4), max_size=3),
+}
+ARGUMENTS = st.fixed_dictionaries({"s": TEXT}, optional=VALUES)
+CALLS = st.lists(st.tuples(st.just("f"), ARGUMENTS) | st.just(("g.h-2", {})), min_size=1, max_size=3)
 
 
-@given(st.sampled_from(CASES), st.lists(st.integers(0, 160), max_size=160))
-def test_the_result_does_not_depend_on_the_split(
-    case: tuple[ToolCallFormat, str, str, list[str]], cuts: list[int]
+def can_write(name: str, calls: list[Call]) -> bool:
+    """Whether the template writes these calls so that they can be read."""
+    texts = [str(each) for _, arguments in calls for each in arguments.values()]
+    return not any(mark in text for mark in QUOTED.get(name, "") for text in texts)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=10, deadline=None)
+@given(data=st.data(), calls=CALLS, content=st.sampled_from(["", "Hm.", "a < b [ {x}"]), step=st.integers(1, 7))
+def test_written_calls_are_read_back_in_every_split(
+    name: str, data: st.DataObject, calls: list[Call], content: str, step: int
 ) -> None:
-    assert read(case[0], case[1], cuts) == read(case[0], case[1], [])
+    if name == BARE:
+        calls, content = calls[:1], ""
+    if not can_write(name, calls):
+        return
+    text = written(name, calls, content)
+    expected = [*([content] if content else []), *calls]
+    assert read(syntax(name), text, []) == expected
+    assert read(syntax(name), text, list(range(0, len(text), step))) == expected
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
+    assert read(syntax(name), text, cuts) == expected
 
 
-@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", ONE, " ", "\n", "a", "<tool", "{"]), max_size=9))
-@example(["<tool_call>", ONE, "</tool_call>", "</tool_call>", " "])
-def test_any_text_in_single_characters(words: list[str]) -> None:
-    text = "".join(words)
-    content, names, arguments = read(HERMES, text, list(range(len(text))))
-    assert (content, names, arguments) == read(HERMES, text, [])
-    assert names or content == text, "text without a call is returned unchanged"
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_any_text_is_read_alike_in_every_split_and_stays_if_it_is_no_call(name: str, data: st.DataObject) -> None:
+    format = syntax(name)
+    call = written(name, [("f", {"s": "v", "b": True})])
+    pieces = [*filter(None, format.literals), call, call[:-3], call[len(call) // 2 :], "{", '"', " ", "\n", "f", "a"]
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=7)))
+    whole = read(format, text, [])
+    assert read(format, text, list(range(len(text)))) == whole
+    if not any(isinstance(part, tuple) for part in whole):
+        assert "".join(part for part in whole if isinstance(part, str)) == text
 
 
-def test_content_and_calls_keep_their_order() -> None:
-    text = f"a <tool_call>{ONE}</tool_call> b <tool_call> c\n<tool_call>{OTHER}</tool_call> d"
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (HERMES, '<tool_call>{"name": "f", "parameters": {"s": "1"}}</tool_call>', [("f", {"s": "1"})]),
+        (HERMES, '<tool_call>{"arguments": {"s": "1"}, "name": "f"}', [("f", {"s": "1"})]),
+        (HERMES, '<tool_call>[{"name": "f"}, {"name": "g.h-2"}]</tool_call>', [("f", {}), ("g.h-2", {})]),
+        (HERMES, 'a <tool_call> no\n<tool_call>{"name": "f"}</tool_call> b', ["a <tool_call> no", ("f", {}), " b"]),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"x": 1e400}}</tool_call> ', None),
+        (HERMES, '<tool_call>{"name": "f\\ud800"}</tool_call>', None),
+        (HERMES, "<tool_call>[]</tool_call>", None),
+        (BARE, '\n{"name": "f", "parameters": {}}; {"name": "g.h-2", "arguments": {}}', [("f", {}), ("g.h-2", {})]),
+        (BARE, '{"name": "unknown", "parameters": {}}', None),
+        (BARE, 'no: {"name": "f", "parameters": {}}', None),
+        (BARE, '{"a": NaN}', None),
+        ("json list", '<TOOLS>{"tool_name": "f", "parameters": "{\\"s\\": \\"1\\"}"}</TOOLS>', [("f", {"s": "1"})]),
+        ("tags with newlines", "<function=f><parameter=s>3</parameter></function>", [("f", {"s": "3"})]),
+        ("tags with newlines", "<tool_call><function=f>\n<parameter=t>\nnull\n</parameter>\n<parameter=n> 3 "
+         "</parameter>\n</function></tool_call>", [("f", {"t": None, "n": 3})]),
+        ("tags with newlines", "<tool_call>\n<function=f>\n<parameter=s>\na\n</parameter>\nb", None),
+        ("python", '<|call|>[f(s="it\'s \\"q\\"\\n", b=True, o={\'k\': None})]<|/call|>',
+         [("f", {"s": 'it\'s "q"\n', "b": True, "o": {"k": None}})]),
+        ("attributes", '<calls><invoke name="g.h-2"><param name="a" string="true">3</param><param name="b" '
+         'string="false">3</param></invoke></calls>', [("g.h-2", {"a": "3", "b": 3})]),
+        ("marked arguments", '[TOOL_CALLS]f[ARGS]{"s": "1"}', [("f", {"s": "1"})]),
+    ],
+)  # fmt: skip
+def test_what_models_write_beside_the_template(name: str, text: str, expected: list[str | Call] | None) -> None:
     for cuts in ([], list(range(len(text)))):
-        order: list[str] = []
-        for part in split_parts(HERMES, text, cuts):
-            if isinstance(part, str) and order and order[-1] not in "fg":
-                order[-1] += part
-            else:
-                order.append(part if isinstance(part, str) else part.name)
-        assert order == ["a", "f", " b <tool_call> c", "g", " d"]
+        assert read(syntax(name), text, cuts) == ([text] if expected is None else expected)
 
 
-@pytest.mark.parametrize("format", [HERMES, MISTRAL, LLAMA])
-def test_a_forced_call_that_is_cut_is_no_content(format: ToolCallFormat) -> None:
-    whole = f"{format.begin}\n{OTHER.replace('arguments', format.arguments_key)}"
-    for length in range(len(whole)):
-        parser = ToolCallParser(format, ("g",), "calls")
-        assert parser.push(whole[: length // 2]) + parser.push(whole[length // 2 : length], last=True) == []
+def test_ids_are_those_that_the_template_accepts() -> None:
+    for name, pattern in (("short ids", 9), (HERMES, 29)):
+        (call,) = ToolCallParser(syntax(name), TOOLS).push(written(name, [("f", {})]), last=True)
+        assert isinstance(call, ParsedToolCall) and len(call.id) == pattern
+    calls = ToolCallParser(syntax("counted"), TOOLS).push(written("counted", [("f", {}), ("g.h-2", {})]), last=True)
+    assert [part.id for part in calls if isinstance(part, ParsedToolCall)] == ["functions.f:0", "functions.g.h-2:1"]
 
 
-@pytest.mark.parametrize(("format", "first"), [(HERMES, ""), (MISTRAL, f"[{ONE}, "), (LLAMA, "")])
-def test_a_forced_call_that_is_cut_is_kept_from_its_arguments_on(format: ToolCallFormat, first: str) -> None:
-    call = OTHER.replace("arguments", format.arguments_key)
-    before, begin = f"{format.begin}\n{first}", call.index(": {") + 1
-    whole = f"{before}{call}\n</tool_c"
-    for length in range(len(whole)):
-        parts = ToolCallParser(format, ("f", "g"), "calls", keep_cut_call=True).push(whole[:length], last=True)
-        calls = [part for part in parts if isinstance(part, ParsedToolCall)]
-        assert len(calls) == len(parts), "no content"
-        generated = whole[len(before) : length]
-        expected = ["g"] * (len(generated) >= begin)
-        assert [part.name for part in calls if part.name == "g"] == expected
-        if expected:
-            assert calls[-1].arguments_json == generated[begin:].strip() if len(generated) < len(call) else "{}"
-            assert (calls[-1].cut_json is None) == (len(generated) >= len(call))
-            assert [part.cut_json for part in calls[:-1]] == [None] * bool(first)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_forced_call_that_is_cut_is_no_content_and_keeps_its_arguments(name: str) -> None:
+    text = written(name, [("f", {"s": "value", "n": 12})])
+    kept: set[str] = set()
+    for length in range(len(text)):
+        assert all(isinstance(part, tuple) for part in read(syntax(name), text[:length], [length // 2], "calls"))
+        parser = ToolCallParser(syntax(name), TOOLS, "calls", keep_cut_call=True)
+        for part in parser.push(text[:length], last=True):
+            assert isinstance(part, ParsedToolCall) and part.name == "f"
+            kept.add(part.arguments_json)
+    assert any(json_text.startswith("{") and not json_text.endswith("}") for json_text in kept), kept
 
 
-@pytest.mark.parametrize("format", [HERMES, MISTRAL])
-def test_a_text_of_either_calls_or_an_answer(format: ToolCallFormat) -> None:
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != BARE])
+def test_a_text_of_either_calls_or_an_answer(name: str) -> None:
     """As the grammar of a format beside tools accepts it: calls have no content, and an answer has no calls."""
-    answer = json.dumps({"a": f"{format.begin}{OTHER}{format.end or ''}"})
-    call = f"{format.begin}{OTHER}{format.end}" if format.end else f"{format.begin}[{OTHER}]"
-    for text, content, names in (
-        (answer, answer, []),
-        (f"{call}\n{format.begin}" if format.end else call, "", ["g"]),
-        (format.begin[:-2], "", []),
-        ("", "", []),
-    ):
-        for cuts in ([], range(len(text))):
-            assert read(format, text, [*cuts], "calls_or_answer")[:2] == (content, names), text
+    call = written(name, [("f", {"s": "1"})]).strip()
+    answer = json.dumps({"a": call})
+    for text, expected in ((answer, [answer]), (call, [("f", {"s": "1"})]), ("", [])):
+        for cuts in ([], list(range(len(text)))):
+            assert read(syntax(name), text, cuts, "calls_or_answer") == expected
 
 
-def test_a_call_is_returned_when_it_is_complete() -> None:
-    calls = ToolCallParser(HERMES, ())
-    assert calls.push(f"a <tool_call>{OTHER}</tool_cal") == ["a"]
-    (found,) = calls.push("l>")
-    assert isinstance(found, ParsedToolCall) and found.name == "g" and calls.num_calls == 1
-    assert found.id.startswith("call_")
-    (found,) = ToolCallParser(MISTRAL, ()).push(f"[TOOL_CALLS][{OTHER}]", last=True)
-    assert isinstance(found, ParsedToolCall) and len(found.id) == 9
-    assert ToolCallParser(HERMES, ()).push("a <tool_call> t") == ["a <tool_call> t"], "it cannot become a call"
+def without_ids(text: str) -> str:
+    """A text without the ids in JSON, which forced calls lack."""
+    return re.sub(', "id": "[a-z0-9]+"', "", text.strip())
 
 
-def test_the_format_is_detected_from_the_template() -> None:
-    assert detect_tool_format("{% if tools %}<tool_call>{% endif %}") is HERMES
-    assert detect_tool_format("{{ tools }} [TOOL_CALLS]") is MISTRAL
-    for shape in ('{"name": function name, "parameters": dictionary}', r"{\"name\": x, \"parameters\": y}"):
-        assert detect_tool_format("{{ tools }} " + shape) is LLAMA
-    for other in ("{{ tools }}", "<tool_call>", "{{ tools }} <tool_call><function=f>", "{{ tools['parameters'] }}"):
-        assert detect_tool_format(other) is None
+GOOD: list[dict[str, Any]] = [{"s": "a<b> c"}, {"s": "1", "n": 3}, {"s": "", "t": "u", "x": 1.5, "b": True, "l": [1]}]
 
 
-N: dict[str, Any] = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_grammar_accepts_calls_that_match_their_schemas(name: str) -> None:
+    format = syntax(name)
+    grammar = build_grammar("lark", tool_call_grammar(format, TOOLS, {}, None, single=False))
+    one = build_grammar("lark", tool_call_grammar(format, TOOLS, {}))
+
+    def text_of(*calls: Call) -> str:
+        text = without_ids(written(name, list(calls)))
+        return text.replace("True", "true").replace("'", '"')  # of Python: the grammar has JSON
+
+    for arguments in GOOD:
+        assert accepts(one, text_of(("f", arguments))), text_of(("f", arguments))
+    assert accepts(one, text_of(("g.h-2", {})))
+    assert not accepts(one, text_of(("h", {})))
+    assert not accepts(one, text_of(("f", {"s": "1", "n": "one"})))
+    assert not accepts(one, text_of(("f", {"n": 1}))), "s is required"
+    if name != BARE:
+        several = text_of(("f", {"s": "1"}), ("g.h-2", {}))
+        assert accepts(grammar, several) and not accepts(one, several)
 
 
-def call_text(format: ToolCallFormat, value: object) -> str:
-    one = json.dumps([value] if format is MISTRAL else value)
-    return f"{format.begin}\n{one}\n{format.end}" if format.end else format.begin + one
+def test_the_grammar_has_special_tokens_by_id_and_enumerations() -> None:
+    tools = {"f": {"type": "object", "properties": {"s": {"enum": ["red", "blue"]}}, "required": ["s"]}}
+    grammar = tool_call_grammar(syntax("key and value tags"), tools, {"<tool_call>": 7, "</arg_value>": 8, "zz": 9})
+    assert "<[7]>" in grammar and "<[8]>" in grammar and "<[9]>" not in grammar
+    built = build_grammar("lark", tool_call_grammar(syntax("tags with newlines"), tools, {}))
+    for value, good in (("red", True), ("green", False)):
+        assert accepts(built, written("tags with newlines", [("f", {"s": value})]).strip()) is good
 
 
-@pytest.mark.parametrize("format", [HERMES, MISTRAL, LLAMA])
-def test_the_grammar_of_a_forced_call_accepts_what_the_parser_accepts(format: ToolCallFormat) -> None:
-    """The grammar accepts a call exactly if the parser does."""
-    grammar = build_grammar("lark", tool_call_grammar(format, {"f": N, "g": {}}, None))
-
-    def takes(value: object) -> bool:
-        return accepts(grammar, call_text(format, value))
-
-    assert takes({"name": "f", format.arguments_key: {"n": 1}})
-    assert not takes({"name": "f", format.arguments_key: {"n": "one"}})
-    assert takes({"name": "g", format.arguments_key: {"x": [1]}})
-    assert not takes({"name": "h", format.arguments_key: {}})
-    text = call_text(format, {"name": "f", format.arguments_key: {"n": 1}})
-    assert not accepts(grammar, text.replace(": 1", ":" + " " * 40 + "1")), "white space is bounded"
-
-
-@pytest.mark.parametrize("format", [HERMES, MISTRAL, LLAMA])
-def test_the_grammar_of_an_answer_beside_calls(format: ToolCallFormat) -> None:
-    """The answer has a schema; a call is accepted instead of it."""
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_grammar_of_an_answer_beside_calls(name: str) -> None:
     schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-    tools, schema = {"f": N, "g": {}}, schema | {"additionalProperties": False}
-    call = {"name": "f", format.arguments_key: {"n": 1}}
+    answer = schema | {"additionalProperties": False}
+    tools = {"f": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}}
     for single in (True, False):
-        grammar = build_grammar("lark", tool_call_grammar(format, tools, None, schema, single))
+        grammar = build_grammar("lark", tool_call_grammar(syntax(name), tools, {}, answer, single))
         assert accepts(grammar, '{"name": "Bob"}') and not accepts(grammar, '{"n": 1}')
-        assert accepts(grammar, call_text(format, call))
-        assert not accepts(grammar, call_text(format, {**call, format.arguments_key: {"n": ""}}))
-        assert not accepts(grammar, '{"name":' + " " * 40 + '"Bob"}')
-    several = "\n".join([call_text(HERMES, {"name": "g", "arguments": {}})] * 2)
-    assert accepts(grammar, several) is (format is HERMES)
+        assert accepts(grammar, without_ids(written(name, [("f", {"n": 1})])))
+        assert not accepts(grammar, '{"name":' + " " * 40 + '"Bob"}'), "white space is bounded"
