@@ -31,7 +31,6 @@ from pydoc_data.topics import topics
 from typing import Protocol
 
 import torch
-from swiftspec.serve.built_in_models import smollm2_file
 from torch import Tensor
 
 from bench.baselines.llama_plain import LlamaCpp, has_llama_cpp
@@ -40,6 +39,7 @@ from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
+from swiftspec.startup.built_in_models import smollm2_file
 from swiftspec.text.codec import TextCodec
 
 ANSWER_TOKENS = 64
@@ -87,7 +87,8 @@ class OwnSystem:
 
     def __init__(self, model: Path, options: LoadOptions, threads: int) -> None:
         config = EngineConfig("ar")
-        self.llm = LLMEngine(model, None, config, **options, threads=threads, max_model_len=CONTEXT, device="cpu", prefix_cache_memory=0)
+        common: LoadOptions = {"threads": threads, "max_model_len": CONTEXT, "device": "cpu", "prefix_cache_memory": 0}
+        self.llm = LLMEngine(model, None, config, **{**common, **options})
         self._runner = local_verifier(self.llm).runner
 
     def logits(self, tokens: Sequence[int], start: int) -> Tensor:

@@ -24,7 +24,7 @@ SHARED_RENDERER = SharedRenderer(Path())
 @pytest.fixture(autouse=True)
 def one_renderer(monkeypatch: pytest.MonkeyPatch) -> None:
     def shared_renderer(model: Path, chat_template: Path | None = None, *, start: bool = False) -> TemplateRenderer:
-        SHARED_RENDERER._model = chat_template or model
+        SHARED_RENDERER.model = chat_template or model
         return SHARED_RENDERER
 
     monkeypatch.setattr(session, "template_renderer", shared_renderer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_a_context_that_does_not_fit_is_refused_before_a_download(hub: FakeHub) 
     ],
 )
 def test_models_are_judged_before_their_weights_are_downloaded(
-    hub: FakeHub, device: str, target: str, draft: str, words: str
+    hub: FakeHub, device: Literal["cpu", "cuda"], target: str, draft: str, words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
         open_session(Settings(model=target, draft_model=draft, raw=True, device=device, max_model_len=2048), PHASES)

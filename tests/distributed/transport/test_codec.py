@@ -112,7 +112,7 @@ def test_sampling_values_of_another_type_are_refused(values: dict[str, object]) 
 def test_every_sampling_value_is_sent_with_a_request() -> None:
     sampling = SamplingParams(
         0.7, 0.9, 5, 0.1, 1.1, 0.5, -0.5, {3: -1.5, 12: 2.0}, 1.5, 2**64 - 1, 7, ("a", "é"), (4, 5), True, 3, None,
-        "start: /é+/", (1, 2), 4, 2, 6, (5, 9), ((7,), (8, 9)), (0, 31),
+        "start: /é+/", (1, 2), 4, 2, False, 6, (5, 9), ((7,), (8, 9)), (0, 31),
     )  # fmt: skip
     default, changed = asdict(SamplingParams()), set[str]()
     for sent in (sampling, replace(sampling, guidance_scale=1.0, prompt_logprobs=2)):  # one without the other

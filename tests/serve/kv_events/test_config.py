@@ -18,7 +18,7 @@ ENDPOINT = "tcp://*:5557"
 
 def test_the_defaults_are_those_of_vllm() -> None:
     assert kv_events_config(Settings()) is None
-    config = kv_events_config(Settings(kv_events_endpoint=ENDPOINT, served_model_name=["m"]))
+    config = kv_events_config(Settings(kv_events_endpoint=ENDPOINT, served_model_name=("m",)))
     assert config == KvEventsConfig(ENDPOINT, None, "", 16, "m")
 
 
