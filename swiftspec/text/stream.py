@@ -138,7 +138,7 @@ class StopStrings:
         self.matched: str | None = None
         self._include = include
         self._stops = tuple(stops)
-        self.active = bool(self._stops)  # otherwise all text can be released at once
+        self.active = bool(self._stops)  # otherwise all text can be released immediately
         self._max_stop_chars = max(map(len, stops), default=0)
         self._buffer = ""
 

@@ -23,7 +23,7 @@ ALLOWED_LIBRARIES = {  # by file or folder
     "distributed/transport/grpc/": {"grpc", "grpc_health", "grpc_reflection", "google"},
     "sampling/grammar.py": {"llguidance"},
     "sampling/grammar_process.py": {"llguidance"},
-    "text/": {"transformers", "tokenizers", "huggingface_hub"},
+    "text/": {"transformers", "tokenizers", "huggingface_hub", "jinja2"},
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ FINAL_EXIT_CODES = {0, 2, 128 + signal.SIGHUP, 128 + signal.SIGINT, 141, 128 + s
 
 
 def cpu_wait_s(process: int, thread: int) -> float:
-    """Returns the seconds that a thread has been ready to run without a CPU; 0 where the system does not tell."""
+    """Returns the seconds that a thread has been ready to run without a CPU; 0 where the system does not report it."""
     try:
         return int(Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

@@ -64,15 +64,9 @@ def info_router(context: AppContext) -> APIRouter:
     async def health_generate(request: Request) -> dict[str, Any]:
         """Generates one token, which checks that the engine decodes. Refuses pages of other sites, which a browser lets
         send a GET request to a server without a key."""
-        _refuse_other_sites(request)
-        info = _require_up(context)
-        began = time.monotonic()
-        prompt = [info.eos_token_ids[0] if info.eos_token_ids else 0]
-        # The default temperature is 1, which every mode supports.
-        await cancel_on_disconnect(
-            request.receive, _run_to_end(context, EngineRequest(prompt, {"max_tokens": 1, "ignore_eos": True}))
-        )
-        return {"status": "ok", "milliseconds": round((time.monotonic() - began) * 1e3, 3)}
+        if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+            raise ApiError(403, f"{GENERATE_PATH} does not answer pages of other sites")
+        return await _generate_token(context, request)
 
     @router.get("/version")
     async def version() -> dict[str, Any]:
@@ -84,10 +78,16 @@ def info_router(context: AppContext) -> APIRouter:
     return router
 
 
-def _refuse_other_sites(request: Request) -> None:
-    """Raises ApiError if a browser sends the request for a page of another site."""
-    if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-        raise ApiError(403, f"{request.url.path} does not answer pages of other sites")
+async def _generate_token(context: AppContext, request: Request) -> dict[str, Any]:
+    """Generates one token and returns how long it took."""
+    info = _require_up(context)
+    began = time.monotonic()
+    prompt = [info.eos_token_ids[0] if info.eos_token_ids else 0]
+    # The default temperature is 1, which every mode supports.
+    await cancel_on_disconnect(
+        request.receive, _run_to_end(context, EngineRequest(prompt, {"max_tokens": 1, "ignore_eos": True}))
+    )
+    return {"status": "ok", "milliseconds": round((time.monotonic() - began) * 1e3, 3)}
 
 
 def _model_card(context: AppContext, name: str) -> dict[str, Any]:
