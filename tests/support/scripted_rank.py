@@ -48,7 +48,7 @@ class Link:
 
     def __init__(self, **limits: Any) -> None:
         values: dict[str, Any] = {
-            "model_name": "m", "api_keys": [], "max_queue": 2, "queue_timeout": 60.0, "request_timeout": None,
+            "model_names": ["m"], "api_keys": [], "max_queue": 2, "queue_timeout": 60.0, "request_timeout": None,
             "drain_timeout": 60.0,
         }  # fmt: skip
         self.engine = RemoteEngineClient(FrontendConfig(**(values | limits)))

@@ -235,3 +235,10 @@ def test_models_that_may_have_a_template(tmp_path: Path) -> None:
     assert not may_have_template(tmp_path / "pipe")
     (tmp_path / "chat_template.jinja").write_text("a")
     assert may_have_template(tmp_path)
+
+
+def test_a_template_can_append_to_lists(renderer: TemplateRenderer) -> None:
+    """As Kimi K2's; what it changes is not kept for the next rendering."""
+    source = "{% set _ = messages.append({'role': 'x'}) %}{{ messages | length }}"
+    for _ in range(2):
+        assert renderer.render(source, [{"role": "user", "content": ""}], {}, 1000) == "2"

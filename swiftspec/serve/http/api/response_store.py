@@ -41,7 +41,7 @@ class StoredResponse:
     def update(self, response: Mapping[str, Any]) -> None:
         """Sets the state of the response."""
         self.response, self.status = ENCODER.encode(response), str(response["status"])
-        self.item_ids = tuple(str(item["id"]) for item in response["output"])
+        self.item_ids = tuple(str(item["id"]) for item in response.get("output", ()))
 
     @property
     def num_bytes(self) -> int:

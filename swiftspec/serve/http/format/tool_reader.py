@@ -82,8 +82,8 @@ def schema_types(schema: Any) -> set[str]:
 
 
 def typed_value(text: str, schema: Any, is_string: bool | None = None) -> Any:
-    """Returns the value of an argument that is written without quotes. `is_string`: whether its
-    syntax marks it as a string; None if all types are written alike."""
+    """Returns the value of an argument that is written without quotes. `is_string`: whether its syntax marks it as
+    a string; None if all types are written alike."""
     types = schema_types(schema)
     if is_string or types == {"string"}:
         return text
