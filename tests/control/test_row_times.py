@@ -141,7 +141,7 @@ def test_row_times_are_the_reference_until_autoregressive_rounds_are_measured() 
 def test_speculation_that_does_not_pay_ends_without_a_measurement_of_autoregressive_rounds() -> None:
     """Nothing is accepted, and a round takes longer than an autoregressive one in the row times."""
     m = initial_stats(ADAPTIVE, pair_times(lambda rows: 1.0 + 0.1 * rows, 0.3))
-    lost = 0.0
+    lost = seconds = 0.0
     while m.speculating:
         seconds = m.steps * 0.3 + 1.0 + 0.1 * m.nodes
         lost += seconds / 1.1 - 1
