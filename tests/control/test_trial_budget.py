@@ -147,7 +147,7 @@ def test_a_later_start_continues_with_the_budget_of_each_kind(tmp_path: Path) ->
     target, draft = make_pair(tmp_path, num_hidden_layers=1)
     config = EngineConfig(self_switch=True, drafter="model")
 
-    def budgets(temperature: float | None) -> dict[str, TrialBudget]:
+    def budgets(temperature: float | None) -> dict[str, dict[str, float]]:
         llm = LLMEngine(target, draft, config, dtype=torch.float32, device="cpu", packed_cache=tmp_path / "packed")
         if temperature is not None:
             llm.generate([1, 2, 3], SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True))
