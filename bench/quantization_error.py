@@ -87,7 +87,8 @@ class OwnSystem:
 
     def __init__(self, model: Path, options: LoadOptions, threads: int) -> None:
         config = EngineConfig("ar")
-        self.llm = LLM(model, None, config, **options, threads=threads, max_model_len=CONTEXT, device="cpu", prefix_cache_memory=0)
+        options = {**options, "threads": threads, "max_model_len": CONTEXT, "device": "cpu", "prefix_cache_memory": 0}
+        self.llm = LLM(model, None, config, **options)
         self._runner = local_verifier(self.llm).runner
 
     def logits(self, tokens: Sequence[int], start: int) -> Tensor:
