@@ -102,7 +102,6 @@ from swiftspec.tree.rejection import RejectionSampling
 from swiftspec.tree.sampled_children import MAX_REROOTS, SampledChildren
 from swiftspec.tree.tree import DraftTree
 
-
 INT8_NUMBERS = {"native": 0, "int8": 1, "int16": 2}  # to which an activation is quantised; --activations
 # hidden size up to which a target's activations are int16 by default (docs/decisions/cpu-kernels.md)
 MAX_INT16_HIDDEN_SIZE = 1024
