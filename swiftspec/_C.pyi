@@ -72,17 +72,18 @@ class Decoder:
         delta: tuple[int, int, int, int, int] | None,
         per_layer: tuple[Array, float, Weights, Array, float] | None,
     ) -> None:
-        """`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the
-        projections that a norm covers or zeros, key heads that count, whether the output has a gate, heads, KV heads,
-        index of the KV cache. Each of `layers`: input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads,
-        norms of the outputs of attention and MLP, residual multiplier, scale of the output, attention sinks, layer of
-        its cache, and of a delta layer its rates, convolution, factor and bias of the decay, and norm, otherwise None;
-        the gate, projection, norm and activation of per-layer embeddings, or None. Each MLP: gate_up, down, gate, and
-        of a mixture of experts its router, number of experts per token and norm_topk_prob, otherwise None, 0, False;
-        gate_up and down of its shared expert, or None. `hidden_layers`: the layers whose hidden states each forward
-        keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the delta layers, or None. `per_layer`: of per-
-        layer embeddings the table, its multiplier, the projection, its norm and the epsilon of that, or None. Keeps all
-        arguments alive."""
+        """The tables `cos` and `sin` have the type of the residual stream, which `embedding` has as well unless it is
+        bfloat16. `kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of
+        the projections that a norm covers or zeros, key heads that count, whether the output has a gate, heads, KV
+        heads, index of the KV cache. Each of `layers`: input norm, qkv, o, norm before the MLP, MLP, kind, norm of
+        heads, norms of the outputs of attention and MLP, residual multiplier, scale of the output, attention sinks,
+        layer of its cache, and of a delta layer its rates, convolution, factor and bias of the decay, and norm,
+        otherwise None; the gate, projection, norm and activation of per-layer embeddings, or None. Each MLP: gate_up,
+        down, gate, and of a mixture of experts its router, number of experts per token and norm_topk_prob, otherwise
+        None, 0, False; gate_up and down of its shared expert, or None. `hidden_layers`: the layers whose hidden states
+        each forward keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the delta layers, or None.
+        `per_layer`: of per-layer embeddings the table, its multiplier, the projection, its norm and the epsilon of
+        that, or None. Keeps all arguments alive."""
     def forward(
         self,
         tokens: Array,
@@ -272,7 +273,7 @@ class Weights:
         bias: Array | None,
         k: int,
         n: int,
-        int8_activations: bool,
+        int8_activations: int,
         minima: Array | None = None,
         order: Array | None = None,
         super_scales: Array | None = None,
@@ -280,9 +281,10 @@ class Weights:
     ) -> None:
         """`data`: blocks of 16 outputs in float32 or bfloat16; with `scales` int4 of k / 8 words or int8 of k / 4 words
         (layouts: host/ops/product.h); with uint8 `scales` but no `super_scales` float4 of k / 8 words, whose scales are
-        exponents plus 127. `zeros`: of int4, by default 0 if there are `minima`, otherwise 8. `int8_activations`: rows
-        are quantised to int8. `minima`: added to the weights of a group. `order`: the input of x for each input of the
-        matrix. `super_scales`, `super_minima`: float16 factors, per 256 inputs, of scales and minima of one byte."""
+        exponents plus 127. `zeros`: of int4, by default 0 if there are `minima`, otherwise 8. `int8_activations`: int8
+        numbers to which an input is quantised, 0, 1 or 2. `minima`: added to the weights of a group. `order`: the input
+        of x for each input of the matrix. `super_scales`, `super_minima`: float16 factors, per 256 inputs, of scales
+        and minima of one byte."""
 
 def apply_gates(x: Array, gate: str, gates: Array) -> None:
     """gates = activation(gates) * x [rows, n], where `gate` names the activation; only the rows of `x` must be

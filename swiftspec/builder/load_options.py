@@ -85,7 +85,7 @@ class LoadOptions(TypedDict, total=False):
     vocab_size: int | None  # the target's base vocabulary; logits beyond it count as -inf
     masked_tokens: tuple[int, ...]  # tokens below it that the draft never proposes (model/vocabulary.py)
     ops: OpsName  # default auto: the fastest that fit; see --ops of `swiftspec serve`
-    activations: ActivationsName  # default auto: int8 for int4 weights in a bfloat16 model on a CPU
+    activations: ActivationsName  # default auto: in a bfloat16 model on a CPU int16 for a small target, else int8
     kv_cache_dtype: CacheName  # default auto: the model's dtype; fp8: float8 e4m3
     head: HeadName  # default auto: draft only, int8 if activations are, int4 on the CUDA operators
     load: LoadModel  # loads a model directory; default load_model
@@ -152,8 +152,8 @@ def why_not_native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) ->
 
 
 def check_quantization(activations: ActivationsName, head: HeadName, ops: OpsName, device: torch.device) -> None:
-    """Raises UserError if int8 or int16 is requested and the operators do not support it, or if `head` int8 is combined with
-    `activations` native."""
+    """Raises UserError if int8 or int16 is requested and the operators do not support it, or if `head` int8 is combined
+    with `activations` native."""
     requested = {"activations": activations, "head": head}
     for name, value in requested.items():
         if value in ("int8", "int16") and (device.type != "cpu" or ops not in ROUNDING_OPS):

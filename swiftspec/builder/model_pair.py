@@ -98,6 +98,8 @@ from swiftspec.tree.sampled_children import MAX_REROOTS, SampledChildren
 from swiftspec.tree.tree import DraftTree
 
 INT8_NUMBERS = {"native": 0, "int8": 1, "int16": 2}  # to which an activation is quantised; --activations
+# hidden size up to which a target's activations are int16 by default (docs/decisions/cpu-kernels.md)
+MAX_INT16_HIDDEN_SIZE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -562,13 +564,21 @@ class ModelPair:
 
     def _quantization(self, side: Side, ops: Any) -> LoadTimeQuantization:
         """Returns what is quantised when the target or the draft is loaded."""
-        usual = ops is cpu and self.dtype == torch.bfloat16
-        activations = int(usual) if self.activations == "auto" else INT8_NUMBERS[self.activations]
+        activations = self._usual_activations(side, ops)
+        if self.activations != "auto":
+            activations = INT8_NUMBERS[self.activations]
         if self.head != "auto":
             return LoadTimeQuantization(activations, None if self.head == "native" else self.head)
         # the draft's only: rounding the target's head would change its output
         head = None if side == "target" else ops.DRAFT_HEAD or ("int8" if activations else None)
         return LoadTimeQuantization(activations, head)
+
+    def _usual_activations(self, side: Side, ops: Any) -> int:
+        """Returns the default of `LoadTimeQuantization.activations` for the target or the draft."""
+        if ops is not cpu or self.dtype != torch.bfloat16:
+            return 0
+        small = side == "target" and self.config_of(side).spec.hidden_size <= MAX_INT16_HIDDEN_SIZE
+        return INT8_NUMBERS["int16" if small else "int8"]
 
     def _prefix_cache_tokens(self, plan: EngineConfig) -> int:
         """Returns the budget of the prefix cache in tokens. The KV of both models is counted for each token, so that

@@ -50,7 +50,7 @@ class ForwardOutput(NamedTuple):
     """The output of a forward, on the model's device.
 
     Hidden states are the residual stream after a layer, which the next layer or the final norm reads, in the dtype of
-    the model. In a group every rank has all of them.
+    the residual stream. In a group every rank has all of them.
     """
 
     logits: Tensor | None  # [rows, vocab], in a group of this rank's part of the vocabulary; None: no LM head was run

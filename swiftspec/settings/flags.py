@@ -88,8 +88,9 @@ class CommandSettings:
         default_text="auto: the fastest ones available",
     )  # fmt: skip
     activations: Literal["auto", "int8", "int16", "native"] = setting(
-        "auto", "Activations for int4 weights on a CPU: int8 or int16, with exact integer sums, or in --dtype (native).",
-        MODELS, default_text="auto: int8 with --dtype bfloat16, else native",
+        "auto", "Activations for quantised weights on a CPU: int8 or int16, with exact integer sums, or native (not"
+        " quantised).", MODELS,
+        default_text="auto: with --dtype bfloat16 int8, for targets of a hidden size up to 1024 int16, else native",
     )  # fmt: skip
     kv_cache_dtype: Literal["auto", "fp8"] = setting(
         "auto", "Data type of the KV cache. fp8: float8 e4m3, half the memory; needs a GPU or --ops reference.",

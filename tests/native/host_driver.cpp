@@ -262,7 +262,7 @@ struct Model {
     const std::vector<AttentionKind> kinds = {
         {kHeads, kKvHeads[0], kDims[0], 0, cos.data(), sin.data(), {}},
         {kHeads, kKvHeads[1], kDims[1], 1, sin.data(), cos.data(), {7, 0.3f, 20.0f}}};
-    return {{is_f32, 1e-5f, kHidden, kVocab, kSlots, embedding.data(), 1.5f, kinds,
+    return {{is_f32, is_f32, 1e-5f, kHidden, kVocab, kSlots, embedding.data(), 1.5f, kinds,
              floats(norm), &weights.back().weights, 0.8f, 30.0f, nullptr, 0.0, kDelta,
              {kPerLayer, table.data(), 2.0f, &weights[17].weights, floats(norm), 1e-4f}},
             layers,

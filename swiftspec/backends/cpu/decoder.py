@@ -42,10 +42,8 @@ class HostDecoder:
 
     def __init__(self, stack: PackedModel) -> None:
         self._group, self.num_logits = stack.group, stack.head.outputs
-        self._hidden_shape, self._dtype = (
-            (len(stack.hidden_layers), stack.embedding.shape[1]),
-            stack.attention[0].cos.dtype,
-        )
+        self._hidden_shape = len(stack.hidden_layers), stack.embedding.shape[1]
+        self._dtype = stack.attention[0].cos.dtype  # of the residual stream
         shared: ShmCollectives | None = None if stack.group is None else stack.group.memory
         layers = [
             (
