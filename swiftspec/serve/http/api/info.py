@@ -72,10 +72,15 @@ def info_router(context: AppContext) -> APIRouter:
     async def version() -> dict[str, Any]:
         return {"version": __version__}
 
-    for route in list(router.routes):  # monitors check with HEAD, which FastAPI does not add
+    _add_head(router)
+    return router
+
+
+def _add_head(router: APIRouter) -> None:
+    """Answers HEAD, which monitors send and FastAPI does not add, on all paths of GET but GENERATE_PATH."""
+    for route in list(router.routes):
         if isinstance(route, APIRoute) and route.path != GENERATE_PATH and "GET" in (route.methods or ()):
             router.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
-    return router
 
 
 async def _generate_token(context: AppContext, request: Request) -> dict[str, Any]:
