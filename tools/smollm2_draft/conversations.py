@@ -46,7 +46,7 @@ class BatchDecoder:
 
     def __init__(self, file: Path, sequences: int, length: int, hidden_layers: tuple[int, ...] = ()) -> None:
         """`hidden_layers`: the layers whose hidden states `step` returns."""
-        quantization = LoadTimeQuantization(activations=1)  # as in the chat
+        quantization = LoadTimeQuantization(activations=2)  # as in the chat
         model = load_model(
             file, dtype=torch.bfloat16, ops=cpu, max_positions=length, quantization=quantization,
             hidden_layers=hidden_layers,
