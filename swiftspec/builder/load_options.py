@@ -87,7 +87,7 @@ class LoadOptions(TypedDict, total=False):
     ops: OpsName  # default auto: the fastest that fit; see --ops of `swiftspec serve`
     activations: ActivationsName  # default auto: in a bfloat16 model on a CPU int16 for a small target, else int8
     kv_cache_dtype: CacheName  # default auto: the model's dtype; fp8: float8 e4m3
-    head: HeadName  # default auto: draft only, int8 if activations are, int4 on the CUDA operators
+    head: HeadName  # default auto: int8 on a CPU for drafts and int4 targets, int4 on the CUDA operators for drafts
     load: LoadModel  # loads a model directory; default load_model
     hidden_layers: tuple[int, ...]  # layers of the target, ascending, after which forwards keep the hidden states
     emulate: StepTimeEmulation | None  # minimum time of each forward, to emulate larger models

@@ -63,7 +63,7 @@ from swiftspec.model.draft_head import DraftHead
 from swiftspec.model.end_tokens import end_tokens
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.formats import format_of
-from swiftspec.model.formats.int8 import LoadTimeQuantization
+from swiftspec.model.formats.int8 import HeadFormat, LoadTimeQuantization
 from swiftspec.model.gguf.file import GgufFile, is_gguf
 from swiftspec.model.gguf.tokenizer import missing_rule, tokenizer_json
 from swiftspec.model.head_loader import head_config, load_draft_head
@@ -567,11 +567,20 @@ class ModelPair:
         activations = self._usual_activations(side, ops)
         if self.activations != "auto":
             activations = INT8_NUMBERS[self.activations]
-        if self.head != "auto":
-            return LoadTimeQuantization(activations, None if self.head == "native" else self.head)
-        # the draft's only: rounding the target's head would change its output
-        head = None if side == "target" else ops.DRAFT_HEAD or ("int8" if activations else None)
-        return LoadTimeQuantization(activations, head)
+        head = None if self.head == "native" else self.head
+        if head == "auto":
+            head = self._usual_head(side, ops, activations)
+        # int8 activations of the target's head would have more error than its weights
+        return LoadTimeQuantization(activations, head, 2 if side == "target" else max(activations, 1))
+
+    def _usual_head(self, side: Side, ops: Any, activations: int) -> HeadFormat | None:
+        """Returns the default of `LoadTimeQuantization.head` for the target or the draft, whose products quantise an
+        activation to `activations` int8 numbers."""
+        if side == "draft":
+            return ops.DRAFT_HEAD or ("int8" if activations else None)
+        layout = format_of(self.config_of(side))
+        is_int4 = layout is not None and layout.is_int4
+        return "int8" if is_int4 and activations == INT8_NUMBERS["int8"] else None
 
     def _usual_activations(self, side: Side, ops: Any) -> int:
         """Returns the default of `LoadTimeQuantization.activations` for the target or the draft."""

@@ -98,7 +98,8 @@ class CommandSettings:
     )  # fmt: skip
     head: Literal["auto", "int8", "int4", "native"] = setting(
         "auto", "Quantise a dense LM head when it is loaded; int8 on a CPU only.", MODELS,
-        default_text="auto: only the draft's: int8 if activations are, int4 with the CUDA operators",
+        default_text="auto: of drafts and of int4 targets int8 if activations are quantised, of drafts int4 with the"
+        " CUDA operators; else native",
     )  # fmt: skip
     emulate: str | None = setting(
         None, "Make each forward take at least the time of a larger model: times such as target=10.48ms,draft=3.25ms,"

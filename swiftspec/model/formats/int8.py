@@ -17,6 +17,7 @@ from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight, select
 
 GROUPS = (128, 64, 32)  # supported group sizes, the largest first
+HeadFormat = Literal["int8", "int4"]  # to which a dense LM head can be quantised at load
 
 
 def group_of(inputs: int) -> int | None:
@@ -26,11 +27,11 @@ def group_of(inputs: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class LoadTimeQuantization:
-    """What is quantised at load. A dense LM head is quantised to the format `head` if its shape allows it. An int8 head
-    that is quantised here always takes integer activations, of int8 if `activations` is 0."""
+    """What is quantised at load. A dense LM head is quantised to the format `head` if its shape allows it."""
 
     activations: int = 0  # int8 numbers to which the products of quantised matrices quantise an activation: 0, 1 or 2
-    head: Literal["int8", "int4"] | None = None  # None: a dense LM head stays dense
+    head: HeadFormat | None = None  # None: a dense LM head stays dense
+    head_activations: int = 1  # as `activations`, of a head that becomes int8 here: 1 or 2
 
     def of_weights(self, weights: ModelWeights) -> ModelWeights:
         """Returns the weights with this quantisation. Quantised matrices keep their codes."""
@@ -43,9 +44,9 @@ class LoadTimeQuantization:
         head = read()
         if isinstance(head, DenseWeight):
             group = group_of(head.weight.shape[1])
-            if self.head == "int8":
-                head = LazyInt8Weight.of(head.weight, head.bias) or head
-            elif self.head == "int4" and group is not None and head.weight.shape[0] % 8 == 0:
+            if self.head == "int8" and (rounded := LazyInt8Weight.of(head.weight, head.bias)) is not None:
+                return replace(rounded, int8_activations=self.head_activations)
+            if self.head == "int4" and group is not None and head.weight.shape[0] % 8 == 0:
                 head = Int4Weight.of(head.weight, group, head.bias)
         return _quantize_activations(head, self.activations) if self.activations else head
 
