@@ -136,7 +136,9 @@ class MeasuredModel:
         stack, watch = self.stack, Stopwatch()
         kinds = stack.attention
         plans = [host.prepare(batch, self._kv, k.cos, k.sin, k.num_heads, k.options) for k in kinds]
-        hidden = host.embed(batch.tokens, stack.embedding, stack.embedding_multiplier)
+        hidden = host.embed(batch.tokens, stack.embedding, 1.0).to(self._runner.model.stream_dtype)
+        if stack.embedding_multiplier != 1:
+            hidden = hidden.mul_(stack.embedding_multiplier)
         watch.lap("gather")
         for layer in stack.layers:
             times = layer.residual_multiplier
@@ -189,7 +191,7 @@ class MeasuredModel:
         return logits, watch.spent
 
     def _random(self, rows: int, width: int) -> Tensor:
-        return torch.randn(rows, width).to(self.stack.embedding.dtype)
+        return torch.randn(rows, width).to(self._runner.model.stream_dtype)
 
 
 def row_preparations(layer: Any) -> list[PackedLinear]:

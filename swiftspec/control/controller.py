@@ -134,7 +134,7 @@ class Controller:
         self._set_steps()
         began, m = self._clock(), self.round_stats
         self._drafter.open(start)
-        if (reference := m.reference_time) is not None:
+        if reference := m.reference_time:
             m.budget.charge_prefill(len(start.tokens), (self._clock() - began) / reference, at_open=at_open)
         self._busy = self._drafter.busy
 

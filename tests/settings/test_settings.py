@@ -414,3 +414,9 @@ def test_a_prompt_from_a_pipe_has_a_maximum_size(tmp_path: Path, monkeypatch: py
     ):
         with pytest.raises(UsageError, match=reason):
             generate.read_prompt(parse_command(["--prompt-file", file]))
+
+
+def test_several_names_of_the_model() -> None:
+    """In the forms of vLLM and of repeated flags; a name for each."""
+    for arguments in (["--served-model-name", "a", "b"], ["--served-model-name=a", "--served-model-name=b"]):
+        assert parse_command(arguments).settings.served_model_name == ["a", "b"]

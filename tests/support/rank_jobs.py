@@ -151,7 +151,7 @@ def refuse_on_group(side: Side, model: str) -> list[str] | None:
     text, most, errors = (5, 17, 3), client.info.max_model_len, list[str]()
     client.attach()
     starts = [
-        RequestStart(1, text, SamplingParams(temperature=0, grammar="no grammar"), 3),
+        RequestStart(1, text, SamplingParams(temperature=0, grammar='start: "x"'), 3),
         RequestStart(1, (5,) * (most + 1), SamplingParams(temperature=0), 3),
         RequestStart(
             1, (*text, *(5,) * 24), SamplingParams(guidance_scale=2.0, negative_prompt_ids=(5,) * (most - 1)), 3

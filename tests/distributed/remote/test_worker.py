@@ -42,7 +42,7 @@ from swiftspec.distributed.transport.grpc.endpoint import (
     RpcSecurity,
 )
 from swiftspec.distributed.transport.grpc.frames import pack_grpc_frame
-from swiftspec.distributed.transport.grpc.server import FIRST_MESSAGE_TIMEOUT_S, RpcServer
+from swiftspec.distributed.transport.grpc.server import EXTRA_STREAMS, FIRST_MESSAGE_TIMEOUT_S, RpcServer
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.transport import Receiver
 from swiftspec.errors import UserError
@@ -370,7 +370,7 @@ def test_streams_that_send_nothing_do_not_lock_others_out() -> None:
             end_of_messages.wait()
             yield from ()
 
-        silent = [call(no_messages(), timeout=60) for _ in range(4)]
+        silent = [call(no_messages(), timeout=60) for _ in range(2 * 2 + EXTRA_STREAMS)]
         for _ in silent:
             began.get(timeout=60)
         message = pack_grpc_frame(Opcode.VERIFY, [1])

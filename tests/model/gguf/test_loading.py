@@ -133,7 +133,6 @@ def test_the_rope_of_llama_3(tmp_path: Path) -> None:
     ("key", "value", "words"),
     [
         ("general.architecture", "mamba", "architecture 'mamba' is not supported; docs/guides/families.md"),
-        ("llama.expert_count", 8, "llama.expert_count 8 is not supported"),
         ("llama.rope.dimension_count", 16, "RoPE of 16 of 64 dimensions"),
         ("llama.rope.scaling.type", "su", "RoPE type 'su' is not supported in GGUF files; none, linear, yarn and long"),
         ("llama.rope.scale_linear", 0.5, "rope.scale_linear 0.5 is not supported"),

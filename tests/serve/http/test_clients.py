@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftspec.sampling.grammar_process import bound_whitespace
+from swiftspec.sampling.grammar_process import bound_whitespace, lenient
 from swiftspec.serve.http.engine_link.engine_client import GenerationFailedError, RequestRejectedError
 from tests.support.clients import anthropic, openai
 from tests.support.http import TIMINGS, Player
@@ -89,7 +89,7 @@ def test_tools(thinker: Player, hermes_url: str) -> None:
         final = stream.get_final_completion()
     assert final.choices[0].finish_reason == "tool_calls"
     prompt = thinker.codec.token_text(thinker.requests[-1].prompt)
-    assert prompt.startswith("weather <tool_call><|user|>hello<|end|><|bot|>I ask.weather={")
+    assert prompt.startswith('weather <tool_call><|user|>hello<|end|><|bot|>I ask.\n<tool_call>\n{"name": "weather"')
 
 
 def test_reasoning(thinker: Player, hermes_url: str) -> None:
@@ -117,7 +117,8 @@ def test_responses(thinker: Player, hermes_url: str) -> None:
     given: Any = [*(item.to_dict() for item in final.output), {"type": "function_call_output", "output": "rain"}]
     given[-1]["call_id"] = given[2]["call_id"]
     client.responses.create(model="toy", input=[*HELLO, *given])
-    assert "I ask.weather={" in thinker.codec.token_text(thinker.requests[-1].prompt)
+    prompt = thinker.codec.token_text(thinker.requests[-1].prompt)
+    assert 'I ask.\n<tool_call>\n{"name": "weather"' in prompt
 
 
 def test_stored_responses(player: Player, plain_url: str) -> None:
@@ -243,7 +244,7 @@ def test_a_json_schema(player: Player, plain_url: str) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     client = theirs(plain_url)
     client.chat.completions.create(model="toy", messages=HELLO, response_format=form)
-    bounded = bound_whitespace(schema)
+    bounded = bound_whitespace(lenient(schema))  # without `strict`
     assert json.loads(player.requests[-1].sampling["grammar"])["grammars"][0]["json_schema"] == bounded
     text: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
     client.responses.create(model="toy", input="hello", text=text)

@@ -29,7 +29,8 @@ from swiftspec.distributed.transport.grpc.frames import pack_grpc_frame, unpack_
 from swiftspec.distributed.transport.transport import Receiver
 from swiftspec.errors import UserError
 
-EXTRA_CALLS = 16  # concurrent calls in addition to the sessions' streams, such as pings and health checks
+EXTRA_STREAMS = 16  # of clients that wait for a session, or whose connection was lost
+EXTRA_CALLS = 16  # concurrent calls in addition to the streams, such as pings and health checks
 FIRST_MESSAGE_TIMEOUT_S = 30.0  # streams without a message are cancelled, since each occupies a thread
 SWEEP_INTERVAL_S = 5.0  # seconds between two calls of `sweep`
 MAX_BUFFERED_REQUESTS = 16  # requests read ahead; beyond that, the client blocks
@@ -57,9 +58,10 @@ class RpcServer:
         security.check_worker(endpoint)
         self._serve = serve
         self._ping_answer = pb.PingAnswer(protocol=PROTOCOL_VERSION, model_info=model_info).SerializeToString()
-        self._free_streams = BoundedSemaphore(2 * max_sessions)
+        streams = 2 * max_sessions + EXTRA_STREAMS
+        self._free_streams = BoundedSemaphore(streams)
         self._silent_streams: dict[int, tuple[Any, float]] = {}  # context and start of those without a message
-        calls = 2 * max_sessions + EXTRA_CALLS
+        calls = streams + EXTRA_CALLS
         guards: list[grpc.ServerInterceptor] = [] if security.token is None else [TokenInterceptor(security.token)]
         self._server = grpc.server(
             ThreadPoolExecutor(calls, "grpc"), interceptors=guards, options=OPTIONS, maximum_concurrent_rpcs=calls

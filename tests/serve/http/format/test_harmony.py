@@ -47,6 +47,7 @@ CASES: list[tuple[str, Read]] = [
     (THOUGHT + ANSWER, [("reasoning", "hm"), ("content", "fine")]),
     (f"{THOUGHT}<|channel|>commentary<|message|>I ask.<|end|><|start|>assistant to=functions.g<|channel|>commentary"
      " json<|message|>{}<|call|>", [("reasoning", "hm"), ("content", "I ask."), ("call", "g{}")]),
+    ("<|channel|>commentary to=functions.f <|constrain|>json<|message|><|call|>", [("call", "f{}")]),
     ("<|channel|>analysis to=functions.g code<|message|>{}<|end|>", [("call", "g{}")]),
     ("<|channel|>commentary to=g<|message|>{}<|call|>", [("call", "g{}")]),
     ("<|channel|>commentary to=functions.g<|message|>{} <|start|>assistant" + ANSWER,
