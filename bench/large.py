@@ -65,10 +65,10 @@ class Options:
 
 
 OUR_OPTIONS = (
-    Options("ar", "ar", {"mode": "ar"}),
+    Options("ar", "ar", {"mode": "ar", "head": "native"}),
     Options("ar, head int8", "head int8", {"mode": "ar", "head": "int8"}, sampled=True),
     Options("ar, native activations", "ar", {"mode": "ar", "activations": "native"}),
-    Options("serial", "tree", {"mode": "serial"}),
+    Options("serial", "tree", {"mode": "serial", "head": "native"}),
     Options("serial, head int8", "tree", {"mode": "serial", "head": "int8"}, sampled=True),
 )
 

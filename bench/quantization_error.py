@@ -55,6 +55,7 @@ SYSTEMS: dict[str, LoadOptions] = {
     "float32, int8": {"dtype": "float32", "activations": "int8"},
     "int8 head": {"head": "int8"},
     "native head": {"head": "native"},
+    "int8, native head": {"activations": "int8", "head": "native"},
     "reference": {"ops": "reference", "activations": "native"},
     "float8 cache": {"ops": "reference", "activations": "native", "kv_cache_dtype": "fp8"},
 }

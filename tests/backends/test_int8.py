@@ -166,8 +166,9 @@ def test_only_the_supported_weights_of_a_model_are_quantised() -> None:
         return ModelWeights(torch.ones(8, 64), [lambda: layer(weight)], torch.ones(64), lambda: dense(8, 64, 1))
 
     four = int4(64, 64, 32, 1)
-    both = LoadTimeQuantization(activations=1, head="int8").of_weights(model(four))
-    assert isinstance(both.head(), LazyInt8Weight)
+    both = LoadTimeQuantization(activations=1, head="int8", head_activations=2).of_weights(model(four))
+    head = both.head()
+    assert isinstance(head, LazyInt8Weight) and head.int8_activations == 2
     for read in read_layers(both):
         assert isinstance(read.down, Int4Weight) and read.down.int8_activations and read.qkv.product("cpu")
     small = LoadTimeQuantization(activations=1, head="int4").of_weights(model(four)).head()
