@@ -98,8 +98,8 @@ class CommandSettings:
     )  # fmt: skip
     head: Literal["auto", "int8", "int4", "native"] = setting(
         "auto", "Quantise a dense LM head when it is loaded; int8 on a CPU only.", MODELS,
-        default_text="auto: of drafts and of int4 targets int8 if activations are quantised, of drafts int4 with the"
-        " CUDA operators; else native",
+        default_text="auto: int8 for drafts if activations are quantised, and for int4 targets if they are int8; int4"
+        " for drafts with the CUDA operators; else native",
     )  # fmt: skip
     emulate: str | None = setting(
         None, "Make each forward take at least the time of a larger model: times such as target=10.48ms,draft=3.25ms,"
