@@ -11,7 +11,7 @@ import numpy as np
 
 from swiftspec.distributed.transport.codec import Words
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
-from swiftspec.params import SamplingParams
+from swiftspec.params import MAX_TOKEN_COUNT, SamplingParams
 from swiftspec.tree.tree import DraftTree
 from tests.support.fuzz.message_words import BOUNDS, Message
 
@@ -149,5 +149,5 @@ def assert_valid_sampling(sampling: SamplingParams) -> None:
         sampling.top_k,
     )
     assert all(type(each) is int for each in whole) and all(type(each) is str for each in sampling.stop)
-    assert sampling.top_k <= BOUNDS.vocab_size
+    assert sampling.top_k <= MAX_TOKEN_COUNT
     assert all(0 <= each < BOUNDS.vocab_size for each in (*sampling.logit_bias, *sampling.negative_prompt_ids))
