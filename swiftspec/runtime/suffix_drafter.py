@@ -15,7 +15,7 @@ from swiftspec.tree.match_acceptance import MatchAcceptance
 MEMORY_TOKENS = 1 << 16  # prompts and outputs of recent requests, at least one context, in which matches are searched
 # Time of each further row of a verification relative to that of one row, where it is not measured.
 ROW_COST = 0.1
-MIN_GAIN_FACTOR = 1.05  # nodes are verified only if the round's predicted tokens per second rise by this factor
+MIN_GAIN_FACTOR = 1.04  # nodes are verified only if the round's predicted tokens per second rise by this factor
 
 
 def default_row_seconds(max_nodes: int) -> list[float]:
