@@ -216,6 +216,7 @@ class LLM:
     def _request(self, prompt: Prompt | Conversation, sampling: SamplingParams) -> TextRequest:
         """Encodes a prompt or a conversation. Raises UserError if the request cannot be served."""
         content: Any = _prompt_field(prompt) if isinstance(prompt, Mapping) else prompt
+        require(_is_sequence(content), f"a prompt is text or token ids, not {truncated_repr(content)}")
         if isinstance(content, str):
             with self._tokenizing:
                 tokens = self.session.codec.encode(content, self.llm_engine.max_model_len)
@@ -327,8 +328,13 @@ def _prompt_list(prompts: Any) -> list[Prompt]:
     """Returns a list of prompts, of one prompt or a sequence of them."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    require(_is_sequence(prompts), f"prompts are text, token ids or a list of these, not {truncated_repr(prompts)}")
     listed = prompts.tolist() if isinstance(prompts, np.ndarray | torch.Tensor) else [*prompts]
     return [listed] if listed and isinstance(listed[0], Integral) else listed
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence | np.ndarray | torch.Tensor)
 
 
 def _prompt_field(prompt: Mapping[str, Any]) -> str | Sequence[int]:

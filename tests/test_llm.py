@@ -245,6 +245,8 @@ def test_invalid_requests_are_reported_before_anything_is_decoded(llm: LLM) -> N
         ([999], GREEDY, "outside"),
         ("a " * 300, GREEDY, "fit"),
         ({"text": "a"}, GREEDY, "a prompt needs prompt or prompt_token_ids"),
+        (None, GREEDY, "prompts are text"),
+        ([1.5], GREEDY, "a prompt is text"),
         (["a", "b"], [GREEDY], "got 1 SamplingParams for 2 prompts"),
         ("a", 0.8, "must be SamplingParams"),
         ("a", params(structured_outputs=StructuredOutputsParams(regex="(")), "structured_outputs"),
