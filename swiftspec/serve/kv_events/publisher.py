@@ -25,6 +25,7 @@ SUBSCRIBER_QUEUE = 100_000  # batches for a slow subscriber, vLLM's default; Zer
 MAX_REQUEST_BYTES = 1024  # of a subscriber that asks for a replay, which sends one number
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 LINGER_MS = 500  # time at the end for the last batch
+MAX_TERM_MS = 2000  # for ZeroMQ's threads to end, after which they end with the process
 
 
 class ReplayBuffer:
@@ -85,7 +86,13 @@ class KvEventPublisher:
         self._closing = True
         self._wake()
         self._thread.join()
-        self._context.destroy(linger=LINGER_MS)
+        for opened in (self._publisher, self._replay):
+            if opened is not None:
+                opened.close(linger=LINGER_MS)
+        # ZeroMQ waits without a limit for peers that disconnect in the middle of a handshake.
+        ending = Thread(target=self._context.term, name="swiftspec KV events end", daemon=True)
+        ending.start()
+        ending.join(MAX_TERM_MS / 1e3)
         self._wakeup.close()
         self._waker.close()
 

@@ -137,3 +137,14 @@ def test_the_replay_buffer_is_bounded() -> None:
     assert buffer.since(3) == [(4, b"12"), (5, b"12345678")]
     buffer.append(6, bytes(11))
     assert buffer.since(0) == []
+
+
+def test_the_end_does_not_wait_for_a_socket_that_stays_open(
+    config: KvEventsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ's context ends after all of its sockets: one that something holds must not keep a server alive."""
+    monkeypatch.setattr("swiftspec.serve.kv_events.publisher.MAX_TERM_MS", 10)
+    publisher = KvEventPublisher(config)
+    held = publisher._context.socket(zmq.PUB)
+    publisher.close()
+    held.close(linger=0)
