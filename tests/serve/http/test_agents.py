@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -158,7 +159,9 @@ def test_claude_code(player: Player, client: TestClient) -> None:
             {"type": "thinking", "thinking": "t", "signature": ""}, {"type": "text", "text": "Ok"},
             {**opened[-1], "input": arguments},
         ]})  # fmt: skip
-    assert all(text.startswith("[tools]Bash [system]You code.\n\nnow") and "billing" not in text for text in prompts)
+    assert prompts[0].startswith("[tools]Bash [system]You code.[end][user]q0\n\nnow[end]")
+    begin = "[assistant]<think>\n"
+    assert all(later.startswith(text.removesuffix(begin)) for text, later in pairwise(prompts))  # for the prefix cache
     assert prompts[-1].count("<parameter=command>") == 4 and prompts[-1].count("[tool]r[end]") == 4
 
 
