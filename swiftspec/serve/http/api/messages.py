@@ -21,7 +21,6 @@ from swiftspec.serve.http.format.conversation import (
     omitted_part,
     template_message,
     template_tool_call,
-    without_billing_header,
 )
 from swiftspec.serve.http.format.generation_output import GenerationOutput, OutputDelta
 from swiftspec.serve.http.format.tools import ParsedToolCall
@@ -40,6 +39,7 @@ from swiftspec.serve.http.schema import (
 from swiftspec.serve.http.sse import sse_event
 
 MIN_THINKING_BUDGET_TOKENS = 1024  # Anthropic's limit
+PASSED_OVER = ("tool_use", "server_tool_use", "thinking", "redacted_thinking")  # are not part of an answer's text
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -185,7 +185,7 @@ def _tool_result_text(content: Any, field_path: str) -> str:
 def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
     """Converts the messages to the form that chat templates take. Raises ApiError on content that is not text."""
     template_messages: TemplateMessages = []
-    system = without_billing_header(blocks_text(body.system, "system"))
+    system = blocks_text(body.system, "system")
     if system:
         template_messages.append(template_message("system", system))
     for index, message in enumerate(body.messages):
@@ -200,7 +200,7 @@ def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
 
 
 def _assistant_message(blocks: list[Block], field_path: str) -> dict[str, Any]:
-    texts = [block for block in blocks if block.type not in ("tool_use", "thinking", "redacted_thinking")]
+    texts = [block for block in blocks if block.type not in PASSED_OVER and not block.type.endswith("_tool_result")]
     calls = [template_tool_call(b.id, b.name or "", b.input or {}) for b in blocks if b.type == "tool_use"]
     reasoning = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
     return template_message("assistant", blocks_text(texts, field_path), calls, reasoning_content=reasoning or None)

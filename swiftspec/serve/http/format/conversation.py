@@ -39,7 +39,7 @@ Content = Text | Annotated[list[ContentPart], Field(max_length=4096)]
 
 class CalledFunction(Body):
     name: Name
-    arguments: Text
+    arguments: Text | JsonObject | None = None
 
 
 class CalledCustomTool(Body):
@@ -198,16 +198,24 @@ def content_text(content: str | Sequence[ContentPart] | None, param: str, *, is_
     return "\n".join(texts)
 
 
-def without_billing_header(text: str) -> str:
-    """Returns a system prompt without the line that Claude Code puts in front of it. A hash in it changes with every
-    request, so that no prompt would share a prefix with another."""
-    first, _, others = text.partition("\n")
-    return others.lstrip("\n") if first.startswith(BILLING_HEADER) else text
+def without_billing_header(messages: TemplateMessages) -> TemplateMessages:
+    """Returns messages without the line that Claude Code puts in front of its system prompt. A hash in it changes with
+    every request, so that no prompt would share a prefix with another."""
+    found: TemplateMessages = []
+    for message in messages:
+        if message["role"] == "system" and message["content"].startswith(BILLING_HEADER):
+            rest = message["content"].partition("\n")[2].lstrip("\n")
+            found += [{**message, "content": rest}] if rest else []
+        else:
+            found.append(message)
+    return found
 
 
-def parse_arguments(text: str) -> dict[str, Any]:
+def parse_arguments(text: str | JsonObject | None) -> dict[str, Any]:
     """Parses the arguments of an earlier tool call; {} if they are not a JSON object, such as those of a call that a
     limit cut: the client cannot change its history."""
+    if not isinstance(text, str):
+        return text or {}
     try:
         value = STRICT_JSON.decode(text)
     except (ValueError, RecursionError):
@@ -222,7 +230,6 @@ def to_template_messages(messages: Sequence[Message]) -> TemplateMessages:
         field_path = f"messages.{index}"
         calls = [call.to_template(f"{field_path}.tool_calls") for call in message.tool_calls or ()]
         text = content_text(message.content, f"{field_path}.content", is_tool_result=message.role == "tool")
-        text = without_billing_header(text) if message.role == "system" else text
         reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
         names = {"name": message.name, "tool_call_id": message.tool_call_id}
         template_messages.append(template_message(message.role, text, calls, reasoning_content=reasoning, **names))
