@@ -241,7 +241,7 @@ def test_the_factors_of_yarn(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("qwen2", {"rope.scaling.yarn_ext_factor": 0.5}, "qwen2.rope.scaling.yarn_ext_factor 0.5 is not supported"),
-    ("qwen2", {"rope.scaling.type": "longrope"}, "'longrope' needs tensor rope_factors_short.weight"),
+    ("qwen2", {"rope.scaling.type": "longrope"}, "RoPE needs tensor rope_factors_short.weight"),
     ("qwen2", {"attention.causal": False}, "qwen2.attention.causal False is not supported"),
     ("qwen2", {"attention.temperature_scale": 0.1}, "qwen2.attention.temperature_scale 0.1 is not supported"),
     ("qwen3moe", {"expert_count": None}, "qwen3moe.expert_count None is not supported"),
@@ -272,7 +272,7 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("gemma3", {"attention.sliding_window_pattern": "x"}, "gemma3.attention.sliding_window_pattern 'x'"),
     ("gemma3", {"attention.sliding_window_pattern": np.ones(2)}, "layer_types has 2 entries for 3 layers"),
     ("phi3", {"rope.scaling.type": "yarn"}, "RoPE type 'yarn' with tensor rope_factors_short.weight"),
-    ("phi3", {"rope.dimension_count": 4}, "'longrope' needs tensor rope_factors_short.weight with half as many"),
+    ("phi3", {"rope.dimension_count": 4}, "RoPE needs tensor rope_factors_short.weight with half as many"),
     ("phi3", {"rope.scaling.type": np.array([1, 2])}, "phi3.rope.scaling.type array([1, 2]) is not supported"),
     ("gemma3", {"rope.scaling.type": True}, "gemma3.rope.scaling.type True is not supported"),
     ("glm4", {"attention.key_length": math.inf}, "damaged"),

@@ -171,11 +171,13 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1; cch=aaaaa;"
     [
         (MESSAGES, {**HELLO, "max_tokens": 5, "system": f"{HEADER}\nBe brief."}),
         (MESSAGES, {**HELLO, "max_tokens": 5, "system": [{"type": "text", "text": f"{HEADER}\n\nBe brief."}]}),
+        (MESSAGES, {"messages": [{"role": "system", "content": f"{HEADER}\nBe brief."}, *HELLO["messages"]],
+                    "max_tokens": 5, "system": HEADER}),
         (CHAT, {"messages": [{"role": "system", "content": f"{HEADER}\nBe brief."}, *HELLO["messages"]]}),
         (CHAT, {"messages": [{"role": "developer", "content": f"{HEADER}\nBe brief."}, *HELLO["messages"]]}),
         (RESPONSES, {"input": "hello", "instructions": f"{HEADER}\n\nBe brief."}),
     ],
-)
+)  # fmt: skip
 def test_the_line_with_a_hash_is_left_out(
     thinker: Player, thinking_client: httpx.Client, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
