@@ -1,5 +1,5 @@
-"""Endpoints /v1/completions/render and /v1/chat/completions/render: prompt tokens and sampling parameters that a request
-would have, in vLLM's schema. Prefix-aware endpoint pickers look these up among the blocks of KV events."""
+"""Endpoints /v1/completions/render and /v1/chat/completions/render: prompt tokens and sampling parameters that a
+request would have, in vLLM's schema. Prefix-aware endpoint pickers look the tokens up among the blocks of KV events."""
 
 from __future__ import annotations
 
