@@ -9,6 +9,8 @@ from typing import Any
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.settings_schema import require
 
+BILLING_HEADER = "x-anthropic-billing-header:"
+
 
 def template_tool_call(call_id: str | None, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a tool call of an earlier message in the form that chat templates take. `arguments`: values by parameter
@@ -26,10 +28,15 @@ def template_message(
     one that only calls tools.
 
     `role`: "developer" becomes "system", which templates know.
+    `content`: without the line that Claude Code puts in front of a system prompt. A hash in it changes with every
+        request, so that no prompt would share a prefix with another.
     `tool_calls`: results of `template_tool_call`.
     `fields`: other fields, such as `tool_call_id`; those that are None are left out.
     """
-    message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
+    role = "system" if role == "developer" else role
+    if role == "system" and content.startswith(BILLING_HEADER):
+        content = content.partition("\n")[2].lstrip("\n")
+    message: dict[str, Any] = {"role": role, "content": content}
     calls = list(tool_calls)
     if calls:
         message["tool_calls"] = calls

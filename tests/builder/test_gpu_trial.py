@@ -320,6 +320,9 @@ def test_the_file_of_a_verdict(tmp_path: Path) -> None:
     for damage in ("", "{", "[" * 100_000, "\udcff", '{"fallbacks": {"x": ""}}'):
         file.path.write_bytes(damage.encode(errors="surrogateescape"))
         assert file.read() is None
+    file.path.unlink()
+    os.mkfifo(file.path)
+    assert file.read() is None
     file.write(verdict)
     assert file.read() == verdict and [*file.path.parent.iterdir()] == [file.path]
     VerdictFile(tmp_path / "new" / file.path.name / "x.json").write(verdict)  # a file is where the folder should be

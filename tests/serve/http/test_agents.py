@@ -203,6 +203,8 @@ def test_what_other_clients_send(player: Player, client: TestClient) -> None:
     post(client, RESPONSES, {"input": "a", "tools": offered, "tool_choice": allowed, "max_tool_calls": 3})
     assert prompt(player).startswith("[tools]g [user]") and "grammar" in player.requests[-1].sampling
     post(client, MESSAGES, {**hello, "max_tokens": 5, "tool_choice": {"type": "any"}})
+    post(client, CHAT, {**hello, "tool_choice": "required"})
+    post(client, RESPONSES, {"input": "a", "tools": [], "tool_choice": "required"})
     post(client, CHAT, {**hello, "thinking": {"type": "disabled"}, "reasoning": {"effort": "low"}})
     parts = [{"type": "thinking", "thinking": "hm"}, {"type": "refusal", "refusal": "I cannot."}]
     post(client, CHAT, {"messages": [*hello["messages"], {"role": "assistant", "content": parts}, *hello["messages"]]})
@@ -212,6 +214,6 @@ def test_what_other_clients_send(player: Player, client: TestClient) -> None:
     post(client, CHAT, {**hello, "response_format": form})
     form["json_schema"]["strict"] = True  # type: ignore[index]
     assert client.post(CHAT, json={**hello, "response_format": form}).status_code == 400
-    for path in ("/health", "/v1/models", "/v1/models/toy"):
+    for path in ("/health", "/live", "/ready", "/version", "/v1/models", "/v1/models/toy"):
         assert client.head(path).status_code == 200
     assert client.get("/v1/models/").json()["object"] == "list"

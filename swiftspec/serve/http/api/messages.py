@@ -20,7 +20,6 @@ from swiftspec.serve.http.format.conversation import (
     TemplateMessages,
     template_message,
     template_tool_call,
-    without_billing_header,
 )
 from swiftspec.serve.http.format.generation_output import GenerationOutput, OutputDelta
 from swiftspec.serve.http.format.tools import ParsedToolCall
@@ -169,10 +168,8 @@ def _block_text(block: Any, field_path: str) -> str:
 
 def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
     """Converts the messages to the form that chat templates take. Raises ApiError on content that is not text."""
-    template_messages: TemplateMessages = []
-    system = without_billing_header(blocks_text(body.system, "system"))
-    if system:
-        template_messages.append(template_message("system", system))
+    system = template_message("system", blocks_text(body.system, "system"))
+    template_messages: TemplateMessages = [system] if system["content"] else []
     for index, message in enumerate(body.messages):
         field_path = f"messages.{index}.content"
         if isinstance(message.content, str):

@@ -18,7 +18,6 @@ RESERVED_VARIABLES = frozenset({
     "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "return_assistant_tokens_mask",
 })  # fmt: skip
-BILLING_HEADER = "x-anthropic-billing-header:"
 MAX_VARIABLES_CHARS = 16 << 10  # length of all template variables as JSON
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 TemplateMessages = list[dict[str, Any]]
@@ -165,13 +164,6 @@ def content_text(content: str | Sequence[ContentPart] | None, param: str) -> str
     return "\n".join(texts)
 
 
-def without_billing_header(text: str) -> str:
-    """Returns a system prompt without the line that Claude Code puts in front of it. A hash in it changes with every
-    request, so that no prompt would share a prefix with another."""
-    first, _, others = text.partition("\n")
-    return others.lstrip("\n") if first.startswith(BILLING_HEADER) else text
-
-
 def parse_arguments(text: str) -> dict[str, Any]:
     """Parses the arguments of an earlier tool call; {} if they are not a JSON object, such as those of a call that a
     limit cut: the client cannot change its history."""
@@ -192,7 +184,6 @@ def to_template_messages(messages: Sequence[Message]) -> TemplateMessages:
             for call in message.tool_calls or ()
         ]
         text = content_text(message.content, f"{field_path}.content")
-        text = without_billing_header(text) if message.role == "system" else text
         reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
         names = {"name": message.name, "tool_call_id": message.tool_call_id}
         template_messages.append(template_message(message.role, text, calls, reasoning_content=reasoning, **names))
