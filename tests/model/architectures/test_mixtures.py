@@ -46,8 +46,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 QWEN2, QWEN3, GLM = "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"
 # sizes that the native operators need, and that ranks can share in groups of 32 inputs
-INT4 = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64, "moe_intermediate_size": 64}
-SHARED = {"qwen2_moe": {"shared_expert_intermediate_size": 96}}
+INT4: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64, "moe_intermediate_size": 64}
+SHARED: dict[str, dict[str, Any]] = {"qwen2_moe": {"shared_expert_intermediate_size": 96}}
 DENSE = ("mlp.gate.", "shared_expert_gate")
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.9, seed=5)
