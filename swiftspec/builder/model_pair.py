@@ -109,6 +109,7 @@ from swiftspec.tree.tree import DraftTree
 INT8_NUMBERS = {"native": 0, "int8": 1, "int16": 2}  # to which an activation is quantised; --activations
 # hidden size up to which a target's activations are int16 by default (docs/decisions/cpu-kernels.md)
 MAX_INT16_HIDDEN_SIZE = 1024
+ROPE_TABLES_SHARE = 32  # of a CPU's memory, if the context is not given; decides only for small models
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,19 +287,21 @@ class ModelPair:
         return replace(self, max_model_len=length)
 
     def _fit_machine(self, plan: EngineConfig, note: Callable[[str], None]) -> ModelPair:
-        """Returns a copy with a context of at most the tokens whose keys, values and rows of the RoPE tables fit this
-        machine's memory. The former use memory as a text grows, but the tables from the start."""
+        """Returns a copy with a context of at most the tokens whose keys and values fit this machine's memory, and
+        whose RoPE tables fit 1 / ROPE_TABLES_SHARE of it: the former use memory as a text grows, but the tables from
+        the start."""
         kinds = [{mixer.kind for mixer in spec.attention_mixers} for spec in self._specs(plan)]
         tables = sum(2 * FLOAT_BYTES * mixer.head_dim for each in kinds for mixer in each)
         memory = hardware.memory_bytes()
-        most = memory // max(self._token_bytes(plan) + tables, 1) // CONTEXT_STEP * CONTEXT_STEP
-        if self.max_model_len <= max(most, MIN_CONTEXT):
+        tokens = memory // max(self._token_bytes(plan), ROPE_TABLES_SHARE * tables, 1)
+        most = max(tokens // CONTEXT_STEP * CONTEXT_STEP, MIN_CONTEXT)
+        if self.max_model_len <= most:
             return self
         note(
-            f"the context is limited to {max(most, MIN_CONTEXT)} of {self.max_model_len} tokens, which fit the"
+            f"the context is limited to {most} of {self.max_model_len} tokens, which fit the"
             f" {memory / BYTES_PER_GB:.1f} GB of memory of this machine; --max-model-len sets the limit"
         )
-        return replace(self, max_model_len=max(most, MIN_CONTEXT))
+        return replace(self, max_model_len=most)
 
     def capacity(self, side: Side, plan: EngineConfig) -> int:
         """Returns the number of slots of a sequence in the KV cache of target or draft."""

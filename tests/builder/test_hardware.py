@@ -40,7 +40,7 @@ def test_the_context_fits_the_memory_of_the_machine(
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10_000_000}))
     notes: list[str] = []
-    monkeypatch.setattr(hardware, "memory_bytes", lambda: 16 << 20)
+    monkeypatch.setattr(hardware, "memory_bytes", lambda: 64 << 20)
     options: dict[str, Any] = {"device": "cpu", "note": notes.append}
     limited = LLMEngine(target, draft, EngineConfig("serial"), **options)
     assert 2048 <= limited.max_model_len < 100_000 and limited.max_model_len % 256 == 0
