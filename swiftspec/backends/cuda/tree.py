@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,9 +51,12 @@ class DeviceTree:
     first, ties by node index. If there are fewer leaves, the last rows belong to no node, and no mask contains their
     slots.
 
+    The host uploads a tree that it has already, and `add_root` makes one that begins with its root.
+
     `slots`: number of tree slots. `children`: children per expanded leaf. Raises ValueError if `w` is out of range.
     """
 
+    region: Tensor  # [2] int64, cache slots before the tree region, which is the root's position, and up to its end
     token: Tensor  # [nodes] int64
     logprob: Tensor  # [nodes] float64, cumulative from the root
     parent: Tensor  # [nodes] int32
@@ -65,6 +69,7 @@ class DeviceTree:
             raise ValueError(f"w must lie in 1..{min(MAX_LEAVES, slots)}, not {w}")
         nodes = 1 + slots * children
         fields = {
+            "region": (torch.int64, (2,)),
             "token": (torch.int64, (nodes,)),
             "logprob": (torch.float64, (nodes,)),
             "parent": (torch.int32, (nodes,)),
@@ -73,7 +78,7 @@ class DeviceTree:
             "visible": (torch.bool, (slots, slots)),
         }  # widest dtype first, so that all fields are aligned
         size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields.values())
-        self.state, self._start = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+        self.state = torch.zeros(size, dtype=torch.uint8, device=device)
         self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=self.state.device.type == "cuda")
         for name, part in _fields_of(self.state, fields).items():
             setattr(self, name, part)
@@ -115,25 +120,20 @@ class DeviceTree:
         self.token[:1].copy_(token)
         self.expansions_left = self.visible.shape[0] // len(self.rows.nodes)
 
-    def upload(self, tree: HostTree) -> None:
-        """Copies a host tree with the same `slots` to a staging buffer on the device; `restore` makes it the current
-        tree."""
+    def upload(self, tree: HostTree, prefix: int) -> None:
+        """Makes a host tree with the same `slots` the current tree, by one copy. `prefix`: number of cache slots before
+        the tree region."""
         nodes, slots = tree.sizes.tolist()
         host = self._host
         host["token"][:nodes], host["parent"][:nodes] = tree.token[:nodes], tree.parent[:nodes]
         host["slot"][:nodes] = np.where(tree.slot[:nodes] == tree.slots, NO_SLOT, tree.slot[:nodes])
         host["logprob"][:nodes], host["visible"][:slots] = tree.logprob[:nodes], tree.visible[:slots]
-        host["used"][:] = nodes, slots
-        self._start.copy_(self._staged, non_blocking=True)
-
-    def restore(self) -> None:
-        """Replaces the current tree by the last uploaded one, with device operations only, so that a CUDA graph can
-        begin with it."""
-        self.state.copy_(self._start)
-        self.expansions_left = self.visible.shape[0] // len(self.rows.nodes)
+        host["used"][:], host["region"][:] = (nodes, slots), (prefix, prefix + tree.slots)
+        self.state.copy_(self._staged, non_blocking=True)
+        self.expansions_left = (tree.slots - slots) // len(self.rows.nodes)
 
     def download(self, tree: HostTree) -> None:
-        """Copies the current tree to `tree`, the host tree that was uploaded. Waits for all earlier device
+        """Copies the current tree to `tree`, a host tree with the same `slots`. Waits for all earlier device
         operations."""
         self._staged.copy_(self.state)
         host = self._host
@@ -160,6 +160,19 @@ class DeviceTree:
         """Adds children to the leaves of the last expansion: `tokens` [w, children] int64, `logprobs` [w, children]
         float32."""
         self._native.add(tokens, logprobs, current_stream())
+
+    def add_root(self, token: Tensor, slot: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+        """Makes a root with its children the current tree; the root takes tree slot 0. `token`, `slot`: [1] int64, of
+        the root, the slot counted from the first one of the sequence. `tokens`, `logprobs`: as in `add_children`, of
+        one row."""
+        self._native.root(token, slot, self.region, tokens, logprobs, current_stream())
+        self.expansions_left = (self.visible.shape[0] - 1) // len(self.rows.nodes)
+
+    @staticmethod
+    def host_tree(arrays: Sequence[NDArray]) -> _C.Tree:
+        """Returns a native draft tree on the `arrays` of a `DraftTree`: token, parent, slot, logprob, visible,
+        sizes."""
+        return _C.Tree(*arrays)
 
 
 def device_tree(slots: int, children: int, leaves: int, vocab: int, device: torch.device) -> DeviceTree | None:

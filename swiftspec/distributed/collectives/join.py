@@ -18,6 +18,12 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # longest wait for a blocked peer; o
 RankGroup = TorchDistGroup | PeerMemoryGroup | SharedMemoryGroup
 
 
+def end_startup(group: RankGroup | None) -> None:
+    """Called after the first round: from then on a rank that is late for `peers.PEER_TIMEOUT_S` counts as lost."""
+    if isinstance(group, PeerMemoryGroup):
+        group.end_startup()
+
+
 def join_group(
     world: World, name: str, rank: int, size: int, *, device: torch.device, share_device: bool, width: int
 ) -> RankGroup:
