@@ -14,7 +14,7 @@ from swiftspec.backends.cuda.devices import pci_address
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import SteppedDrafter, measure_verification_time, steps_for
-from swiftspec.distributed.collectives.join import RankGroup, end_startup, join_group
+from swiftspec.distributed.collectives.join import RankGroup, count_exchanges, end_startup, join_group
 from swiftspec.distributed.collectives.leave import leave_group
 from swiftspec.distributed.group.leader import (
     FollowerGroup,
@@ -216,23 +216,26 @@ class EngineRank:
         for role in self._roles():
             restrict_executors(role, executors)
 
-        def agree(error: str | None) -> str | None:
-            return self._connections.agree_in_group(error, set())[0]
-
         def barrier() -> None:
-            if (error := agree(None)) is not None:
-                raise _PeerFailed(error)
+            problem, _ = self._connections.agree_in_group(None, set())
+            if problem is not None:
+                raise _PeerFailed(problem)
 
         error = lost = None
+        done = set[str]()
         try:
             capture_graphs(self.verifier, self.drafter, config, progress, barrier)
+            done = {"captured", f"{count_exchanges(self._group)} exchanges"}
         except _PeerFailed as failed:
             return str(failed)
         except RankLost as problem:  # the reason of the rank that has failed first is a better one
             lost = self._reason(problem)
         except Exception as problem:  # such as a lack of memory: rank 0 reports it
             error = self._reason(problem)
-        return agree(error) or lost
+        error, common = self._connections.agree_in_group(error, done)
+        if error is None and common == {"captured"}:
+            return f"rank {self._world.rank} cannot start: the ranks of its group have captured different kernels"
+        return error or lost
 
     def _reason(self, problem: Exception) -> str:
         """Returns in words why this rank cannot start, and records an error of its GPU."""

@@ -207,7 +207,10 @@ def test_a_process_continues_behind_a_check_that_ends_it() -> None:
 
 @pytest.mark.parametrize(
     ("again", "reason", "lasts"),
-    [([12.0, *lines(NAMES[1])[1:]], None, 12), ([60.0], "it hung for 20 s", 20), ([], "it ended its process (SIGABRT)", 0)],
+    [
+        ([12.0, *lines(NAMES[1])[1:]], None, 12), ([60.0], "it hung for 20 s", 20),
+        ([], "it ended its process (SIGABRT)", 0),
+    ],
     ids=["passes", "hangs", "dies"],
 )  # fmt: skip
 def test_a_check_that_takes_too_long_is_repeated_with_more_time(again: Any, reason: str | None, lasts: int) -> None:

@@ -121,6 +121,19 @@ def test_a_failed_capture_ends_the_start_in_one_line(
     assert captured == {rank: 3 if rank // 2 != failed // 2 else 1 if rank == failed else 2 for rank in range(4)}
 
 
+def test_ranks_that_exchange_differently_in_their_captures_do_not_start(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their next forward would wait in vain."""
+    gpus = FakeGpus(monkeypatch, 2)
+    monkeypatch.setattr(rank_startup, "join_group", ThreadJoin())
+    monkeypatch.setattr(rank_startup, "pin_to_cores", lambda cores: None)
+    monkeypatch.setattr(rank_startup, "count_exchanges", lambda group: gpus.here.own)
+    first, second = on_gpu_ranks(gpus, 2, lambda world: run_rank(world, pair, SERIAL, lambda llm: "started"))
+    assert str(first) == "rank 0 cannot start: the ranks of its group have captured different kernels"
+    assert second is None
+
+
 def test_a_thread_that_has_not_set_its_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the stand-in."""
     gpus = FakeGpus(monkeypatch, 2)

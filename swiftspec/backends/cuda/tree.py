@@ -76,7 +76,7 @@ class DeviceTree:
             "slot": (torch.int32, (nodes,)),
             "used": (torch.int32, (2,)),  # nodes, tree slots
             "visible": (torch.bool, (slots, slots)),
-        }  # widest dtype first, so that all fields are aligned
+        }  # widest dtype first, so that all fields are aligned; `visible`, by far the largest, is copied in part
         size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields.values())
         self.state = torch.zeros(size, dtype=torch.uint8, device=device)
         self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=self.state.device.type == "cuda")
@@ -95,7 +95,6 @@ class DeviceTree:
             zeros(w, slots, dtype=torch.bool),
         )
         self.children, self.expansions_left = children, 0
-        self._first = torch.tensor([1, 0], dtype=torch.int32, device=device)
         use_current_device()
         self._native = _C.CudaTree(
             token=self.token,
@@ -112,14 +111,6 @@ class DeviceTree:
             children=children,
         )
 
-    def reset(self, token: Tensor) -> None:
-        """Resets the tree to an unexpanded root. `token`: [1] int64, token of the root."""
-        self.used.copy_(self._first)
-        self.slot[:1].fill_(-1)
-        self.logprob[:1].zero_()
-        self.token[:1].copy_(token)
-        self.expansions_left = self.visible.shape[0] // len(self.rows.nodes)
-
     def upload(self, tree: HostTree, prefix: int) -> None:
         """Makes a host tree with the same `slots` the current tree, by one copy. `prefix`: number of cache slots before
         the tree region."""
@@ -129,19 +120,26 @@ class DeviceTree:
         host["slot"][:nodes] = np.where(tree.slot[:nodes] == tree.slots, NO_SLOT, tree.slot[:nodes])
         host["logprob"][:nodes], host["visible"][:slots] = tree.logprob[:nodes], tree.visible[:slots]
         host["used"][:], host["region"][:] = (nodes, slots), (prefix, prefix + tree.slots)
-        self.state.copy_(self._staged, non_blocking=True)
+        part = self._bytes(slots)
+        self.state[:part].copy_(self._staged[:part], non_blocking=True)
         self.expansions_left = (tree.slots - slots) // len(self.rows.nodes)
 
-    def download(self, tree: HostTree) -> None:
-        """Copies the current tree to `tree`, a host tree with the same `slots`. Waits for all earlier device
-        operations."""
-        self._staged.copy_(self.state)
+    def download(self, tree: HostTree, slots: int) -> None:
+        """Copies the current tree, which has `slots` tree slots in use, to `tree`, a host tree of the same size. Waits
+        for all earlier device operations."""
+        part = self._bytes(slots)
+        self._staged[:part].copy_(self.state[:part])
         host = self._host
-        nodes, slots = host["used"].tolist()
+        nodes, used = host["used"].tolist()
+        assert used == slots, "the host has counted other expansions"
         tree.token[:nodes], tree.parent[:nodes] = host["token"][:nodes], host["parent"][:nodes]
         tree.slot[:nodes] = np.where(host["slot"][:nodes] == NO_SLOT, tree.slots, host["slot"][:nodes])
         tree.logprob[:nodes], tree.visible[:slots] = host["logprob"][:nodes], host["visible"][:slots]
         tree.sizes[:] = nodes, slots
+
+    def _bytes(self, slots: int) -> int:
+        """Returns the bytes of `state` up to the mask row of the last of `slots` tree slots."""
+        return len(self.state) - (len(self.visible) - slots) * self.visible.shape[1]
 
     def best_leaves(self, prefix: Tensor) -> DeviceExpansion:
         """Assigns the next tree slots to the w best leaves and returns their rows. Raises ValueError if no tree slots

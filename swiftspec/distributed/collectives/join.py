@@ -24,6 +24,12 @@ def end_startup(group: RankGroup | None) -> None:
         group.end_startup()
 
 
+def count_exchanges(group: RankGroup | None) -> int:
+    """Returns how often the kernels of a group have exchanged data, which must be equal on all ranks; 0 for groups that
+    do not count."""
+    return group.exchanges if isinstance(group, PeerMemoryGroup) else 0
+
+
 def join_group(
     world: World, name: str, rank: int, size: int, *, device: torch.device, share_device: bool, width: int
 ) -> RankGroup:

@@ -66,6 +66,11 @@ class PeerMemoryGroup:
     def captures(self, x: Tensor) -> bool:
         return self._peers.communicator.supports(x) or self._group.captures(x)
 
+    @property
+    def exchanges(self) -> int:
+        """Number of exchanges so far. Waits for the device."""
+        return int(self._peers.communicator.epoch)
+
     def end_startup(self) -> None:
         """Shortens the time limit of waiting kernels to PEER_TIMEOUT_S, on all ranks."""
         self._peers.communicator.set_timeout(PEER_TIMEOUT_S)
