@@ -236,6 +236,12 @@ void tree_leaves(const TreeState& tree, int32_t w, const int64_t* prefix, const 
 void tree_add(const TreeState& tree, int32_t w, const int32_t* node, int32_t k, const int64_t* tokens,
               const float* values, Stream stream);
 
+// Replaces the tree by its root, expanded in tree slot 0, and k children: tokens and log-probabilities [k]. `token` and
+// `slot` [1]: the root's, the latter counted from the sequence's start. `region` [2]: receives the number of slots
+// before the tree and that up to its end.
+void tree_root(const TreeState& tree, const int64_t* token, const int64_t* slot, int64_t* region, int32_t k,
+               const int64_t* tokens, const float* values, Stream stream);
+
 // ---- peers
 
 // All-gather of 4-byte words over the LL lines of a group, two words per line: out[r, i] = mine[i] of rank r. A message

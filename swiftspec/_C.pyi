@@ -565,7 +565,7 @@ class CudaCache:
         arguments of the launch."""
 
 class CudaChannel:
-    """A rank's endpoint of a group of GPUs; see cuda/peers/channel.h. `timeout_s`: limit of a wait."""
+    """A rank's endpoint of a group of GPUs; see cuda/peers/channel.h."""
     def __init__(
         self,
         rank: int,
@@ -574,10 +574,10 @@ class CudaChannel:
         epoch: Array,
         done: Array,
         error_word: Array,
-        timeout_s: float,
     ) -> None:
         """`inboxes`: the addresses at which this rank sees every rank's. On the GPU `epoch` [1] int64 and `done` [1]
-        int32, `error_word` [1] int64 in pinned memory."""
+        int32, `error_word` [2] int64 in pinned memory: the fault, and the milliseconds after which a waiting kernel
+        aborts."""
 
 class CudaInbox:
     """Zeroed memory of the current GPU that other processes can open."""
@@ -623,6 +623,9 @@ class CudaTree:
     def leaves(self, prefix: Array, stream: int) -> None:
         """Assigns the next tree slots to the best leaves and writes their rows. `prefix` [1] int64: slots before the
         tree's."""
+    def root(self, token: Array, slot: Array, region: Array, tokens: Array, values: Array, stream: int) -> None:
+        """Replaces the tree by its root, expanded, and the children [1, children]. `token`, `slot` [1] int64: the
+        root's. `region` [2] int64: receives the number of slots before the tree and that up to its end."""
 
 class CudaWeights:
     """A projection's tiles on the current GPU, which it keeps alive; see cuda::Weights in cuda/linear/tiling.h."""
@@ -637,7 +640,7 @@ class CudaWeights:
         """Whether products of many rows need no unpacked weights; see cuda::linear_prefill in kernels_cuda.h."""
 
 class CudaWord:
-    """8 bytes of shared memory that the ranks' hosts and GPUs see, zero at first."""
+    """16 bytes of shared memory that the ranks' hosts and GPUs see, zero at first."""
     def __init__(self, name: str, rank: int, size: int, seconds: float) -> None: ...
     def view(self) -> memoryview:
         """A view of the memory, valid as long as this object."""

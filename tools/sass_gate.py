@@ -45,8 +45,8 @@ BULK = {
     "large_m_kernel": ("cp.async.bulk.shared", "cp.async.bulk.prefetch.L2", WAIT, "fence.proxy.async.global",
                     "mbarrier.try_wait", "griddepcontrol.launch_dependents"),
     **dict.fromkeys(("attention_kernel", "gather_kernel", "children_kernel", "draw_keyed_kernel", "list_keys_kernel",
-                     "embed_kernel", "add_kernel", "rope_append_kernel", "leaves_kernel", "pack_activations_kernel",
-                     "pack_slabs_kernel", "resample_kernel"), (WAIT,)),
+                     "embed_kernel", "add_kernel", "root_kernel", "rope_append_kernel", "leaves_kernel",
+                     "pack_activations_kernel", "pack_slabs_kernel", "resample_kernel"), (WAIT,)),
 }  # fmt: skip
 # On GPUs without bulk copies and programmatic dependent launch.
 WITHOUT_BULK = dict.fromkeys(("linear_kernel", "large_m_kernel"),

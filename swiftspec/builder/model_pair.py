@@ -372,7 +372,7 @@ class ModelPair:
         failed = next((each for each in (error, error.__cause__) if each and is_device_error(each)), None)
         if self.verdict_record is not None and failed is not None:
             grouped = max(_ranks_of(side, plan) for side in self._sides(plan)) > 1
-            self.verdict_record.lower(f"the GPU failed at run time: {one_line(failed)}", grouped=grouped)
+            self.verdict_record.lower(failed, f"the GPU failed at run time: {one_line(failed)}", grouped=grouped)
 
     @contextmanager
     def device_errors_recorded(self, plan: EngineConfig) -> Iterator[None]:
@@ -476,6 +476,8 @@ class ModelPair:
             "activations": self.activations, "head": self.head, "emulate": asdict(self.emulate),
             "mtp": self.draft_is_mtp, "leaves": plan.leaves_per_expansion, "nodes": plan.max_nodes,
         }  # fmt: skip
+        if self.device.type == "cuda":
+            facts["gpu"] = machine_facts(self.device)
         if kind is TrialBudgets:
             facts |= {"drafter": plan.drafter, "mode": plan.mode, "device": str(self.device)}
         return MeasurementFile.of(self.cache.folder, facts, kind)
@@ -537,6 +539,8 @@ class ModelPair:
         self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
     ) -> LoadedModel:
         """Loads target or draft, or this rank's shard of it."""
+        if group is not None and self.verdict_record is not None:
+            self.verdict_record.groups.append(group)
         path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
         assert path is not None
         context, config = self._context(plan), self.config_of(side)

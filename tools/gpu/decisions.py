@@ -69,6 +69,10 @@ def _tree_gain(results: Results, pair: str) -> float:
     return _best_tree(results, pair)[1] / float(trees["4,8"]["tok/s"])
 
 
+def _adapted_share(results: Results, pair: str) -> float:
+    return float(results[f"decode {pair}"]["adapt"]["tok/s"]) / _best_tree(results, pair)[1]
+
+
 def _clock_loss(results: Results) -> float:
     """Returns the lowest over the highest SM clock of busy samples, the smallest of all steps."""
     return min(found["gpu"]["lowest MHz"] / found["gpu"]["highest MHz"] for found in results.values() if found["gpu"])
@@ -222,9 +226,16 @@ def _decode_rules() -> list[Rule]:
         *(
             Rule(
                 f"{pair}, best tree against d 4, bs 8", "x", lambda r, pair=pair: _tree_gain(r, pair), expected, 1.02,
-                "make the best tree the default on GPUs", "keep d 4, bs 8",
+                "adaptation of bs pays", "16 rows cost more than expected: raise MIN_CANDIDATE_SHARE",
             )
             for pair, expected in ((SMALL_PAIR, "1.14"), (PAIR, "1.10 to 1.13"))
+        ),
+        *(
+            Rule(
+                f"{pair}, adapted against the best tree", "x", lambda r, pair=pair: _adapted_share(r, pair), "1.00",
+                0.96, "measured times find the best tree", "compare the d and bs that it has chosen with the best ones",
+            )
+            for pair in (SMALL_PAIR, PAIR)
         ),
         *(
             Rule(
