@@ -165,7 +165,7 @@ HOSTILE_TEMPLATES = [
     "{{ raise_exception('a\nb' * 9999) }}", "{{ strftime_now('%' * 9999) }}", "(" * 5000, "{{ " + "(" * 999, "{{", "{%",
     "{{ lipsum(n=10**9) }}", "{{ cycler.__init__.__globals__ }}", "{{ 'a' | center(10**10) }}", "{{ [[]] * 10**9 }}",
     "{{ messages | map(attribute='content') | join(',' * 10**9) }}", "{% for a in messages recursive %}"
-    "{{ loop(messages) }}{% endfor %}", "{{ '{:>1000000000}'.format(1) }}", 
+    "{{ loop(messages) }}{% endfor %}", "{{ '{:>1000000000}'.format(1) }}",
     "{{ messages.append(messages) }}{{ messages }}",
 ]  # fmt: skip
 
