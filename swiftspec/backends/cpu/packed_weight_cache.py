@@ -7,6 +7,7 @@ packed units are written in the background, in chunks, while no request runs.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -284,7 +285,10 @@ WriteJob = Callable[[Callable[[], None]], None]
 
 class BackgroundWriter:
     """Background thread that writes packed units. It starts after the first request, pauses while a request runs, and
-    stops permanently after the first error."""
+    stops permanently after the first error.
+
+    The interpreter's shutdown waits for the thread, as it would end the process if native code then returned to it.
+    """
 
     def __init__(self) -> None:
         self.used: set[Path] = set()  # entries that this process maps or writes
@@ -307,6 +311,7 @@ class BackgroundWriter:
         self._free.set()
         if self._thread is None and self._work:
             self._thread = threading.Thread(target=self._run, name="packed cache", daemon=True)
+            atexit.register(self._finish)
             self._thread.start()
 
     def close(self, timeout_s: float = 0.8) -> None:
@@ -315,6 +320,11 @@ class BackgroundWriter:
         self._free.set()
         if self._thread is not None:
             self._thread.join(timeout_s + 0.2)
+
+    def _finish(self) -> None:
+        self.close()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -326,6 +336,9 @@ class BackgroundWriter:
             pass
         except OSError as error:  # a full disk or a read-only folder: the next start packs again
             self.error = error.strerror or type(error).__name__
+        finally:
+            self._work.clear()
+            atexit.unregister(self._finish)
 
     def _pause(self) -> None:
         self._free.wait()
