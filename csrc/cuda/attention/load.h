@@ -129,10 +129,12 @@ SWIFTSPEC_HD void load_units(const TileTask<F>& j, SharedMemory<F>& s, int tile,
   const int shared = min32(s.shared_units - first, count);
   int begin = thread / P::kOfUnit;
   const typename F::Stored* from = cache + static_cast<int64_t>(j.unit_key(tile, first + begin) + key) * F::kDim;
+  SWIFTSPEC_UNROLL_BY(2)
   for (; begin < shared; begin += P::kUnitsAtOnce) {
     copy_async(P::place(s, slot + begin, piece), reinterpret_cast<const Vec8*>(from));
     from += kStep;
   }
+  SWIFTSPEC_UNROLL_BY(4)
   for (; begin < count; begin += P::kUnitsAtOnce) {
     const int source = s.slots[first + begin - listed][key];
     Vec8* to = P::place(s, slot + begin, piece);
