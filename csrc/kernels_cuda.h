@@ -50,6 +50,10 @@ struct LinearArgs {
 };
 void linear(const LinearArgs& args, Stream stream);
 
+// `linear` for tilings of the variant kDirect and up to 8 rows, without a channel. See cuda/linear/direct.h.
+void linear_direct(const LinearArgs& args, Stream stream);
+void prepare_direct(const Device& device);
+
 // Returns the arguments of `linear` for `rows` of the rows, from row `first` on.
 LinearArgs slice_rows(LinearArgs args, int64_t first, int64_t rows);
 

@@ -14,7 +14,7 @@ from swiftspec.builder.gpu_trial import GpuVerdict
 from swiftspec.errors import UserError
 from swiftspec.file_io import read_object
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 1 << 16
 
 
