@@ -612,7 +612,8 @@ class CudaWeights:
         group: int,
         row: tuple[str, int, int, int, int] | None = None,
     ) -> None:
-        """group 0 is bf16. `row`: one of cuda_tilings; the default tiling without it, and if this GPU has no such one."""
+        """group 0 is bf16. `row`: one of cuda_tilings; the default tiling without it, and if this GPU does not have
+        it."""
     def precede(self, tiles: Array) -> None:
         """Sets the tiles that this projection prefetches to L2 before it ends."""
     def scratch_bytes(self, rows: int, prefill: bool) -> int:

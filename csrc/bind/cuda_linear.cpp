@@ -206,7 +206,7 @@ void bind_cuda_linear(py::module_& m) {
                       "cuda/linear/tiling.h.")
       .def(py::init(&make_weights), py::arg("data"), py::arg("bias"), py::arg("k"), py::arg("n"), py::arg("group"),
            py::arg("row") = py::none(), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
-           "group 0 is bf16. `row`: one of cuda_tilings; the default tiling without it, and if this GPU has no such one.")
+           "group 0 is bf16. `row`: one of cuda_tilings; the default tiling without it, and if this GPU does not have it.")
       .def_property_readonly("row", [](const Weights& self) { return named_row(self.tiling); },
                              "The row of its tiling; see cuda_tilings.")
       .def("precede", &precede, py::arg("tiles"), py::keep_alive<1, 2>(),

@@ -139,7 +139,9 @@ def test_a_trial_ends_with_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list[Any]()
 
     def lines(at: TrialDevice) -> Any:
-        monkeypatch.setattr(trial, "TuningBench", lambda ops, at, *_: TuningBench(ops, at, of.timer, 350, lambda: of.now))
+        monkeypatch.setattr(
+            trial, "TuningBench", lambda ops, at, *_: TuningBench(ops, at, of.timer, 350, lambda: of.now)
+        )
         monkeypatch.setattr(trial._C, "cuda_device", lambda: {"l2": 1}, raising=False)
         found[:] = run_checks(request, of.operators(), at)
         return found[1]

@@ -315,8 +315,15 @@ def test_verdicts_of_ranks_and_lower_rungs() -> None:
     assert ours.union([theirs]).fallbacks == {"graphs": "a", "attention": "c"}
     assert theirs.without(["attention", "tree"], "d").fallbacks == {"graphs": "b", "attention": "c", "tree": "d"}
     assert GpuVerdict.from_json(theirs.to_json()) == theirs
-    for wrong in ([], {}, {"fallbacks": []}, {"fallbacks": {"graph": "a"}}, {"fallbacks": {"graphs": 1}}, {"fallbacks": {}},
-                  {"fallbacks": {}, "tilings": {"a": ["ring", 1, 1, 1, "1"]}}):  # fmt: skip
+    wrong_row = {"fallbacks": {}, "tilings": {"a": ["ring", 1, 1, 1, "1"]}}
+    others = [
+        {"fallbacks": []},
+        {"fallbacks": {"graph": "a"}},
+        {"fallbacks": {"graphs": 1}},
+        {"fallbacks": {}},
+        wrong_row,
+    ]
+    for wrong in ([], {}, *others):
         with pytest.raises(ValueError, match="not a verdict"):
             GpuVerdict.from_json(wrong)
     other = {"8 x 8 bf16": ProjectionTiling("direct", 1, 8, 1, 1), "4 x 8 bf16": ProjectionTiling("ring", 2, 8, 1, 1)}

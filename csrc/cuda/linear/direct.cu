@@ -166,7 +166,9 @@ __device__ float4 sum_of_warps(const float4* partial, int strip, int f, int lane
   return total;
 }
 
-template <int kWarps, int kStrips, bool kNormed>
+// A kernel for each kind of projection, since its code runs once per block: a loop over the tiles, whose inputs move on
+// through the registers. kWhole: quantisation groups are whole tiles.
+template <int kWarps, int kStrips, bool kNormed, bool kWhole>
 __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps) direct_kernel(const __grid_constant__ DirectTask direct) {
   uint8_t* shared = dynamic_shared();
   const LinearTask& task = direct.each;
@@ -191,10 +193,13 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps) direct_kernel(const 
   Unit unit;
   unit.strip = at.cluster * kStrips + at.warp, unit.j = 0;
   Outputs to = task.to;
-  ResidualPairs residual{};
-  if (stores && to.residual != nullptr) residual = load_residual(t, to, at.lane, unit);
-  float scale = 1;
-  if constexpr (kNormed) scale = row_scale<kWarps>(direct, at, x, shared);
+  [[maybe_unused]] ResidualPairs residual{};
+  [[maybe_unused]] float scale = 1;
+  if constexpr (kNormed) {
+    scale = row_scale<kWarps>(direct, at, x, shared);
+  } else if (stores && to.residual != nullptr) {
+    residual = load_residual(t, to, at.lane, unit);
+  }
   SWIFTSPEC_STAMP(task, kNormScales);
   const int64_t begin = static_cast<int64_t>(t.first_tile(at.cta)) * t.tile_k;
   const uint16_t* norm = ptx::kBulk ? reinterpret_cast<const uint16_t*>(shared + direct.smem.norm) : task.norm + begin;
@@ -204,19 +209,20 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps) direct_kernel(const 
   Sums<1> sums[kStrips];
 #pragma unroll
   for (int s = 0; s < kStrips; ++s) clear<1>(sums[s]);
-#pragma unroll
-  for (int i = 0; i < kDirectTiles; ++i) {
-    const int tile = i * kWarps + at.warp;
-    if (tile >= range) break;
-    const int64_t first = static_cast<int64_t>(tile) * t.tile_k;
-    if constexpr (kNormed) normalise(norm + first, t.k - begin - first, at.lane, scale, x[i]);
-    const HeldInputs held(x[i], t.group_log, at.lane);
+  const int group_log = kWhole ? 2 : t.group_log;
+#pragma unroll 1
+  for (int i = 0; i * kWarps + at.warp < range; ++i) {
+    const int64_t first = static_cast<int64_t>(i * kWarps + at.warp) * t.tile_k;
+    if constexpr (kNormed) normalise(norm + first, t.k - begin - first, at.lane, scale, x[0]);
+    const HeldInputs held(x[0], group_log, at.lane);
 #pragma unroll
     for (int s = 0; s < kStrips; ++s) {
       const uint8_t* weights = requested.wait(i, s);
       if (i == 0 && s == 0) SWIFTSPEC_STAMP(task, kFirstTile);
-      multiply_int4<1>(sums[s], weights, held, t.group_log, at.lane);
+      multiply_groups<1>(sums[s], weights, held, group_log, at.lane);
     }
+#pragma unroll
+    for (int piece = 0; piece < 4 * (kDirectTiles - 1); ++piece) x[piece / 4][piece % 4] = x[piece / 4 + 1][piece % 4];
   }
   SWIFTSPEC_STAMP(task, kLastTile);
   prefetch_tiles(task, static_cast<int>(blockIdx.x) * kWarps + at.warp, at.lane);
@@ -258,8 +264,9 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps) direct_kernel(const 
   }
   if (stores) {
     add_bias(t, to, at.lane, unit);
-    if (to.residual != nullptr) add_residual(residual, unit);
+    if (!kNormed && to.residual != nullptr) add_residual(residual, unit);
     to.residual = nullptr;
+    if constexpr (!kNormed) to.swiglu = false, to.logits = nullptr;
     store_unit(t, to, at.lane, unit);
   }
   SWIFTSPEC_STAMP(task, kStored);
@@ -269,17 +276,29 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps) direct_kernel(const 
 
 using Kernel = void (*)(DirectTask);
 
-Kernel kernel_for(const tiles::DirectShape& shape, bool normed) {
-  if (shape.warps == 8) return normed ? direct_kernel<8, 1, true> : direct_kernel<8, 1, false>;
-  if (shape.strips == 1) return normed ? direct_kernel<4, 1, true> : direct_kernel<4, 1, false>;
-  return normed ? direct_kernel<4, 2, true> : direct_kernel<4, 2, false>;
+template <bool kNormed, bool kWhole>
+Kernel kernel_of(const tiles::DirectShape& shape) {
+  if (shape.warps == 8) return direct_kernel<8, 1, kNormed, kWhole>;
+  return shape.strips == 1 ? direct_kernel<4, 1, kNormed, kWhole> : direct_kernel<4, 2, kNormed, kWhole>;
+}
+
+Kernel kernel_for(const tiles::DirectShape& shape, bool normed, bool whole) {
+  if (normed) return whole ? kernel_of<true, true>(shape) : kernel_of<true, false>(shape);
+  return whole ? kernel_of<false, true>(shape) : kernel_of<false, false>(shape);
 }
 
 }  // namespace
 
+bool uses_direct(const LinearArgs& a) {
+  if (a.weights->tiling.variant != tiles::kDirect || a.rows > tiles::kDirectRows || a.channel != nullptr) return false;
+  return a.norm != nullptr ? a.residual == nullptr : !a.swiglu && a.logits == nullptr;  // as models call it
+}
+
 void prepare_direct(const Device& device) {
   for (const tiles::DirectShape& shape : tiles::kDirectShapes) {
-    for (const bool normed : {false, true}) allow_shared_memory("linear", kernel_for(shape, normed), device.shared);
+    for (const int kind : {0, 1, 2, 3}) {
+      allow_shared_memory("linear", kernel_for(shape, kind % 2 == 1, kind / 2 == 1), device.shared);
+    }
   }
 }
 
@@ -293,7 +312,7 @@ void linear_direct(const LinearArgs& args, Stream stream) {
 #endif
   const Launch how{.grid = dim3(static_cast<unsigned>(blocks)), .threads = 32 * t.warps_k(), .cluster = t.cluster(),
                    .shared = task.smem.total, .early = true};
-  launch("linear", kernel_for({t.warps_k(), t.block_strips}, args.norm != nullptr), how, stream, task);
+  launch("linear", kernel_for({t.warps_k(), t.block_strips}, args.norm != nullptr, t.group_log == 2), how, stream, task);
 }
 
 }  // namespace swiftspec::cuda

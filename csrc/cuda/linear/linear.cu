@@ -6,7 +6,6 @@
 #include <stdexcept>
 
 #include "cuda/launch.cuh"
-#include "cuda/linear/direct.h"
 #include "cuda/linear/epilogue.cuh"
 #include "cuda/peers/ll.cuh"
 #include "cuda/shared.cuh"
@@ -224,9 +223,7 @@ LinearArgs slice_rows(LinearArgs args, int64_t first, int64_t rows) {
 void linear(const LinearArgs& args, Stream stream) {
   if (args.rows == 0) return;
   const Weights& weights = *args.weights;
-  if (weights.tiling.variant == tiles::kDirect && args.rows <= tiles::kDirectRows && args.channel == nullptr) {
-    return linear_direct(args, stream);
-  }
+  if (uses_direct(args)) return linear_direct(args, stream);
   const int rows8 = rows8_of(args.rows);
   SingleRank ranks{task_of(args, rows8, tiles::concurrent_clusters(weights.tiling, rows8, weights.device)), {}};
   if (args.channel != nullptr) ranks.channel = *args.channel;

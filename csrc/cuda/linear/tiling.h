@@ -23,8 +23,8 @@ constexpr int kMaxStages = 16;        // tiles in flight per warp
 constexpr int kPairedStages = 3;      // the fewest of two blocks that share a multiprocessor
 constexpr int kPairedRows8 = 2;       // rows / 8 up to which the registers allow two blocks per multiprocessor
 
-// Kernels of int4 projections with up to 8 rows that are not summed over ranks; linear.cu computes all others. Each adds
-// in the order of the tiling, so that variants of one split are bitwise identical.
+// Kernels of int4 projections with few rows that are not summed over ranks; linear.cu computes all others. Each adds in
+// the order of the tiling, so that variants of one split are bitwise identical.
 enum Variant : int32_t {
   kRing,    // linear.cu: resident blocks, a pipeline of tiles per warp
   kDirect,  // direct.cu: blocks that request all of their tiles at once, and end

@@ -105,7 +105,7 @@ class ShapeBench:
         """Returns the fastest tiling under the name of the shape, or nothing if it is the default one."""
         default, *others = self.bench.ops.tilings_of(self.copies[0], EACH_VARIANT)
         equal = [tiling for tiling in others if self._agrees(tiling, default)]
-        first = {tiling: self._seconds(tiling, MAIN_ROWS) for tiling in (default, *equal)}
+        first = {tiling: self.seconds(tiling, MAIN_ROWS) for tiling in (default, *equal)}
         finalists = sorted(equal, key=lambda tiling: first[tiling])[:FINALISTS]
         costs = {tiling: self._cost(tiling, first[tiling]) for tiling in (default, *finalists)}
         name = self.copies[0].shape_name
@@ -128,10 +128,10 @@ class ShapeBench:
         )
 
     def _cost(self, tiling: ProjectionTiling, main_seconds: float) -> float:
-        others = {rows: self._seconds(tiling, rows) for rows in ROWS if rows != MAIN_ROWS}
+        others = {rows: self.seconds(tiling, rows) for rows in ROWS if rows != MAIN_ROWS}
         return sum(ROWS[rows] * seconds for rows, seconds in {**others, MAIN_ROWS: main_seconds}.items())
 
-    def _seconds(self, tiling: ProjectionTiling, rows: int) -> float:
+    def seconds(self, tiling: ProjectionTiling, rows: int) -> float:
         """Returns the seconds of a call on weights that are not in the caches."""
         ops, nbytes = self.bench.ops, self.copies[0].tiles.nbytes
         count = max(MIN_CALLS, min(CALLS, int(GRAPH_S * BYTES_PER_S / nbytes)))
