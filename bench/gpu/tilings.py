@@ -21,12 +21,12 @@ from swiftspec import _C
 from swiftspec.backends import cuda
 from swiftspec.backends.cuda.devices import require_usable
 from swiftspec.backends.cuda.trial import COLD, capture_graph, replay_seconds
-from swiftspec.backends.cuda.trial_checks import ProjectionShape, TrialDevice
+from swiftspec.backends.cuda.trial_checks import Projection, ProjectionShape, TrialDevice
 from swiftspec.backends.cuda.tuner import FINALISTS, MAIN_ROWS, ROWS, ShapeBench, TuningBench
 from swiftspec.errors import UserError
 
 SKIPPED = 5  # exit code
-OPS = {"qkv": "qkv", "o": "o", "swiglu": "gate_up", "down": "down"}  # names of bench.gpu.shapes, and of the trial
+OPS: dict[str, Projection] = {"qkv": "qkv", "o": "o", "swiglu": "gate_up", "down": "down"}  # names of bench.gpu.shapes, and of the trial
 Json = dict[str, Any]
 
 

@@ -128,8 +128,8 @@ def read_tilings(values: object) -> dict[str, ProjectionTiling]:
     found = dict[str, ProjectionTiling]()
     for name, row in values.items():
         match row:
-            case [str(), int(), int(), int(), int()]:
-                found[str(name)] = ProjectionTiling(*row)
+            case [str(variant), int(cluster), int(warps), int(strips), int(blocks)]:
+                found[str(name)] = ProjectionTiling(variant, cluster, warps, strips, blocks)
             case _:
                 raise ValueError("not a verdict")
     return found
