@@ -50,6 +50,12 @@ struct LinearArgs {
 };
 void linear(const LinearArgs& args, Stream stream);
 
+// `linear` by blocks that end early, see cuda/linear/direct.h: for tilings of the variant kDirect, up to 8 rows, without a
+// channel, and either a norm or a residual. uses_direct: whether the arguments are such ones.
+bool uses_direct(const LinearArgs& args);
+void linear_direct(const LinearArgs& args, Stream stream);
+void prepare_direct(const Device& device);
+
 // Returns the arguments of `linear` for `rows` of the rows, from row `first` on.
 LinearArgs slice_rows(LinearArgs args, int64_t first, int64_t rows);
 

@@ -629,8 +629,17 @@ class CudaTree:
 
 class CudaWeights:
     """A projection's tiles on the current GPU, which it keeps alive; see cuda::Weights in cuda/linear/tiling.h."""
-    def __init__(self, data: Array, bias: Array | None, k: int, n: int, group: int) -> None:
-        """group 0 is bf16."""
+    def __init__(
+        self,
+        data: Array,
+        bias: Array | None,
+        k: int,
+        n: int,
+        group: int,
+        row: tuple[str, int, int, int, int] | None = None,
+    ) -> None:
+        """group 0 is bf16. `row`: one of cuda_tilings; the default tiling without it, and if this GPU does not have
+        it."""
     def precede(self, tiles: Array) -> None:
         """Sets the tiles that this projection prefetches to L2 before it ends."""
     def scratch_bytes(self, rows: int, prefill: bool) -> int:
@@ -638,6 +647,9 @@ class CudaWeights:
     @property
     def has_prefill_kernel(self) -> bool:
         """Whether products of many rows need no unpacked weights; see cuda::linear_prefill in kernels_cuda.h."""
+    @property
+    def row(self) -> tuple[str, int, int, int, int]:
+        """The row of its tiling; see cuda_tilings."""
 
 class CudaWord:
     """16 bytes of shared memory that the ranks' hosts and GPUs see, zero at first."""
@@ -686,6 +698,10 @@ def cuda_reaches(bus_id: str) -> bool:
 
 def cuda_tile_bytes(k: int, n: int, group: int) -> int:
     """Bytes of a projection's tiles on the current GPU. group 0 is bf16."""
+
+def cuda_tilings(k: int, n: int, group: int, each: int) -> list[tuple[str, int, int, int, int]]:
+    """Tilings of a projection on the current GPU: the default, then up to `each` others of each variant, by estimated
+    time. A row: variant, CTAs of a cluster, warps of a strip, strips of a block, blocks per multiprocessor."""
 
 def draw_cuda(
     logits: Array,

@@ -360,7 +360,7 @@ class ModelPair:
         return replace(self, verdict=verdict)
 
     def with_common_verdict(self, exchange: Callable[[str], Sequence[str]]) -> ModelPair:
-        """Returns a copy with the fallbacks of all ranks of this rank's group, which must use the same operators.
+        """Returns a copy with the fallbacks and tilings that all ranks of this rank's group use (`GpuVerdict.union`).
         `exchange`: returns the texts that all ranks of the group pass to it."""
         said = exchange(json.dumps(self.verdict.to_json()))
         common = self.verdict.union([GpuVerdict.from_json(json.loads(text)) for text in said])
@@ -493,7 +493,7 @@ class ModelPair:
         `draft`: whether the rank's group runs the model."""
         width = 0
         for spec in self._model_specs(target=target, draft=draft):
-            ops = select_operators(self.ops, spec, self.dtype, self.device, self.verdict.on_library)
+            ops = select_operators(self.ops, spec, self.dtype, self.device, self.verdict)
             if self.share_device or not self.verdict.peers or not ops.PEER_ALL_REDUCE:
                 return 0
             width = max(width, spec.hidden_size)
@@ -544,7 +544,7 @@ class ModelPair:
         path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
         assert path is not None
         context, config = self._context(plan), self.config_of(side)
-        ops = select_operators(self.ops, config.spec, self.dtype, self.device, self.verdict.on_library)
+        ops = select_operators(self.ops, config.spec, self.dtype, self.device, self.verdict)
         how: Any = {
             "dtype": self.dtype, "device": self.device, "ops": ops, "max_positions": self.capacity(side, plan),
             "context": self.max_model_len, "progress": progress, "group": group,

@@ -95,6 +95,12 @@ def _stamp(results: Results, model: str, point: str) -> float:
     return sum(found) / len(found)
 
 
+def _tilings(results: Results, model: str, of: str, against: str) -> float:
+    """Returns the time of a layer's projections with some tilings over that with others."""
+    sums = results["tilings"]["models"][model]
+    return float(sums[f"{of} us"]) / float(sums[f"{against} us"])
+
+
 def _busiest(results: Results) -> float:
     """Returns the largest share of blocks on a multiprocessor over the mean, of the projections of all models."""
     tables = results["stamps"]["tables"]
@@ -203,6 +209,32 @@ def _kernel_rules() -> list[Rule]:
     ]  # fmt: skip
 
 
+def _tiling_rules() -> list[Rule]:
+    """Returns the rules of the variants of projections."""
+    return [
+        Rule(
+            "shapes that the trial has tuned", "", lambda r: len(r[TRIAL]["tilings"]), "8 of 12", 1,
+            "keep the tuner", "the estimated tilings suffice: remove the tuner",
+        ),
+        *(
+            Rule(
+                f"{model} projections, direct against ring", "x",
+                lambda r, model=model: _tilings(r, model, "fastest", "ring"), expected, 0.97,
+                "keep the variant direct", "no shape of this model needs direct: remove it if none does", lower=True,
+            )
+            for model, expected in ((EIGHT, "0.85 to 0.95"), (SEVENTY, "0.95 to 1.00"), (ONE, "0.66 to 0.80"))
+        ),
+        *(
+            Rule(
+                f"{model} projections, fastest tilings against the default", "x",
+                lambda r, model=model: _tilings(r, model, "fastest", "default"), expected, 0.98,
+                "leave the choice to the tuner", "the default tilings are the fastest", lower=True,
+            )
+            for model, expected in ((EIGHT, "0.81 to 0.95"), (SEVENTY, "0.90 to 0.98"), (ONE, "0.66 to 0.80"))
+        ),
+    ]  # fmt: skip
+
+
 def _decode_rules() -> list[Rule]:
     """Returns the rules of forwards and decodes."""
     return [
@@ -254,7 +286,7 @@ def _decode_rules() -> list[Rule]:
 
 def rules() -> list[Rule]:
     """Returns all rules, in the order of the steps."""
-    return [*_working_set_rules(), *_layer_rules(), *_kernel_rules(), *_decode_rules()]
+    return [*_working_set_rules(), *_layer_rules(), *_kernel_rules(), *_tiling_rules(), *_decode_rules()]
 
 
 def table(results: Results) -> list[Json]:
