@@ -125,7 +125,7 @@ class GpuVerdict:
 
 
 def read_tilings(values: object) -> dict[str, ProjectionTiling]:
-    """Returns tilings by shape, as JSON has them. Raises ValueError if `values` are none."""
+    """Returns tilings by shape, as JSON has them. Raises ValueError if `values` hold something else."""
     if not isinstance(values, dict):
         raise ValueError("not a verdict")
     found = dict[str, ProjectionTiling]()

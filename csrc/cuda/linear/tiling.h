@@ -27,7 +27,7 @@ constexpr int kPairedRows8 = 2;       // rows / 8 up to which the registers allo
 // the order of the tiling, so that variants of one split are bitwise identical.
 enum Variant : int32_t {
   kRing,    // linear.cu: resident blocks, a pipeline of tiles per warp
-  kDirect,  // direct.cu: blocks that request all of their tiles at once, and end
+  kDirect,  // direct.cu: blocks that request all of their tiles first, and end
 };
 
 SWIFTSPEC_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
