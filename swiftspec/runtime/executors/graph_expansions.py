@@ -18,7 +18,7 @@ from torch import Tensor
 from swiftspec.backends.reference import Scores
 from swiftspec.backends.reference.sampling import calibrated_scores
 from swiftspec.model.batch import Batch
-from swiftspec.runtime.executors import ExecutorRequest, Features
+from swiftspec.runtime.executors import ExecutorRequest
 from swiftspec.runtime.executors.graph import (
     CapturedGraph,
     GraphCache,
@@ -66,7 +66,7 @@ class GraphExpansionExecutor(GraphForwardExecutor):
     tokens."""
 
     name = "graph"
-    SUPPORTED: Features = frozenset({"greedy", "sampled", "logit bias"})
+    columns = ("graph of expansions",)
 
     def __init__(self, runner: Runner, graphs: GraphCache, tree: DeviceTreeLike) -> None:
         super().__init__(runner, graphs)

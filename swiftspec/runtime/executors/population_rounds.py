@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.runtime.async_copy import AsyncCopy
-from swiftspec.runtime.executors import FEATURES, Executor, Features
+from swiftspec.runtime.executors import Executor
 from swiftspec.runtime.executors.graph import ROUND_GRAPHS, GraphCache
 from swiftspec.tree.mask import MASK_WIDTHS
 
@@ -105,13 +105,11 @@ class PopulationExecutor(Executor, Protocol):
 
 
 class EagerPopulationExecutor:
-    """Eager executor of rounds of sequence groups: launches operator by operator; supports every request of a target
-    that keeps no hidden states, and every device."""
+    """Eager executor of rounds of sequence groups: launches operator by operator; supports every request and
+    device."""
 
     name = "eager"
-
-    def supports(self, required: Features) -> bool:
-        return "hidden states" not in required
+    columns: Sequence[str] = ()
 
     def window(self, slots: int) -> int:
         return -(-slots // EAGER_WINDOW_SLOTS) * EAGER_WINDOW_SLOTS
@@ -131,14 +129,11 @@ class GraphPopulationExecutor(EagerPopulationExecutor):
     between them. The time of each model cannot be measured, so `Runner.busy` does not include it."""
 
     name = "graph"
-    SUPPORTED: Features = frozenset(FEATURES) - {"guidance", "hidden states"}
+    columns = ("graph of a round",)
 
     def __init__(self, graphs: GraphCache) -> None:
         self.graphs = graphs
         self._key: Hashable = None
-
-    def supports(self, required: Features) -> bool:
-        return required <= self.SUPPORTED
 
     def window(self, slots: int) -> int:
         """See `PopulationExecutor.window`. Returns one of a few widths, because a graph is captured for each."""

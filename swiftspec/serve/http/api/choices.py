@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, replace
 
+from swiftspec.capabilities import NotSupported, check_features
 from swiftspec.params import MAX_CHOICES
 from swiftspec.serve.http.api.sampling import check_population
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.format.generation_output import GenerationRequest
 from swiftspec.serve.http.schema import SamplingFields
+from swiftspec.settings.settings import flag_name
 from swiftspec.text.outputs import choice_seed
 
 
@@ -80,9 +82,11 @@ def _check_best_of(n: int, best_of: int, stream: bool | None, info: EngineInfo, 
     if stream:
         message = "not supported with stream unless it equals n, because the best choices are known at the end"
         raise ApiError(400, f"best_of: {message}; omit stream", "best_of")
-    if info.max_num_seqs > 1 or info.plan.get("mode") == "smc":
-        message = "needs log-probabilities, which a server with --max-num-seqs above 1 or --mode smc does not compute"
-        raise unsupported("best_of", f"{message}; use n")
+    found = {"best_of", f"mode {info.plan.get('mode')}"} | ({"several requests"} if info.max_num_seqs > 1 else set())
+    try:
+        check_features(found)
+    except NotSupported as error:
+        raise ApiError(400, error.shown(flag_name), "best_of", "unsupported_parameter") from None
 
 
 def sampled_requests(request: GenerationRequest, count: int, seeded: bool) -> list[GenerationRequest]:
