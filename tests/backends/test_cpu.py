@@ -397,6 +397,7 @@ def test_speculation_changes_no_token_of_an_int4_model(dtype: torch.dtype, tempe
         assert [llm.generate(prompt, sampling).token_ids for prompt in prompts] == expected
 
 
+@pytest.mark.slow
 def test_threads_change_nothing() -> None:
     """Results do not depend on the number of threads, on a concurrent caller or on a fork, whose child starts with one
     thread."""

@@ -272,6 +272,7 @@ for name in request["names"]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "ended"),
     [(ECHO + ANSWER, None), (ECHO + "import os; os.abort()", "SIGABRT"), ("raise SystemExit(7)", "exit code 7"),

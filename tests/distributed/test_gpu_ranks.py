@@ -147,6 +147,7 @@ def test_a_graph_whose_capture_failed_is_not_kept(monkeypatch: pytest.MonkeyPatc
     assert capture._first is not None and [*gpus.graphs] == [capture._first] and kept
 
 
+@pytest.mark.slow
 def test_other_threads_set_the_device(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], text: list[int]
 ) -> None:

@@ -78,6 +78,7 @@ def test_attention_is_softmax_and_rows_depend_only_on_their_own_keys(folder: Pat
     run(build(folder, "attention_driver", arch=arch))
 
 
+@pytest.mark.slow
 def test_sampling_and_moves(sampling: str) -> None:
     run(sampling)
 
@@ -87,6 +88,7 @@ def test_sampling_by_one_block(lone_sampling: str) -> None:
     run(lone_sampling)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 def test_noise_is_bitwise_identical_to_the_hosts(sampling: str) -> None:
     """A GPU and a CPU draw the same tokens from the same logits."""
@@ -132,6 +134,7 @@ class ExpandedTree:
         self.nodes = [(int(token), int(parent), float(weight)) for token, parent, weight in nodes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("w", "k"), [(1, 1), (3, 2), (8, 8), (40, 3)])
 def test_a_tree_expands_as_on_the_host(tree: str, w: int, k: int) -> None:
     expansions, prefix, spread = 6, 13, 2**20
@@ -163,6 +166,7 @@ def test_a_tree_expands_as_on_the_host(tree: str, w: int, k: int) -> None:
         assert token in [child for child, _ in children(grown.nodes[parent][0], k, spread)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [1, 12])
 def test_of_equal_leaves_the_earlier_is_expanded_first(tree: str, spread: int) -> None:
     grown = ExpandedTree(tree, 5, 6, 4, 30, 0, spread)
@@ -175,6 +179,7 @@ def test_of_equal_leaves_the_earlier_is_expanded_first(tree: str, spread: int) -
         taken.update(order)
 
 
+@pytest.mark.slow
 def test_rows_without_a_leaf_are_padding(tree: str) -> None:
     first = ExpandedTree(tree, 1, 4, 2, 4, 9, 2**20).all_rows[0]
     assert first[0] == [0, ROOT_TOKEN, 9, 9, 0]

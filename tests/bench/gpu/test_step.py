@@ -44,6 +44,7 @@ def arguments(**changed: Any) -> Namespace:
     return Namespace(**usual | changed)
 
 
+@pytest.mark.slow
 def test_every_mode_decodes_with_the_roles_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """On shared models. On a CPU the streams of the overlapped mode do nothing, and the check for a GPU is left out."""
     create, loaded, roles = ModelPair.create, [], dict[str, tuple[str, str]]()
