@@ -122,10 +122,16 @@ REQUEST_FEATURES = {
     "log-probabilities": Feature("log-probabilities", "remove them", plural=True),
     "prompt log-probabilities": Feature("log-probabilities of the prompt", "remove prompt_logprobs", plural=True),
     "listed log-probabilities": Feature("logprob_token_ids", "remove them", plural=True),
-    "no log-probabilities": Feature("no logprobs", "set logprobs to 0", "without logprobs"),
+    "no log-probabilities": Feature("no logprobs", "set logprobs", "without logprobs"),
     "request shape": Feature("verify_batch and draft_steps of a request", "remove them", plural=True),
     "request draft": Feature("verify_batch above 1 and draft_steps of a request", "remove them", plural=True),
     "best_of": Feature("best_of, which ranks by log-probabilities,", "use n"),
+    "top log-probabilities": Feature("top_logprobs"),
+    "echoed log-probabilities": Feature("echo with logprobs"),
+    "population choices": Feature("n or best_of with smc"),
+    "truncation": Feature("truncate_prompt_tokens"),
+    "suffix": Feature("suffix", "omit suffix"),
+    "stream": Feature("stream", "omit stream"),
     "stop strings": Feature("stop strings", "remove them", plural=True),
     "no text": Feature("detokenize false", "set it to true"),
     "structured outputs": Feature("structured_outputs", plural=True),
@@ -169,6 +175,8 @@ SETTING_FEATURES = {  # the first four: given settings of a part of the engine (
     "profile": Feature("{plan}"),
     "adaptation": Feature("{adapt}"),
     "given shape": Feature("{draft_steps} and {verify_batch}", "remove them", plural=True),
+    "local target": Feature("{model}"),
+    "local draft": Feature("{draft_model}"),
     "shared GPUs": Feature("{share_gpus}"),
     "server": Feature("{port}", where="by a server"),
     "KV events": Feature("{kv_events_endpoint}"),
@@ -302,6 +310,7 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
     "draft head": {"hidden states": Conflict("which determines them")},
     "several ranks": {"target worker": Conflict(), "draft worker": Conflict()},
     "target worker": {
+        "local target": Conflict("which specifies the same model", "remove one of them"),
         "suffix lookup": Conflict(),
         "grafting": Conflict(),
         "draft head": Conflict("since it runs on the ranks of its target"),
@@ -309,6 +318,7 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "KV events": Conflict("whose worker has the prefix cache", "remove it"),
     },
     "draft worker": {
+        "local draft": Conflict("which specifies the same model", "remove one of them"),
         "suffix lookup": Conflict(),
         "grafting": Conflict(),
         "draft head": Conflict("since it runs on the ranks of its target"),
@@ -354,7 +364,13 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
     "guidance": {"prompt log-probabilities": Conflict()},
     "no text": {"stop strings": Conflict()},
     "structured outputs": {"grammar": Conflict(fix="remove one of them")},
-    "no log-probabilities": {"listed log-probabilities": Conflict()},
+    "no log-probabilities": {"listed log-probabilities": Conflict(), "top log-probabilities": Conflict()},
+    "suffix": {"truncation": Conflict(), "echoed log-probabilities": Conflict()},
+    "stream": {
+        "prompt log-probabilities": Conflict(fix="omit stream"),
+        "population choices": Conflict("since the texts are selected at the end", "omit stream"),
+        "best_of": Conflict("since the best choices are known at the end", "omit stream"),
+    },
 }
 
 

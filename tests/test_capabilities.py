@@ -97,6 +97,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grafting": {"graft_suffix": True},
     "target worker": {"target_url": "host:7070"},
     "draft worker": {"draft_url": "host:7070"},
+    "local target": {"model": "a"},
+    "local draft": {"draft_model": "a"},
     "several ranks": {},
     "one rank": {},
     "draft": {"draft_model": "a"},
@@ -116,6 +118,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # features of the machine, of models and of commands, which only the tests of their own modules have
 ELSEWHERE = {
     *MACHINE_FEATURES, *MODEL_FEATURES, *COMMAND_FEATURES, "best_of", "draft head", "hidden states", "overlap",
+    "stream", "suffix", "truncation", "population choices", "top log-probabilities", "echoed log-probabilities",
     "shared GPUs", "rounded activations", "exact activations", "int8 head", "float8 cache",
 }  # fmt: skip
 
@@ -181,7 +184,8 @@ def test_a_request_decodes_or_is_refused(pair: tuple[Path, Path], plain: LLMEngi
             assert llm.generate(PROMPT, request).token_ids == want, feature
         else:
             assert 0 < len(llm.generate(PROMPT, request).token_ids) <= TOKENS, feature
-    assert {*REQUESTS} | {*OF_TEXT, "best_of", "deep top-k"} == {*REQUEST_FEATURES}
+    of_http = {name for name in REQUEST_FEATURES if name in ELSEWHERE}
+    assert {*REQUESTS} | {*OF_TEXT, "deep top-k"} | of_http == {*REQUEST_FEATURES}
 
 
 KINDS: dict[str, tuple[Any, Any, torch.dtype]] = {

@@ -135,6 +135,8 @@ class Settings(SettingsFields):
             "several ranks": ranks > 1,
             "target worker": self.target_url is not None,
             "draft worker": self.draft_url is not None,
+            "local target": self.model is not None,
+            "local draft": self.draft_model is not None,
             "profile": self.plan not in ("auto", "none") and (self.mode is None or "mode" in given),
             "server": self.port is not None,
             "KV events": self.kv_events_endpoint is not None,

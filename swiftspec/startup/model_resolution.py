@@ -199,9 +199,6 @@ def _model_names(settings: Settings, built_in: BuiltInModels | None) -> tuple[st
 def check_worker_settings(settings: Settings, ranks: int) -> None:
     """Raises UserError if --target-url or --draft-url contradicts another setting or the number of ranks, or gRPC is
     not installed."""
-    for ours, url in (("model", "target_url"), ("draft_model", "draft_url")):
-        if getattr(settings, url) is not None and getattr(settings, ours) is not None:
-            raise UsageError(f"{flag_name(ours)} and {flag_name(url)} specify the same model; remove one of them")
     url = "target_url" if settings.target_url is not None else "draft_url"
     if getattr(settings, url) is None:
         return
