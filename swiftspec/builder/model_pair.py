@@ -38,7 +38,7 @@ from swiftspec.builder.load_options import (
     RankLayout,
     Side,
     TrialName,
-    check_quantization,
+    option_features,
     rank_device,
     resolve_cache_dtype,
     select_operators,
@@ -57,6 +57,7 @@ from swiftspec.builder.memory_estimate import (
 )
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile, VerdictRecord
+from swiftspec.capabilities import check_features
 from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP, BatchConfig, EngineConfig, PopulationConfig
 from swiftspec.control.measurement_file import M, MeasurementFile
 from swiftspec.control.row_times import PairTimes, RowTimes, measure_pair_times, measure_target_times
@@ -164,15 +165,13 @@ class ModelPair:
         share = options.get("share_device", False)
         device = rank_device(hardware.resolve_device(options.get("device", "auto")), ranks, share)
         set_current_device(device)
-        if plan.overlap_on_one_gpu and device.type != "cuda":
-            raise UserError(f"mode async on one rank requires a GPU, not {device}: start two ranks")
+        check_features(plan.features | option_features(options, device) | ({"draft head"} if draft_head else set()))
         ops, load = options.get("ops", "auto"), options.get("load", load_model)
         dtype = hardware.resolve_dtype(options.get("dtype"), config.dtype, ops, device)
         threads = hardware.thread_count(options.get("threads"), 1 if ranks is None else ranks.local_size)
         emulate, trace = options.get("emulate") or StepTimeEmulation(), options.get("trace")
         activations, head = options.get("activations", "auto"), options.get("head", "auto")
-        check_quantization(activations, head, ops, device)
-        stored = resolve_cache_dtype(options.get("kv_cache_dtype", "auto"), ops, device)
+        stored = resolve_cache_dtype(options.get("kv_cache_dtype", "auto"))
         prefix_cache = options.get("prefix_cache_memory", PREFIX_CACHE_MEMORY_MIB)
         require(prefix_cache >= 0, f"prefix_cache_memory must be at least 0 MiB, not {prefix_cache}")
         packed, ends = options.get("packed_cache"), end_tokens(Path(target))
@@ -657,7 +656,7 @@ def _ranks_of(side: Side, plan: EngineConfig) -> int:
 def _check_ranks(plan: EngineConfig, draft: str | Path | None, ranks: RankLayout | None) -> None:
     """Raises UserError if the mode requires a draft and there is none, or if the number of ranks is wrong."""
     if plan.has_draft_model and draft is None and not plan.draft_remote:
-        raise UserError(f"mode {plan.mode} requires a draft model: specify one, or use mode ar")
+        check_features(plan.features | {"no draft"})
     count = 1 if ranks is None else ranks.size
     if plan.num_ranks != count:
         split = f"mode {plan.mode} with target_tp {plan.target_tp} and draft_tp {plan.draft_tp}"
@@ -712,16 +711,8 @@ def _head_config(
     target."""
     if plan.mode == "ar" or draft is None or not (mtp or read_config(draft).spec.draft_head is not None):
         return None
-    why = None
-    if plan.mode != "serial":
-        why = f"mode {plan.mode}; use mode serial"
-    elif plan.max_num_seqs > 1:
-        why = "max_num_seqs above 1; remove it, or use a draft model"
-    elif plan.verify == "reject":
-        why = "verify reject; use verify match"
-    elif plan.target_remote or options.get("only") is not None:
-        why = "workers: it runs on the ranks of its target"
-    require(why is None, f"a draft head is not supported with {why}")
+    away = {"target worker"} if options.get("only") is not None else set()
+    check_features(plan.features | away | {"draft head"})
     return head_config(None if mtp else draft, target)
 
 
@@ -729,7 +720,6 @@ def _hidden_layers(config: ModelConfig, options: LoadOptions, head: ModelConfig 
     """Returns the layers of the target after which forwards keep the hidden states: those that the draft head reads, if
     there is one. Raises UserError if they are not ascending layers of the model."""
     if head is not None and head.spec.draft_head is not None:
-        require(not options.get("hidden_layers"), "hidden_layers are not supported with a draft head; remove them")
         return head.spec.draft_head.hidden_layers(len(config.spec.layers))
     layers, count = options.get("hidden_layers", ()), len(config.spec.layers)
     valid = isinstance(layers, list | tuple) and all(type(layer) is int and 0 <= layer < count for layer in layers)

@@ -22,7 +22,6 @@ from swiftspec.messages import RequestStart
 from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.guidance import Guidance
-from swiftspec.smc.limits import check_particle_sampling
 from tests.support.cases import fast_first
 from tests.support.roles import verifier_of
 from tests.support.tiny_checkpoints import make_pair
@@ -191,7 +190,7 @@ def test_invalid_scales_are_refused(scale: float) -> None:
 
 def test_guidance_of_a_population_is_refused() -> None:
     with pytest.raises(UserError, match="guidance is not supported in mode smc"):
-        check_particle_sampling(SamplingParams(guidance_scale=2.0))
+        EngineConfig("smc").check_request(SamplingParams(guidance_scale=2.0))
 
 
 def test_guidance_works_with_a_draft_group() -> None:

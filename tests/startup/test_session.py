@@ -93,8 +93,8 @@ def test_an_unusable_plan_is_not_reported_as_a_flag_error(folder: Path) -> None:
     """An asynchronous plan for one rank needs a GPU."""
     write(folder, "a.json", run("async", 1, 0, 50.0, d=4))
     log = Log()
-    assert plan(log).mode is None and "a.json is not used: mode async requires at least two ranks" in log.lines[0]
-    with pytest.raises(UserError, match=r"--plan .*a\.json cannot be used: mode async requires at least two ranks"):
+    assert plan(log).mode is None and "a.json is not used: one rank is not supported in mode async" in log.lines[0]
+    with pytest.raises(UserError, match=r"--plan .*a\.json cannot be used: one rank is not supported in mode async"):
         plan(Log(), plan=str(folder / "a.json"))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swiftspec.messages import Proposal
 from swiftspec.model.batch import HostBatch, Ints
-from swiftspec.runtime.executors import FEATURES, Accepted, ExecutorRequest, Features
+from swiftspec.runtime.executors import Accepted, ExecutorRequest
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree import mask as tree_mask
 from swiftspec.tree.tree import DraftTree
@@ -20,13 +20,10 @@ class EagerExecutor:
     """Eager executor of expansions and verifications. The host waits for the logits of each forward."""
 
     name = "eager"
-    SUPPORTED = frozenset(FEATURES)
+    columns: Sequence[str] = ()
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-
-    def supports(self, required: Features) -> bool:
-        return True
 
     def open(self, request: ExecutorRequest) -> None:
         self._request = request

@@ -20,7 +20,7 @@ from torch import Tensor
 from swiftspec.backends.reference import Scores
 from swiftspec.backends.reference.sampling import calibrated_scores
 from swiftspec.model.batch import Batch
-from swiftspec.runtime.executors import ExecutorRequest, Features
+from swiftspec.runtime.executors import ExecutorRequest
 from swiftspec.runtime.executors.graph import (
     CAPTURED_ROWS,
     BatchShape,
@@ -76,7 +76,7 @@ class GraphExpansionExecutor(GraphForwardExecutor):
     """Graph executor of expansions. The root has graphs of its own, because its batch contains the pending tokens."""
 
     name = "graph"
-    SUPPORTED: Features = frozenset({"greedy", "sampled", "logit bias"})
+    columns = ("graph of expansions",)
 
     def __init__(self, runner: Runner, graphs: GraphCache, tree: DeviceTreeLike) -> None:
         super().__init__(runner, graphs)

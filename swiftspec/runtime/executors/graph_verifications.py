@@ -26,7 +26,7 @@ from swiftspec.messages import Proposal
 from swiftspec.model.batch import Batch, HostBatch
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.async_copy import HostCopies
-from swiftspec.runtime.executors import Accepted, ExecutorRequest, Features
+from swiftspec.runtime.executors import Accepted, ExecutorRequest
 from swiftspec.runtime.executors.graph import (
     CAPTURED_ROWS,
     BatchKey,
@@ -53,11 +53,9 @@ class GraphVerificationExecutor(GraphForwardExecutor):
     """Graph executor of verifications: one CUDA graph and one wait of the host each."""
 
     name = "graph"
-    SUPPORTED: Features = frozenset(
-        {"greedy", "sampled", "logit bias", "filters", "penalties", "rejection", "hidden states"}
-    )
+    columns = ("graph of a verification",)
 
-    def __init__(self, runner: Runner, graphs: GraphCache, guided: bool = False) -> None:
+    def __init__(self, runner: Runner, graphs: GraphCache, guided: bool = True) -> None:
         super().__init__(runner, graphs, guided)
         # of the logits and the noise
         dtype = torch.float64 if runner.model.dtype == torch.float64 else torch.float32

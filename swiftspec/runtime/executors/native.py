@@ -18,7 +18,7 @@ from torch import Tensor
 from swiftspec.config import NativeRoundParams
 from swiftspec.messages import Proposal
 from swiftspec.model.packed_model import FusedModel, LayerCaches
-from swiftspec.runtime.executors import Accepted, ExecutorRequest, Features
+from swiftspec.runtime.executors import Accepted, ExecutorRequest
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.native_population import NativePopulation
 from swiftspec.runtime.executors.native_tree import NativeTree, NativeTreeHandle
@@ -95,18 +95,12 @@ class NativeExecutor(EagerExecutor):
     """Native executor of expansions and verifications. The draft tree must be a `NativeTree`."""
 
     name = "native"
-    SUPPORTED = frozenset({
-        "greedy", "sampled", "logit bias", "filters", "deep top-k", "penalties", "log-probabilities", "grammar",
-        "token rules", "guidance", "hidden states",
-    })  # fmt: skip
+    columns = ("native",)
 
     def __init__(self, runner: Runner, fused: NativeModel) -> None:
         super().__init__(runner)
         self._fused, self._group = fused, runner.model.group
         self._bound: Tensor | None = None  # the cache's keys, whose address `_rounds` holds
-
-    def supports(self, required: Features) -> bool:
-        return required <= self.SUPPORTED
 
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)

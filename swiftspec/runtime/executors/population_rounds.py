@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.runtime.async_copy import HostCopies
-from swiftspec.runtime.executors import FEATURES, Executor, Features
+from swiftspec.runtime.executors import Executor
 from swiftspec.runtime.executors.graph import ROUND_GRAPHS, GraphCache
 from swiftspec.tree.mask import MASK_WIDTHS
 
@@ -105,16 +105,14 @@ class PopulationExecutor(Executor, Protocol):
 
 
 class EagerPopulationExecutor:
-    """Eager executor of rounds of sequence groups: launches operator by operator; supports every request of a target
-    that keeps no hidden states, and every device."""
+    """Eager executor of rounds of sequence groups: launches operator by operator; supports every request and
+    device."""
 
     name = "eager"
+    columns: Sequence[str] = ()
 
     def __init__(self) -> None:
         self._copies = HostCopies()
-
-    def supports(self, required: Features) -> bool:
-        return "hidden states" not in required
 
     def window(self, slots: int) -> int:
         return -(-slots // EAGER_WINDOW_SLOTS) * EAGER_WINDOW_SLOTS
@@ -134,15 +132,12 @@ class GraphPopulationExecutor(EagerPopulationExecutor):
     between them. The time of each model cannot be measured, so `Runner.busy` does not include it."""
 
     name = "graph"
-    SUPPORTED: Features = frozenset(FEATURES) - {"guidance", "hidden states"}
+    columns = ("graph of a round",)
 
     def __init__(self, graphs: GraphCache) -> None:
         super().__init__()
         self.graphs = graphs
         self._key: Hashable = None
-
-    def supports(self, required: Features) -> bool:
-        return required <= self.SUPPORTED
 
     def window(self, slots: int) -> int:
         """See `PopulationExecutor.window`. Returns one of a few widths, because a graph is captured for each."""
