@@ -15,7 +15,7 @@ from swiftspec.errors import UserError
 from swiftspec.file_io import read_object
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 1 << 16
 
 

@@ -75,6 +75,20 @@ def check_attention(batch: Batch, heads: int, kv_heads: int, dim: int, capacity:
     assert torch.equal(ours.v.double(), exact.v), "the new values, in the other layer none"
 
 
+@pytest.mark.parametrize(("rows", "length"), [(1, 160), (9, 400)])
+def test_later_layers_load_before_the_wait(rows: int, length: int) -> None:
+    """In all layers but the first, units to which the forward does not append are loaded before RoPE and append have
+    ended. The results are bitwise those of a first layer. The only row of a batch sees its own key in a full unit."""
+    heads, kv_heads, dim = 4, 2, 64
+    batch, turns = window_batch(rows, length, 32, 3, causal=True), tables(dim, length, BF16)
+    qkv = random(2, rows, (heads + 2 * kv_heads) * dim, seed=4)
+    cache, other = Cache(1, kv_heads, length, dim), Cache(1, kv_heads, length, dim)
+    plan = cuda.prepare(batch, cache, *turns, heads)
+    later = [cuda.tree_attention(qkv[layer], plan, layer) for layer in range(2)][1]
+    assert torch.equal(later, cuda.tree_attention(qkv[1], cuda.prepare(batch, other, *turns, heads), 1))
+    assert torch.equal(cache.k[1], other.k[1]) and torch.equal(cache.v[1], other.v[1])
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
 def test_query_and_key_heads_are_normalised_before_rope(heads: int, kv_heads: int, dim: int) -> None:
     batch, ours = window_batch(9, 130, 64, 1), Cache(1, kv_heads, 135, dim)
@@ -297,6 +311,10 @@ def test_candidates_at_the_edges() -> None:
     assert cuda.children(scores.double(), 20, 4)[1].dtype == F64, "other types take the reference"
     assert cuda.draw(scores[:0], 20).shape == (0,)
     assert cuda.draw(scores, 20).tolist() == [-1, -1], "nothing to draw"
+    crowded = torch.full((1, 40_000), -1.0, device=DEVICE)
+    crowded[0, 31:9000:32] = torch.arange(281, device=DEVICE) % 5.0  # a warp's best, and more, in one lane
+    ranked = crowded.sort(descending=True, stable=True).indices
+    assert torch.equal(cuda.log_top_k(crowded, 30)[0], ranked[:, :30]), "more candidates than lanes"
     logits = torch.zeros(3, 3000, device=DEVICE)
     logits[0, 2999], logits[1, 1234] = torch.nan, torch.inf
     assert cuda.draw(logits, 3000).tolist() == [-1, -1, 0], "not finite somewhere"

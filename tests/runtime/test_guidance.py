@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from bench.heldout import DEMO, read_prompts
 from bench.peers import load_transformers
+from swiftspec.cache import kv
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.transport.codec import pack_message, unpack_request_start
 from swiftspec.errors import UserError
@@ -167,15 +168,15 @@ def test_the_context_limits_the_longer_text(pair: Pair) -> None:
 def test_a_failed_allocation_for_the_negative_prompt_ends_one_request(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm, zeros = LLMEngine(pair[0], dtype=torch.float64), torch.zeros
+    llm, zeros = LLMEngine(pair[0], dtype=torch.float64), kv._zeros
 
-    def scarce(shape: Any, *more: int, **kind: Any) -> torch.Tensor:
-        if isinstance(shape, tuple) and shape[1] == 2:
-            raise RuntimeError("can't allocate memory")
-        return zeros(shape, *more, **kind)
+    def scarce(shape: tuple[int, ...], *kind: Any) -> torch.Tensor:
+        if shape[1] == 2:
+            raise MemoryError
+        return zeros(shape, *kind)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", scarce)
+        patch.setattr(kv, "_zeros", scarce)
         with pytest.raises(UserError, match="not enough memory for this request"):
             llm.generate(PROMPT, guided(2.0))
         assert len(llm.generate(PROMPT, guided(1.0)).token_ids) == 40

@@ -88,6 +88,7 @@ def questions(output: Path, gpu: str) -> list[Step]:
         measured("chain, nothing early", (*chain, "--no-leave-out"), 35, environment=NOTHING_EARLY),
         measured("stalls", module("bench.gpu.stalls"), 40),
         measured("constants", module("bench.gpu.constants"), 30, keep=output / f"{gpu}-constants.json"),
+        measured("tilings", module("bench.gpu.tilings", "--models", MODELS), 60),
         measured("projections", projections, 40, keep=output / f"{gpu}-kernels.json"),
         measured(f"decode {SMALL_PAIR}, 32000 tokens", (*step, SMALL_PAIR, *long), 45),
         measured("projections, many rows", (*ours, "--only", "Llama-3-70B TP1 ", "--rows", "32,64,128,256"), 30),

@@ -8,8 +8,10 @@ long prefill chunks, which large_m.py computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +32,23 @@ MAX_GATHER_LAUNCHES = 64  # per gathered message; longer ones use a library; an 
 INT4_GROUP_SIZES = (32, 64, 128)  # inputs per int4 group that the tiles support
 
 
+class ProjectionTiling(NamedTuple):
+    """How a kernel splits a projection over a GPU: a row of `_C.cuda_tilings`. All tilings of a matrix read the same
+    tiles, and those with equal `cluster` and `warps` add in the same order, so that their results are bitwise
+    identical."""
+
+    variant: str  # the kernel for up to 8 rows: "ring" or "direct" (csrc/cuda/linear/tiling.h)
+    cluster: int  # CTAs that split the inputs
+    warps: int  # that compute a strip of outputs together
+    strips: int  # of a block at a time
+    blocks_per_sm: int
+
+
+def shape_name(inputs: int, outputs: int, group: int) -> str:
+    """Returns the name of a matrix's shape, under which its tiling is kept."""
+    return f"{inputs} x {outputs} {f'int4/{group}' if group else 'bf16'}"
+
+
 @dataclass(frozen=True, slots=True)
 class CudaLinear:
     """The packed weights of a projection. The tensors are the memory that the native object reads."""
@@ -41,10 +60,23 @@ class CudaLinear:
     bias: Tensor | None  # [outputs] float32
     group: int  # inputs per scale of int4 weights; 0 for bfloat16 weights
 
+    @property
+    def shape_name(self) -> str:
+        return shape_name(self.inputs, self.outputs, self.group)
 
-def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> CudaLinear:
+
+NO_TILINGS: Mapping[str, ProjectionTiling] = MappingProxyType({})
+
+
+def pack(
+    weight: Weight,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    tilings: Mapping[str, ProjectionTiling] = NO_TILINGS,
+) -> CudaLinear:
     """Packs a matrix [outputs, inputs] of a checkpoint into tiles on `device`; returns after the device has finished.
 
+    `tilings`: by `shape_name`, other tilings than the default ones; those that the device does not have are ignored.
     int4 groups whose size is not 32, 64 or 128 are split into groups of such a size; if that is impossible, the matrix
     is dequantised, as is one whose inputs are permuted. Raises UserError if the CUDA operators cannot run on `device`
     or do not support the matrix.
@@ -62,8 +94,23 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Cuda
         bias = None if weight.bias is None else weight.bias.to(device, torch.float32).contiguous()
         # a projection loads its weights before it waits for preceding kernels, so packing must have finished
         torch.cuda.current_stream().synchronize()
-        native = _C.CudaWeights(tiles, bias, inputs, outputs, group)
+        row = tilings.get(shape_name(inputs, outputs, group))
+        native = _C.CudaWeights(tiles, bias, inputs, outputs, group, row)
     return CudaLinear(native, inputs, outputs, tiles, bias, group)
+
+
+def tilings_of(packed: CudaLinear, each: int) -> list[ProjectionTiling]:
+    """Returns the default tiling of a projection on the current GPU, then up to `each` others of each variant, by
+    estimated time."""
+    rows = _C.cuda_tilings(packed.inputs, packed.outputs, packed.group, each)
+    return [ProjectionTiling(*row) for row in rows]
+
+
+def with_tiling(packed: CudaLinear, tiling: ProjectionTiling, tiles: Tensor | None = None) -> CudaLinear:
+    """Returns the projection with another tiling. `tiles`: a copy of its tiles to read instead."""
+    memory = packed.tiles if tiles is None else tiles
+    native = _C.CudaWeights(memory, packed.bias, packed.inputs, packed.outputs, packed.group, tiling)
+    return replace(packed, native=native, tiles=memory)
 
 
 def int4_group_size(weight: Weight) -> int:
@@ -87,8 +134,9 @@ def mask_outputs(packed: CudaLinear, outputs: Sequence[int], device: torch.devic
         use_current_device()
         bias[list(outputs)] = -torch.inf
         torch.cuda.current_stream().synchronize()  # a projection may load its bias before it waits for other kernels
-        native = _C.CudaWeights(packed.tiles, bias, packed.inputs, packed.outputs, packed.group)
-    return CudaLinear(native, packed.inputs, packed.outputs, packed.tiles, bias, packed.group)
+        row = packed.native.row
+        native = _C.CudaWeights(packed.tiles, bias, packed.inputs, packed.outputs, packed.group, row)
+    return replace(packed, native=native, bias=bias)
 
 
 def _int4_tiles(weight: Int4Source, group: int, device: torch.device) -> tuple[Tensor, int, int]:

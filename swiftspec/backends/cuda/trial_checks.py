@@ -269,6 +269,14 @@ def norm_weight(count: int, at: TrialDevice) -> Tensor:
     return torch.rand(count, generator=at.dice(2), device=at.device).add_(0.5).to(BF16)
 
 
+def product(shape: ProjectionShape, ops: Any, norm: Any, packed: Any, x: Tensor, residual: Tensor) -> Tensor:
+    """Returns the result of a projection as a model calls it."""
+    if shape.op in ("o", "down"):
+        return ops.linear_residual(x, packed, residual)
+    function = {"qkv": ops.norm_linear, "gate_up": ops.norm_swiglu, "head": ops.norm_head}[shape.op]
+    return function(x, norm, packed)
+
+
 def check_projection(shape: ProjectionShape, ops: Any, at: TrialDevice) -> str | None:
     """A projection with its norm, residual or activation, for each number of rows."""
     weight, gains = random_weight(shape, at), norm_weight(shape.inputs, at)
@@ -290,13 +298,7 @@ def check_projection(shape: ProjectionShape, ops: Any, at: TrialDevice) -> str |
     def run(rows: int) -> Tensor:
         few = x[:rows]
         with prefill_chunk() if rows in CHUNK_ROWS else nullcontext():
-            return product(few, residual[:rows])
-
-    def product(few: Tensor, added: Tensor) -> Tensor:
-        if shape.op in ("o", "down"):
-            return ops.linear_residual(few, packed, added)
-        function = {"qkv": ops.norm_linear, "gate_up": ops.norm_swiglu, "head": ops.norm_head}[shape.op]
-        return function(few, norm, packed)
+            return product(shape, ops, norm, packed, few, residual[:rows])
 
     def compare() -> Iterator[str | None]:
         for rows in (*ROWS, *CHUNK_ROWS):

@@ -14,12 +14,12 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Flaky
 
-from tests.support.fuzz import Target, attempt, files, messages, requests, services
+from tests.support.fuzz import Target, attempt, files, http, hub, messages, requests, services
 
 HANGS = 120.0  # seconds: a run that lasts longer ends the command, with a traceback of all threads
 TURN = 40  # examples of a target at a time, for cost 1
 CHECKS: list[HealthCheck] = list(HealthCheck)  # pyright: ignore[reportAssignmentType]
-TARGETS = (*files.TARGETS, *messages.TARGETS, *requests.TARGETS, *services.TARGETS)
+TARGETS = (*files.TARGETS, *messages.TARGETS, *requests.TARGETS, *services.TARGETS, *http.TARGETS, *hub.TARGETS)
 
 
 def one_turn(target: Target, number: int, count: Counter[str]) -> str | None:
