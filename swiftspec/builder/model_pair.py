@@ -371,7 +371,7 @@ class ModelPair:
         failed = next((each for each in (error, error.__cause__) if each and is_device_error(each)), None)
         if self.verdict_record is not None and failed is not None:
             grouped = max(_ranks_of(side, plan) for side in self._sides(plan)) > 1
-            self.verdict_record.lower(failed, f"the GPU failed at run time: {one_line(failed)}", grouped=grouped)
+            self.verdict_record.lower(error, f"the GPU failed at run time: {one_line(failed)}", grouped=grouped)
 
     @contextmanager
     def device_errors_recorded(self, plan: EngineConfig) -> Iterator[None]:
