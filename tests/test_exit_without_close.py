@@ -17,7 +17,7 @@ from tests.support.toy_pair import make_pair
 
 ENDINGS = {"end": 0, "exit": 3, "error": 1, "interrupt": -2, "immediate": 4}  # exit codes
 PROCESSES = 50
-PROGRAM = '''
+PROGRAM = """
 import asyncio, os, signal, sys, threading, time
 from pathlib import Path
 import torch
@@ -80,7 +80,7 @@ for case in sys.argv[3:]:
         end(how)
         break
     print(case, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-'''
+"""
 
 
 @pytest.mark.slow
