@@ -50,6 +50,7 @@ def test_the_text_equals_plain_decoding(sampling: SamplingParams) -> None:
     assert answers[1].stats.tokens / answers[1].stats.rounds > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 def test_the_text_of_random_models_equals_plain_decoding(tmp_path: Path, family: str) -> None:
     target, draft = make_pair(tmp_path, family=family)

@@ -90,6 +90,7 @@ def test_the_biased_verifier_is_detected_and_the_exact_one_passes(pair: list[str
     assert not trial.compare_samples(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
 
 
+@pytest.mark.slow
 def test_the_command(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*pair, "--raw", "--temperature", "0.7", "--top-k", "4", "--samples", "40", "--greedy-tokens", "20"]
     assert main(flags) == 0
@@ -105,6 +106,7 @@ def test_synthetic_acceptance_is_refused(pair: list[str], capsys: pytest.Capture
     assert "--synthetic-acceptance-length is not supported here, since its output is" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_guided_requests_are_guided_by_the_negative_prompt(
     pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ WIDE = EngineConfig("serial", verify_batch=24)  # accepts tokens of a random hea
 Pair = tuple[Path, Path | str]
 
 
-@pytest.fixture(scope="module", params=fast_first(["eagle3", "qwen3_5_text", "qwen3_next"], 2))
+@pytest.fixture(scope="module", params=fast_first(["eagle3", "qwen3_5_text", "qwen3_next"], 1))
 def pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Pair:
     folder = tmp_path_factory.mktemp("pair")
     return make_head_pair(folder, request.param)

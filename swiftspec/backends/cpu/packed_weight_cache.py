@@ -226,7 +226,7 @@ def _tensor(unit: PackedUnit, name: str, shape: tuple[int, ...] | None = None) -
 def _layer_of(unit: PackedUnit, hidden: int) -> LayerWeights:
     """Returns the weights of a layer. `hidden`: size of the hidden state."""
     shapes: dict[str, tuple[int, ...] | None] = dict.fromkeys((*NORMS, "per_layer_norm"), (hidden,))
-    shapes |= dict.fromkeys((*OPTIONAL_WEIGHTS, "sinks"))
+    shapes |= dict.fromkeys((*OPTIONAL_WEIGHTS, "sinks", "correction"))
     fields: dict[str, Any] = {
         name: _tensor(unit, name, shape) if name in unit.tensors else None for name, shape in shapes.items()
     }
@@ -249,6 +249,7 @@ def _unit_of(layer: PackedLayer, attention: PackedAttention) -> PackedUnit:
     if isinstance(layer.mlp, PackedMixture):
         shared = layer.mlp.shared
         matrices["router"] = layer.mlp.router
+        norms |= {} if layer.mlp.correction is None else {"correction": layer.mlp.correction}
         matrices |= {} if shared is None else {"shared_gate_up": shared.gate_up, "shared_down": shared.down}
     if layer.per_layer is not None:
         norms["per_layer_norm"] = layer.per_layer.norm.weight

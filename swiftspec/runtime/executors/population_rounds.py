@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.runtime.async_copy import AsyncCopy
+from swiftspec.runtime.async_copy import HostCopies
 from swiftspec.runtime.executors import FEATURES, Executor, Features
 from swiftspec.runtime.executors.graph import ROUND_GRAPHS, GraphCache
 from swiftspec.tree.mask import MASK_WIDTHS
@@ -110,6 +110,9 @@ class EagerPopulationExecutor:
 
     name = "eager"
 
+    def __init__(self) -> None:
+        self._copies = HostCopies()
+
     def supports(self, required: Features) -> bool:
         return "hidden states" not in required
 
@@ -120,7 +123,7 @@ class EagerPopulationExecutor:
         return live
 
     def round(self, program: RoundProgram, width: int, groups: int) -> RoundResult:
-        return AsyncCopy(program(width, groups))
+        return self._copies.start(program(width, groups))
 
     def compact(self, program: RoundProgram, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
         program.compact(group, path, keep)
@@ -134,6 +137,7 @@ class GraphPopulationExecutor(EagerPopulationExecutor):
     SUPPORTED: Features = frozenset(FEATURES) - {"guidance", "hidden states"}
 
     def __init__(self, graphs: GraphCache) -> None:
+        super().__init__()
         self.graphs = graphs
         self._key: Hashable = None
 
@@ -157,4 +161,4 @@ class GraphPopulationExecutor(EagerPopulationExecutor):
             self.graphs.evict(ROUND_GRAPHS)  # the tensors that its graphs hold no longer exist
             self._key = program.key
         key = width, groups, program.buckets(width)
-        return AsyncCopy(self.graphs.run(ROUND_GRAPHS, key, partial(program, width, groups), program.state))
+        return self._copies.start(self.graphs.run(ROUND_GRAPHS, key, partial(program, width, groups), program.state))
