@@ -9,6 +9,7 @@ from typing import Any, Literal
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.settings_schema import require
 
+BILLING_HEADER = "x-anthropic-billing-header:"
 SystemMessages = Literal["any", "first", "none"]
 USER, ANSWER, SYSTEM, LATER_SYSTEM = "zquser", "zqanswer", "zqsystem", "zqlater"  # texts that no template contains
 
@@ -29,10 +30,15 @@ def template_message(
     one that only calls tools.
 
     `role`: "developer" becomes "system", which templates know.
+    `content`: without the line that Claude Code puts in front of a system prompt. A hash in it changes with every
+        request, so that no prompt would share a prefix with another.
     `tool_calls`: results of `template_tool_call`.
     `fields`: other fields, such as `tool_call_id`; those that are None are left out.
     """
-    message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
+    role = "system" if role == "developer" else role
+    if role == "system" and content.startswith(BILLING_HEADER):
+        content = content.partition("\n")[2].lstrip("\n")
+    message: dict[str, Any] = {"role": role, "content": content}
     calls = list(tool_calls)
     if calls:
         message["tool_calls"] = calls

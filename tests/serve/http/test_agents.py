@@ -268,19 +268,6 @@ def test_claude_code(player: Player, client: TestClient) -> None:
     assert refused.status_code == 400 and "'image' are not supported; use text" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("role", ["system", "developer"])
-def test_the_line_of_claude_code_is_dropped_in_every_endpoint(player: Player, client: TestClient, role: str) -> None:
-    line = "x-anthropic-billing-header: cc_version=2.1; cch=aaa;"
-    parts = [{"type": "text", "text": line}, {"type": "text", "text": "You code."}]
-    user = {"role": "user", "content": "hi"}
-    post(client, CHAT, {"messages": [{"role": role, "content": parts}, user]})
-    assert prompt(player).startswith("[system]You code.[end][user]hi")
-    post(client, RESPONSES, {"instructions": f"{line}\nYou code.", "input": "hi"})
-    assert prompt(player).startswith("[system]You code.[end][user]hi")
-    post(client, CHAT, {"messages": [{"role": role, "content": line}, user]})
-    assert prompt(player).startswith("[user]hi")
-
-
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_the_words_by_which_clients_know_that_a_prompt_is_too_long(
     player: Player, client: TestClient, path: str
@@ -324,6 +311,8 @@ def test_what_other_clients_send(player: Player, client: TestClient) -> None:
     post(client, RESPONSES, {"input": "a", "tools": offered, "tool_choice": allowed, "max_tool_calls": 3})
     assert prompt(player).startswith("[tools]g [user]") and "grammar" in player.requests[-1].sampling
     post(client, MESSAGES, {**hello, "max_tokens": 5, "tool_choice": {"type": "any"}})
+    post(client, CHAT, {**hello, "tool_choice": "required"})
+    post(client, RESPONSES, {"input": "a", "tools": [], "tool_choice": "required"})
     post(client, CHAT, {**hello, "thinking": {"type": "disabled"}, "reasoning": {"effort": "low"}})
     text = {"temperature": "0.7", "max_tokens": "5", "stream": "false", "top_k": 4.0, "logit_bias": {"3": "1"}}
     post(client, CHAT, {**hello, **text})
@@ -345,21 +334,14 @@ def test_what_other_clients_send(player: Player, client: TestClient) -> None:
     post(client, CHAT, {**hello, "response_format": form})
     form["json_schema"]["strict"] = True  # type: ignore[index]
     assert client.post(CHAT, json={**hello, "response_format": form}).status_code == 400
-    search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
-    found = [
-        search,
+    searched = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
         {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
         {"type": "text", "text": "b"},
     ]
-    post(
-        client,
-        MESSAGES,
-        {
-            "max_tokens": 5,
-            "messages": [*hello["messages"], {"role": "assistant", "content": found}, *hello["messages"]],
-        },
-    )
+    turns = [*hello["messages"], {"role": "assistant", "content": searched}, *hello["messages"]]
+    post(client, MESSAGES, {"max_tokens": 5, "messages": turns})
     assert "[assistant]b[end]" in prompt(player)
-    for path in ("/health", "/v1/models", "/v1/models/toy"):
+    for path in ("/health", "/live", "/ready", "/version", "/v1/models", "/v1/models/toy"):
         assert client.head(path).status_code == 200
     assert client.get("/v1/models/").json()["object"] == "list"

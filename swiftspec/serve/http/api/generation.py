@@ -21,7 +21,7 @@ from swiftspec.serve.http.api.token_fields import bad_word_ids, prompt_truncatio
 from swiftspec.serve.http.app_context import AppContext
 from swiftspec.serve.http.engine_link.engine_client import EngineClient, EngineRequest
 from swiftspec.serve.http.errors import ApiError, to_api_error
-from swiftspec.serve.http.format.conversation import Conversation, template_message, without_billing_header
+from swiftspec.serve.http.format.conversation import Conversation, template_message
 from swiftspec.serve.http.format.generation_output import GenerationRequest, OutputDelta
 from swiftspec.serve.http.format.harmony import harmony_messages, harmony_tools
 from swiftspec.serve.http.format.template_format import (
@@ -112,7 +112,7 @@ async def encode_conversation(
     tools = conversation.tools if conversation.tools and conversation.tool_choice != "none" else None
     try:
         format = await template_format(context, tools)
-        messages = without_billing_header(conversation.messages)
+        messages = conversation.messages
         if format.write_calls is not None:
             messages = with_written_calls(messages, format.write_calls)
         if harmony_markers(codec, codec.template_source(tools)):

@@ -184,10 +184,8 @@ def _tool_result_text(content: Any, field_path: str) -> str:
 
 def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
     """Converts the messages to the form that chat templates take. Raises ApiError on content that is not text."""
-    template_messages: TemplateMessages = []
-    system = blocks_text(body.system, "system")
-    if system:
-        template_messages.append(template_message("system", system))
+    system = template_message("system", blocks_text(body.system, "system"))
+    template_messages: TemplateMessages = [system] if system["content"] else []
     for index, message in enumerate(body.messages):
         field_path = f"messages.{index}.content"
         if isinstance(message.content, str):

@@ -18,7 +18,6 @@ RESERVED_VARIABLES = frozenset({
     "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "return_assistant_tokens_mask",
 })  # fmt: skip
-BILLING_HEADER = "x-anthropic-billing-header:"
 FUNCTION = "function"
 CUSTOM_INPUT = "input"  # parameter of a custom tool, whose input is a text
 MAX_VARIABLES_CHARS = 16 << 10  # length of all template variables as JSON
@@ -196,19 +195,6 @@ def content_text(content: str | Sequence[ContentPart] | None, param: str, *, is_
             text = omitted_part(part.type)
         texts.append(text)
     return "\n".join(texts)
-
-
-def without_billing_header(messages: TemplateMessages) -> TemplateMessages:
-    """Returns messages without the line that Claude Code puts in front of its system prompt. A hash in it changes with
-    every request, so that no prompt would share a prefix with another."""
-    found: TemplateMessages = []
-    for message in messages:
-        if message["role"] == "system" and message["content"].startswith(BILLING_HEADER):
-            rest = message["content"].partition("\n")[2].lstrip("\n")
-            found += [{**message, "content": rest}] if rest else []
-        else:
-            found.append(message)
-    return found
 
 
 def parse_arguments(text: str | JsonObject | None) -> dict[str, Any]:
