@@ -282,7 +282,7 @@ def with_previous_items(body: ResponsesRequest, items: list[dict[str, Any]]) -> 
     if not items:
         return body
     responses_to_template_messages(body)  # here an error has the index of the item in the request
-    new_items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    new_items = [Item.model_validate({"role": "user", "content": body.input})] if isinstance(body.input, str) else body.input
     return body.model_copy(update={"input": [*map(Item.model_validate, items), *new_items]})
 
 
