@@ -259,12 +259,11 @@ class EngineConfig:
         device of the models in this process, such as "cuda".
 
         The device of a remote draft is unknown, so it gets the default w of a CPU, which every worker accepts. Forwards
-        are timed where one process runs both models alternately on a CPU, and the timing has a use. On a GPU they run
-        in graphs, which are captured for the configured bs.
+        are timed where one process runs both models alternately, and the timing has a use.
         """
         remote = self.draft_remote or self.target_remote
         alone = self.mode == "serial" and self.num_ranks == 1 and not remote
-        timed = device == "cpu" and alone and self.verify == "match" and self.is_adaptive
+        timed = alone and self.verify == "match" and self.is_adaptive
         wide = device == "cuda" and not self.draft_remote
         leaves = GPU_DRAFT_LEAVES if wide else DEFAULT_DRAFT_LEAVES
         return replace(self, draft_leaves=self.draft_leaves or leaves, time_rows=timed)

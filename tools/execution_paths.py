@@ -60,7 +60,7 @@ class Machine:
 
     def deps(self) -> available.ExecutorDeps:
         """Returns stand-ins for the components that executors are built from."""
-        tree = SimpleNamespace(rows=SimpleNamespace(tokens=()))
+        tree = SimpleNamespace(rows=SimpleNamespace(tokens=()), host_tree=lambda arrays: None)
         ops: Any = SimpleNamespace(
             device_tree=lambda *shape: tree if self.tree else None,
             capture_bucket=lambda max_kv_len: None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, get_args
@@ -10,7 +10,8 @@ from typing import Any, Literal, Protocol, TypedDict, get_args
 import torch
 
 from swiftspec.backends import cpu, cuda, reference, unfused
-from swiftspec.backends.families import Family, compose
+from swiftspec.backends.families import compose, with_tilings
+from swiftspec.builder.gpu_trial import GpuVerdict
 from swiftspec.capabilities import Features, features_in
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.distributed.transport.grpc.endpoint import RpcSecurity
@@ -31,6 +32,7 @@ CacheName = Literal["auto", "fp8"]
 TrialName = Literal["auto", "off", "again"]
 Side = Literal["target", "draft"]
 HeadName = Literal["auto", "int8", "int4", "native"]
+NO_FALLBACKS = GpuVerdict()
 
 
 class RankLayout(Protocol):
@@ -127,19 +129,26 @@ class LoadModel(Protocol):
 
 
 def select_operators(
-    name: OpsName, spec: ModelSpec, dtype: torch.dtype, device: torch.device, on_library: Collection[Family] = ()
+    name: OpsName, spec: ModelSpec, dtype: torch.dtype, device: torch.device, verdict: GpuVerdict = NO_FALLBACKS
 ) -> Any:
-    """Returns the operators that a model runs on: a module, or one composed of the CUDA operators and of torch's own
-    for the families `on_library`. Raises UserError if the CUDA operators are requested and cannot run the model."""
+    """Returns the operators that a model runs on: a module, or the CUDA operators as the verdict of a GPU trial changes
+    them. Raises UserError if the CUDA operators are requested and cannot run the model."""
     if name == "cuda":
         cuda.check_supported(spec, dtype, device)
-        return compose(cuda, unfused, on_library)
+        return cuda_operators(verdict)
     if name == "auto":
-        native, library = (cuda, unfused) if device.type == "cuda" else (cpu, reference)
+        on_gpu = device.type == "cuda"
         if why_not_native(spec, dtype, device) is not None:
-            return library
-        return compose(native, library, on_library) if native is cuda else native
+            return unfused if on_gpu else reference
+        return cuda_operators(verdict) if on_gpu else cpu
     return unfused if name == "unfused" else reference
+
+
+def cuda_operators(verdict: GpuVerdict) -> Any:
+    """Returns the CUDA operators, with torch's own for the families that fall back and with the tilings of the
+    verdict."""
+    ops = compose(cuda, unfused, verdict.on_library)
+    return ops if "projections" in verdict.on_library else with_tilings(ops, verdict.tilings)
 
 
 def why_not_native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:

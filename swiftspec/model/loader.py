@@ -107,6 +107,8 @@ def load_model(
         cache_dtype=cache_dtype, hidden_layers=hidden_layers,
         stream_dtype=torch.float32 if kind == torch.bfloat16 and has_float32_stream(ops) else kind,
     )  # fmt: skip
+    if names.mtp_layer:
+        tensors.skip(f"{names.layer(len(spec.layers))}.")
     tensors.check_all_taken(names.text_prefixes)
     if entry is not None:
         entry.store(model.stack)
@@ -150,7 +152,7 @@ def _scale_for_float8(path: str | Path, spec: ModelSpec, weights: ModelWeights, 
     if shard is not None:
         counts = [(part.num_heads, part.kv_heads) for part in shard.layers]
     layers = [
-        partial(Fp8KVScale(*heads, mixer.head_dim, mixer.rope.attention_factor).of_layer, read)
+        partial(Fp8KVScale(*heads, mixer.head_dim, max(1.0, mixer.rope.attention_factor)).of_layer, read)
         for heads, mixer, read in zip(counts, mixers, weights.layers, strict=True)
     ]
     return replace(weights, layers=layers)

@@ -60,7 +60,7 @@ class CommandSettings:
     share_gpus: bool = setting(False, "Allow several ranks to use one GPU.", MODELS)
     max_model_len: int | None = setting(
         None, "Context length in tokens: prompt and answer together.", MODELS, "N",
-        "that of the target, or with one rank on a GPU the longest that its memory allows",
+        "that of the target, or with one rank the longest that the memory of the GPU, or of the machine, allows",
         profile=True,
     )  # fmt: skip
     prefix_cache_memory: int = setting(

@@ -115,9 +115,7 @@ class Settings(SettingsFields):
         except UserError as error:
             raise UsageError(str(error)) from None
 
-    def features(
-        self, mode: str | None, *, has_draft: bool = True, ranks: int = 1, device: str = ""
-    ) -> dict[str, str]:
+    def features(self, mode: str | None, *, has_draft: bool = True, ranks: int = 1, device: str = "") -> dict[str, str]:
         """Returns the features of the capability table (capabilities.py) that these settings have in a mode; None: not
         known yet. The values are the names of settings where a feature stands for several of them, otherwise empty.
         `device`: type of the device, if it is known."""

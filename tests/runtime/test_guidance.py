@@ -3,6 +3,8 @@ off."""
 
 from __future__ import annotations
 
+import errno
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -166,15 +168,16 @@ def test_the_context_limits_the_longer_text(pair: Pair) -> None:
 def test_a_failed_allocation_for_the_negative_prompt_ends_one_request(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm, zeros = LLMEngine(pair[0], dtype=torch.float64), torch.zeros
+    llm, pages = LLMEngine(pair[0], dtype=torch.float64), mmap.mmap
+    one = verifier_of(llm).runner.cache.kv.k.nbytes
 
-    def scarce(shape: Any, *more: int, **kind: Any) -> torch.Tensor:
-        if isinstance(shape, tuple) and shape[1] == 2:
-            raise RuntimeError("can't allocate memory")
-        return zeros(shape, *more, **kind)
+    def scarce(file: int, size: int, **kind: int) -> mmap.mmap:
+        if size > one:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return pages(file, size, **kind)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", scarce)
+        patch.setattr(mmap, "mmap", scarce)
         with pytest.raises(UserError, match="not enough memory for this request"):
             llm.generate(PROMPT, guided(2.0))
         assert len(llm.generate(PROMPT, guided(1.0)).token_ids) == 40

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,11 +93,6 @@ class TreeExecutor(Executor, Protocol):
 
     def settle(self, path: Sequence[int]) -> None:
         """Commits the accepted path's KV to the prefix, unless `verify` has already done so."""
-
-    def fast_reply(self, tree: DraftTree, *where: Any) -> Any:
-        """Returns a native object that answers the next result without Python, or None if the executor has none.
-        `where`: request number, position of the root, bs, w, d, and `lookahead_drafter.EXPANSION_YIELD`, or 0 to ignore
-        whether another expansion pays."""
 
 
 T = TypeVar("T", bound=Executor)

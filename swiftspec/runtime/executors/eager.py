@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -99,9 +98,6 @@ class EagerExecutor:
 
     def settle(self, path: Sequence[int]) -> None:
         self.runner.cache.commit(path)
-
-    def fast_reply(self, tree: DraftTree, *where: Any) -> Any:
-        return None
 
     def forward(self, batch: HostBatch) -> Tensor:
         """Runs a forward and returns its logits [rows, vocab]."""

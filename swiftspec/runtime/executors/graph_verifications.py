@@ -25,7 +25,7 @@ from torch import Tensor
 from swiftspec.messages import Proposal
 from swiftspec.model.batch import Batch, HostBatch
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.async_copy import AsyncCopy
+from swiftspec.runtime.async_copy import HostCopies
 from swiftspec.runtime.executors import Accepted, ExecutorRequest
 from swiftspec.runtime.executors.graph import (
     CAPTURED_ROWS,
@@ -60,6 +60,7 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         # of the logits and the noise
         dtype = torch.float64 if runner.model.dtype == torch.float64 else torch.float32
         self._noise = StaticNoiseBuffer(runner.vocab, dtype, runner.model.device)
+        self._copies = HostCopies()
         self._samplers: dict[bool, GraphSampler] = {}  # by whether it applies penalties and filters
 
     def open(self, request: ExecutorRequest) -> None:
@@ -111,7 +112,7 @@ class GraphVerificationExecutor(GraphForwardExecutor):
             first, last = int(batch.positions[0]), int(batch.positions[:count].max())
             self._noise.ensure(noise, first + 1, last + 2)
         with runner.translate_peer_errors():
-            found = AsyncCopy(self._drawn(proposal, batch)).read()
+            found = self._copies.start(self._drawn(proposal, batch)).read()
             runner.record_step(began, len(batch))
             if found.min() == UNDECIDED:
                 return self.accept(proposal, depths, self._draws.logits[self._key(batch)][:count])

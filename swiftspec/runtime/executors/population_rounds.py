@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.runtime.async_copy import AsyncCopy
+from swiftspec.runtime.async_copy import HostCopies
 from swiftspec.runtime.executors import Executor
 from swiftspec.runtime.executors.graph import ROUND_GRAPHS, GraphCache
 from swiftspec.tree.mask import MASK_WIDTHS
@@ -111,6 +111,9 @@ class EagerPopulationExecutor:
     name = "eager"
     columns: Sequence[str] = ()
 
+    def __init__(self) -> None:
+        self._copies = HostCopies()
+
     def window(self, slots: int) -> int:
         return -(-slots // EAGER_WINDOW_SLOTS) * EAGER_WINDOW_SLOTS
 
@@ -118,7 +121,7 @@ class EagerPopulationExecutor:
         return live
 
     def round(self, program: RoundProgram, width: int, groups: int) -> RoundResult:
-        return AsyncCopy(program(width, groups))
+        return self._copies.start(program(width, groups))
 
     def compact(self, program: RoundProgram, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
         program.compact(group, path, keep)
@@ -132,6 +135,7 @@ class GraphPopulationExecutor(EagerPopulationExecutor):
     columns = ("graph of a round",)
 
     def __init__(self, graphs: GraphCache) -> None:
+        super().__init__()
         self.graphs = graphs
         self._key: Hashable = None
 
@@ -152,4 +156,4 @@ class GraphPopulationExecutor(EagerPopulationExecutor):
             self.graphs.evict(ROUND_GRAPHS)  # the tensors that its graphs hold no longer exist
             self._key = program.key
         key = width, groups, program.buckets(width)
-        return AsyncCopy(self.graphs.run(ROUND_GRAPHS, key, partial(program, width, groups), program.state))
+        return self._copies.start(self.graphs.run(ROUND_GRAPHS, key, partial(program, width, groups), program.state))
