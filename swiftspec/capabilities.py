@@ -109,8 +109,6 @@ def conflict_text(row: str, column: str, conflict: Conflict, found: Collection[s
 
 REQUEST_FEATURES = {
     "greedy": Feature("temperature 0", "raise it"),
-    "sampled": Feature("temperature above 0", "set it to 0"),
-    "logit bias": Feature("logit bias, allowed tokens, or a bad word of one token"),
     "filters": Feature("top-k, top-p or min-p"),
     "deep top-k": Feature("top-k of 64 or more for each rank of a group"),
     "penalties": Feature("repetition, presence or frequency penalty"),
@@ -190,6 +188,7 @@ COMMAND_FEATURES = {
     "command chat": Feature("`swiftspec chat`", where="by `swiftspec chat`"),
     "command generate": Feature("`swiftspec generate`", where="by `swiftspec generate`"),
     "worker": Feature("a worker", where="by a worker"),
+    "local command": Feature("a command that runs the target", where="by a command that runs the target"),
     "exactness test": Feature("the exactness test", where="by the exactness test"),
     "race": Feature("/race"),
     "prompt flags": Feature("--prompt, --prompt-file and --json", "remove them", plural=True),
@@ -340,6 +339,7 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "pair settings": Conflict("which runs only {model}", "remove it"),
         "synthetic acceptance": Conflict(fix="set it on the clients"),
     },
+    "local command": {"target worker": Conflict(fix="specify {model}, or use `swiftspec chat` or `generate`")},
     "exactness test": {
         "mode ar": Conflict("since it does not use speculation"),
         "mode smc": Conflict("since it is approximate by design"),
