@@ -292,8 +292,11 @@ def test_broken_tokenizers(tmp_path: Path) -> None:
     whole = Tokenizer.to_str(byte_level_tokenizer())
     folders = [
         *(
-            damage(tmp_path / f"map{at}", "tokenizer.json", json.dumps({**json.loads(whole), "normalizer": {
-                "type": "Precompiled", "precompiled_charsmap": table}}))
+            damage(
+                tmp_path / f"map{at}",
+                "tokenizer.json",
+                json.dumps({**json.loads(whole), "normalizer": {"type": "Precompiled", "precompiled_charsmap": table}}),
+            )
             for at, table in enumerate(("AAAA", "/////w==", ""))  # too short, of 4 GiB, none
         ),
         damage(tmp_path / "cut", "tokenizer.json", whole[:500]),

@@ -93,9 +93,7 @@ def _longrope(file: GgufFile, fields: GgufFields, rotated: float) -> dict[str, A
     return found
 
 
-def _factor_fields(
-    file: GgufFile, fields: GgufFields, rotated: float, tensors: tuple[str, str]
-) -> dict[str, Any]:
+def _factor_fields(file: GgufFile, fields: GgufFields, rotated: float, tensors: tuple[str, str]) -> dict[str, Any]:
     """Returns RoPE whose frequencies are divided by the factors in `tensors`, within the trained length and beyond it.
     The factors of Llama 3 are the same for both."""
     found: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": _trained_length(fields)}

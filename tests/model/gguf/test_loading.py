@@ -134,6 +134,7 @@ def test_the_rope_of_llama_3(tmp_path: Path) -> None:
     ("key", "value", "words"),
     [
         ("general.architecture", "mamba", "architecture 'mamba' is not supported; docs/guides/families.md"),
+        ("general.architecture", "clip", "the vision part (mmproj) of a multimodal model; use the file of its text"),
         ("llama.rope.dimension_count", 16, "RoPE of 16 of 64 dimensions"),
         ("llama.rope.scaling.type", "su", "RoPE type 'su' is not supported in GGUF files; none, linear, yarn and long"),
         ("llama.rope.scale_linear", 0.5, "rope.scale_linear 0.5 is not supported"),
