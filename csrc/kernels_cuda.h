@@ -50,6 +50,12 @@ struct LinearArgs {
 };
 void linear(const LinearArgs& args, Stream stream);
 
+// `linear` by blocks that end early, see cuda/linear/direct.h: for tilings of the variant kDirect, up to 8 rows, without a
+// channel, and either a norm or a residual. uses_direct: whether the arguments are such ones.
+bool uses_direct(const LinearArgs& args);
+void linear_direct(const LinearArgs& args, Stream stream);
+void prepare_direct(const Device& device);
+
 // Returns the arguments of `linear` for `rows` of the rows, from row `first` on.
 LinearArgs slice_rows(LinearArgs args, int64_t first, int64_t rows);
 
@@ -239,6 +245,12 @@ struct Expansion {
 void tree_leaves(const TreeState& tree, int32_t w, const int64_t* prefix, const Expansion& out, Stream stream);
 void tree_add(const TreeState& tree, int32_t w, const int32_t* node, int32_t k, const int64_t* tokens,
               const float* values, Stream stream);
+
+// Replaces the tree by its root, expanded in tree slot 0, and k children: tokens and log-probabilities [k]. `token` and
+// `slot` [1]: the root's, the latter counted from the sequence's start. `region` [2]: receives the number of slots
+// before the tree and that up to its end.
+void tree_root(const TreeState& tree, const int64_t* token, const int64_t* slot, int64_t* region, int32_t k,
+               const int64_t* tokens, const float* values, Stream stream);
 
 // ---- peers
 

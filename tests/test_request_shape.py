@@ -195,11 +195,11 @@ def test_without_a_draft_a_shape_is_refused(pair: Pair) -> None:
     assert alone.generate(PROMPT, sampling(verify_batch=1)).token_ids == want
     shapes: list[Json] = [{"verify_batch": 2}, {"draft_steps": 1}]
     for shape in shapes:
-        with pytest.raises(UserError, match="verify_batch and draft_steps are not supported in mode ar"):
+        with pytest.raises(UserError, match="draft_steps of a request are not supported in mode ar"):
             alone.stream(PROMPT, sampling(**shape))
     particles = made(pair, EngineConfig("smc", population=PopulationConfig(particles=2)))
     for shape in shapes:
-        with pytest.raises(UserError, match="verify_batch and draft_steps are not supported in mode smc"):
+        with pytest.raises(UserError, match="verify_batch and draft_steps of a request are not supported in mode smc"):
             particles.stream(PROMPT, sampling("sampled", **shape))
 
 

@@ -5,10 +5,13 @@
 #include <memory>
 #include <optional>
 #include <stdexcept>
+#include <string>
+#include <tuple>
 #include <vector>
 
 #include "bind/cuda_arguments.h"
 #include "bind/module.h"
+#include "cuda/linear/candidates.h"
 #include "cuda/linear/prefill.h"
 #include "cuda/linear/repack.h"
 #include "cuda/linear/tiles.h"
@@ -41,8 +44,37 @@ cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group) {
   return tiling;
 }
 
-std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& bias, int64_t k, int64_t n, int64_t group) {
-  const auto tiling = tiling_of(k, n, group);
+using Row = std::tuple<std::string, int32_t, int32_t, int32_t, int32_t>;  // cuda::tiles::TilingRow with the name
+
+const std::vector<std::string> kVariants = {"ring", "direct"};  // by cuda::tiles::Variant
+
+Row named_row(const cuda::tiles::Tiling& tiling) {
+  const auto [variant, cluster, warps, strips, blocks] = cuda::tiles::row_of(tiling);
+  return {kVariants.at(variant), cluster, warps, strips, blocks};
+}
+
+std::vector<Row> candidates(int64_t k, int64_t n, int64_t group, int each) {
+  check_shape(k, n, group);
+  const auto found = cuda::tiles::candidates(k, n, static_cast<int>(group), cuda::device_info(), each);
+  std::vector<Row> rows(found.size());
+  std::transform(found.begin(), found.end(), rows.begin(), named_row);
+  return rows;
+}
+
+// The tiling of this row; the default one if the current device has no such row.
+cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group, const std::optional<Row>& row) {
+  if (row) {
+    check_shape(k, n, group);
+    for (const auto& tiling : cuda::tiles::all_tilings(k, n, static_cast<int>(group), cuda::device_info())) {
+      if (named_row(tiling) == *row) return tiling;
+    }
+  }
+  return tiling_of(k, n, group);
+}
+
+std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& bias, int64_t k, int64_t n, int64_t group,
+                                      const std::optional<Row>& row) {
+  const auto tiling = tiling_of(k, n, group, row);
   const Device here = gpu();
   const void* tiles = aligned("data", data.at<uint8_t>(here, "data", {tiling.bytes()}), kTileAlignment);
   const float* first = at_or_null<float>(bias, here, "bias", {n});
@@ -173,7 +205,10 @@ void bind_cuda_linear(py::module_& m) {
                       "A projection's tiles on the current GPU, which it keeps alive; see cuda::Weights in "
                       "cuda/linear/tiling.h.")
       .def(py::init(&make_weights), py::arg("data"), py::arg("bias"), py::arg("k"), py::arg("n"), py::arg("group"),
-           py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), "group 0 is bf16.")
+           py::arg("row") = py::none(), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
+           "group 0 is bf16. `row`: one of cuda_tilings; the default tiling without it, and if this GPU does not have it.")
+      .def_property_readonly("row", [](const Weights& self) { return named_row(self.tiling); },
+                             "The row of its tiling; see cuda_tilings.")
       .def("precede", &precede, py::arg("tiles"), py::keep_alive<1, 2>(),
            "Sets the tiles that this projection prefetches to L2 before it ends.")
 #ifdef SWIFTSPEC_STAMPS
@@ -189,6 +224,9 @@ void bind_cuda_linear(py::module_& m) {
       "cuda_tile_bytes", [](int64_t k, int64_t n, int64_t group) { return tiling_of(k, n, group).bytes(); },
       py::arg("k"), py::arg("n"), py::arg("group"),
       "Bytes of a projection's tiles on the current GPU. group 0 is bf16.");
+  m.def("cuda_tilings", &candidates, py::arg("k"), py::arg("n"), py::arg("group"), py::arg("each"),
+        "Tilings of a projection on the current GPU: the default, then up to `each` others of each variant, by estimated "
+        "time. A row: variant, CTAs of a cluster, warps of a strip, strips of a block, blocks per multiprocessor.");
   m.def(
       "cuda_lines",
       [](int64_t n, int64_t rows) {

@@ -374,6 +374,11 @@ __device__ inline uint64_t nanoseconds() {
   return now;
 }
 
+// Whether no lower lane of the warp executes this call together with the caller. For blocks of one dimension.
+__device__ inline bool is_first_active_lane() {
+  return __ffs(static_cast<int>(__activemask())) - 1 == static_cast<int>(threadIdx.x % 32);
+}
+
 }  // namespace swiftspec::ptx
 
 #endif

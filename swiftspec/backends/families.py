@@ -9,7 +9,7 @@ reads it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -22,7 +22,7 @@ FAMILIES: dict[Family, tuple[str, ...]] = {
     # packed matrices and norms; with them, how a group sums the products
     "projections": (
         "pack", "pack_norm", "mask_outputs", "norm_linear", "norm_swiglu", "linear_residual", "mlp", "norm_head",
-        "prefill_chunk", "fuse", "PEER_ALL_REDUCE", "DRAFT_HEAD",
+        "prefill_chunk", "fuse", "tilings_of", "with_tiling", "PEER_ALL_REDUCE", "DRAFT_HEAD",
     ),
     "attention": (  # the plan of a forward
         "rope_tables", "prepare", "tree_attention", "MAX_CAPTURED_SEQUENCES", "capture_bucket",
@@ -62,6 +62,16 @@ def compose(native: Any, library: Any, on_library: Collection[Family]) -> Any:
         names["pack_norm"] = partial(_pack_norm, projections.pack_norm, attention.pack_norm)
     names["PREFILL_CHUNK_ROWS"] = min(projections.PREFILL_CHUNK_ROWS, attention.PREFILL_CHUNK_ROWS)
     return SimpleNamespace(**names)
+
+
+def with_tilings(ops: Any, tilings: Mapping[str, Any]) -> Any:
+    """Returns the CUDA operators `ops`, which pack matrices with these tilings instead of the default ones (by shape,
+    see `pack` in backends/cuda/linear.py)."""
+    if not tilings:
+        return ops
+    members = [name for names in FAMILIES.values() for name in names]
+    names = {name: getattr(ops, name) for name in (*members, *OTHER_NAMES) if hasattr(ops, name)}
+    return SimpleNamespace(**{**names, "pack": partial(ops.pack, tilings=tilings)})
 
 
 def _pack_norm(

@@ -3,7 +3,7 @@
 A process of its own (backends/cuda/trial.py) runs every kind of operator on the shapes of the models to load. What
 fails falls back, one rung after the other: first no early starts, then no CUDA graphs, then torch's operators for the
 families of operators that fail. Sums through peer memory are checked where ranks join a group; here they fall back only
-after an error at run time.
+after an error at run time. The last check times tilings of the projections, whose choice the verdict keeps.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from signal import Signals
 from threading import Thread
 from typing import IO, Any, Protocol
 
-from swiftspec.backends.cuda.trial import TrialRequest
+from swiftspec.backends.cuda.linear import ProjectionTiling
+from swiftspec.backends.cuda.trial import TUNING, TrialRequest
 from swiftspec.backends.cuda.trial_checks import TrialCheck, TrialPlan, trial_checks
 from swiftspec.backends.families import FAMILIES, Family
 
 TRIAL_S = 20.0  # of all processes of a trial together; the import of torch takes most of it
-CHECK_S = 5.0  # of one check, with the load of its kernels; longer ones count as hung
+CHECK_S = 5.0  # of one check, with the load of its kernels; a longer one is repeated
+# Of the repetition, which counts as hung if it takes longer: the trials of many ranks on a cold disk are slow
+REPEATED_CHECK_S = 20.0
 UNFINISHED_S = 1.0  # a check that has run this long when the trial's time is over counts as hung, too
+HUNG = "it hung"  # how such a check has ended its process
 STOP_S = 1.0  # wait for a killed process; one that is blocked in the driver is abandoned
 SWITCHES = ("early_starts", "graphs", "peers")
 COMMAND = (sys.executable, "-m", "swiftspec.backends.cuda.trial")
@@ -44,9 +48,11 @@ class GpuVerdict:
 
     `fallbacks`: reasons by name. "early_starts": every kernel waits for the end of its predecessor. "graphs": CUDA
     graphs are not captured. "peers": NCCL sums over a group. A family of operators: torch's own are used for it.
+    `tilings`: of projections that are faster with another tiling than the default one, by shape.
     """
 
     fallbacks: Mapping[str, str] = field(default_factory=dict)
+    tilings: Mapping[str, ProjectionTiling] = field(default_factory=dict)
 
     @property
     def early_starts(self) -> bool:
@@ -67,18 +73,25 @@ class GpuVerdict:
 
     def without(self, names: Collection[str], why: str) -> GpuVerdict:
         """Returns a copy in which `names` fall back for the reason `why`, unless they do already."""
-        return GpuVerdict({**dict.fromkeys(names, why), **self.fallbacks})
+        return replace(self, fallbacks={**dict.fromkeys(names, why), **self.fallbacks})
 
-    def union(self, others: Sequence[GpuVerdict]) -> GpuVerdict:
-        """Returns the verdict with the fallbacks of several ranks."""
+    def union(self, ranks: Sequence[GpuVerdict]) -> GpuVerdict:
+        """Returns the verdict with the fallbacks of all ranks of a group, and with the tilings of the first rank that
+        has one for a shape: the same on all ranks, since other tilings have other last bits."""
         fallbacks: dict[str, str] = {}
-        for verdict in (self, *others):
+        tilings: dict[str, ProjectionTiling] = {}
+        for verdict in (self, *ranks):
             fallbacks = {**verdict.fallbacks, **fallbacks}
-        return GpuVerdict(fallbacks)
+        for verdict in ranks:
+            tilings = {**verdict.tilings, **tilings}
+        return GpuVerdict(fallbacks, tilings)
 
     def lower(self, why: str, *, grouped: bool) -> GpuVerdict:
-        """Returns the next rung, after an error at run time that names no operator: nothing early, then no graphs, then
-        sums by NCCL (`grouped`: the rank is one of a group), then torch's operators for everything."""
+        """Returns the next rung, after an error at run time that names no operator: the default tilings, then nothing
+        early, then no graphs, then sums by NCCL (`grouped`: the rank is one of a group), then torch's operators for
+        everything."""
+        if self.tilings:
+            return replace(self, tilings={})
         for name in SWITCHES:
             if name not in self.fallbacks and (name != "peers" or grouped):
                 return self.without([name], why)
@@ -98,7 +111,7 @@ class GpuVerdict:
         return f"GPU: {'; '.join(parts)}; all else runs on the CUDA operators"
 
     def to_json(self) -> dict[str, Any]:
-        return {"fallbacks": dict(self.fallbacks)}
+        return {"fallbacks": dict(self.fallbacks), "tilings": dict(self.tilings)}
 
     @staticmethod
     def from_json(values: object) -> GpuVerdict:
@@ -108,7 +121,21 @@ class GpuVerdict:
             name in DESCRIPTIONS and isinstance(why, str) for name, why in found.items()
         ):
             raise ValueError("not a verdict")
-        return GpuVerdict(found)
+        return GpuVerdict(found, read_tilings(values.get("tilings") if isinstance(values, dict) else None))
+
+
+def read_tilings(values: object) -> dict[str, ProjectionTiling]:
+    """Returns tilings by shape, as JSON has them. Raises ValueError if `values` hold something else."""
+    if not isinstance(values, dict):
+        raise ValueError("not a verdict")
+    found = dict[str, ProjectionTiling]()
+    for name, row in values.items():
+        match row:
+            case [str(variant), int(cluster), int(warps), int(strips), int(blocks)]:
+                found[str(name)] = ProjectionTiling(variant, cluster, warps, strips, blocks)
+            case _:
+                raise ValueError("not a verdict")
+    return found
 
 
 class TrialProcess(Protocol):
@@ -171,8 +198,9 @@ RunChecks = Callable[[GpuVerdict, Sequence[str]], Mapping[str, str | None]]  # r
 class TrialRunner:
     """Runs checks in processes, each of which continues behind the check that has ended the one before.
 
-    `start`: starts a process. `clock`: returns the time in seconds; all processes together have `TRIAL_S`.
-    `problem`: why no check of a process has begun; None if one did in each process.
+    `start`: starts a process. `clock`: returns the time in seconds; all processes together have `TRIAL_S`, and
+    REPEATED_CHECK_S more if a check is repeated.
+    `problem`: why no check of a process has begun; None if one did in each process. `tilings`: what TUNING has found.
     """
 
     def __init__(
@@ -180,7 +208,9 @@ class TrialRunner:
     ) -> None:
         self._plan, self._device, self._start, self._clock = plan, device, start, clock
         self._until = clock() + TRIAL_S
+        self._slow: dict[str, str] = {}  # checks that took longer than CHECK_S at first, and how they ended
         self.problem: str | None = None
+        self.tilings: Mapping[str, ProjectionTiling] = {}
 
     def run(self, verdict: GpuVerdict, names: Sequence[str]) -> Mapping[str, str | None]:
         """Runs the checks `names` with the fallbacks of `verdict`. Returns for each why it failed, or None; without
@@ -191,12 +221,16 @@ class TrialRunner:
             request = TrialRequest(self._plan, self._device, verdict.early_starts, sorted(verdict.on_library), left)
             before = len(results)
             culprit, how = self._run_process(request, results)
-            if culprit is not None:
+            if culprit is not None and how.startswith(HUNG) and culprit not in self._slow:
+                self._until += 0 if self._slow else REPEATED_CHECK_S
+                self._slow[culprit] = how
+            elif culprit is not None:
                 results[culprit] = how
             elif len(results) == before:
                 self.problem = how
                 break
-        return results
+        unrepeated = {name: how for name, how in self._slow.items() if name in names}
+        return unrepeated | results
 
     def _run_process(self, request: TrialRequest, results: dict[str, str | None]) -> tuple[str | None, str]:
         """Runs one process and adds its results. Returns the check that has ended it, or None, and how it ended."""
@@ -210,8 +244,9 @@ class TrialRunner:
                 match _decoded(line):
                     case {"begins": str(name)} if name in request.names:
                         current, began = name, self._clock()
-                    case {"check": str(name), "reason": (str() | None) as reason} if name == current:
+                    case {"check": str(name), "reason": (str() | None) as reason, **more} if name == current:
                         results[name], current = reason, None
+                        self._keep_tilings(more)
                     case {"problem": str(problem)}:
                         pass
                     case _:  # something else that the process has printed
@@ -223,14 +258,19 @@ class TrialRunner:
         if late:
             if current is None:
                 return None, f"no check began within {lasted:.0f} s"
-            return (current if lasted >= UNFINISHED_S else None), f"it hung for {lasted:.0f} s"
+            return (current if lasted >= UNFINISHED_S else None), f"{HUNG} for {lasted:.0f} s"
         if current is None:
             return None, problem or f"its process ended ({how})"
         return current, f"it ended its process ({how})"
 
+    def _keep_tilings(self, more: Mapping[str, object]) -> None:
+        with suppress(ValueError):  # other checks have none
+            self.tilings = read_tilings(more.get("tilings"))
+
     def _time_left(self, current: str | None, began: float) -> float:
         """Returns the seconds that the next line may take. Raises TimeoutError if there are none."""
-        until = self._until if current is None else min(self._until, began + CHECK_S)
+        limit = REPEATED_CHECK_S if current in self._slow else CHECK_S
+        until = self._until if current is None else min(self._until, began + limit)
         left = until - self._clock()
         if left <= 0:
             raise TimeoutError
@@ -245,7 +285,8 @@ def _decoded(line: str) -> object:
 
 
 def search_rungs(checks: Sequence[TrialCheck], run: RunChecks) -> tuple[GpuVerdict, bool]:
-    """Returns the first verdict with which all checks pass, and whether there was time for all of them.
+    """Returns the first verdict with which all checks pass, and whether there was time for all of them. The first run
+    ends with TUNING, which changes no fallback.
 
     A check that fails without early starts, too, is not their fault: then its family, or the graphs, fall back, and
     early starts stay unless another check needs that. A check that has failed once and for which there is no more time
@@ -255,9 +296,9 @@ def search_rungs(checks: Sequence[TrialCheck], run: RunChecks) -> tuple[GpuVerdi
     if len(by_name) < len(checks):
         raise ValueError("two checks of a trial have the same name")
     verdict = GpuVerdict()
-    first = run(verdict, list(by_name))
-    complete = first.keys() >= by_name.keys()
-    failed = {name: why for name, why in first.items() if why is not None}
+    first = run(verdict, [*by_name, TUNING])
+    complete = first.keys() >= {*by_name, TUNING}
+    failed = {name: why for name, why in first.items() if why is not None and name in by_name}
     if not failed:
         return verdict, complete
     strict = verdict.without(["early_starts"], _first(failed))
@@ -306,6 +347,7 @@ def run_trial(
     """Runs a trial of at most TRIAL_S. Returns its verdict, and if it was not completed, why."""
     runner = TrialRunner(plan, device, start, clock)
     verdict, complete = search_rungs(trial_checks(plan), runner.run)
+    verdict = replace(verdict, tilings=runner.tilings)
     if complete:
         return verdict, None
     return verdict, runner.problem or f"it was not complete after {TRIAL_S:g} s"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, get_args
@@ -10,7 +10,9 @@ from typing import Any, Literal, Protocol, TypedDict, get_args
 import torch
 
 from swiftspec.backends import cpu, cuda, reference, unfused
-from swiftspec.backends.families import Family, compose
+from swiftspec.backends.families import compose, with_tilings
+from swiftspec.builder.gpu_trial import GpuVerdict
+from swiftspec.capabilities import Features, features_in
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.distributed.transport.grpc.endpoint import RpcSecurity
 from swiftspec.errors import UserError, truncated_repr
@@ -30,7 +32,7 @@ CacheName = Literal["auto", "fp8"]
 TrialName = Literal["auto", "off", "again"]
 Side = Literal["target", "draft"]
 HeadName = Literal["auto", "int8", "int4", "native"]
-ROUNDING_OPS = ("auto", "reference")  # with these operators, a CPU can use int8 activations
+NO_FALLBACKS = GpuVerdict()
 
 
 class RankLayout(Protocol):
@@ -127,19 +129,26 @@ class LoadModel(Protocol):
 
 
 def select_operators(
-    name: OpsName, spec: ModelSpec, dtype: torch.dtype, device: torch.device, on_library: Collection[Family] = ()
+    name: OpsName, spec: ModelSpec, dtype: torch.dtype, device: torch.device, verdict: GpuVerdict = NO_FALLBACKS
 ) -> Any:
-    """Returns the operators that a model runs on: a module, or one composed of the CUDA operators and of torch's own
-    for the families `on_library`. Raises UserError if the CUDA operators are requested and cannot run the model."""
+    """Returns the operators that a model runs on: a module, or the CUDA operators as the verdict of a GPU trial changes
+    them. Raises UserError if the CUDA operators are requested and cannot run the model."""
     if name == "cuda":
         cuda.check_supported(spec, dtype, device)
-        return compose(cuda, unfused, on_library)
+        return cuda_operators(verdict)
     if name == "auto":
-        native, library = (cuda, unfused) if device.type == "cuda" else (cpu, reference)
+        on_gpu = device.type == "cuda"
         if why_not_native(spec, dtype, device) is not None:
-            return library
-        return compose(native, library, on_library) if native is cuda else native
+            return unfused if on_gpu else reference
+        return cuda_operators(verdict) if on_gpu else cpu
     return unfused if name == "unfused" else reference
+
+
+def cuda_operators(verdict: GpuVerdict) -> Any:
+    """Returns the CUDA operators, with torch's own for the families that fall back and with the tilings of the
+    verdict."""
+    ops = compose(cuda, unfused, verdict.on_library)
+    return ops if "projections" in verdict.on_library else with_tilings(ops, verdict.tilings)
 
 
 def why_not_native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -151,25 +160,29 @@ def why_not_native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) ->
     return None
 
 
-def check_quantization(activations: ActivationsName, head: HeadName, ops: OpsName, device: torch.device) -> None:
-    """Raises UserError if int8 or int16 is requested and the operators do not support it, or if `head` int8 is combined
-    with `activations` native."""
-    requested = {"activations": activations, "head": head}
-    for name, value in requested.items():
-        if value in ("int8", "int16") and (device.type != "cpu" or ops not in ROUNDING_OPS):
-            where = f"ops {ops}" if device.type == "cpu" else f"device {device.type}"
-            raise UserError(f"{name} {value} requires the CPU operators and is not supported with {where}; remove it")
-    if head == "int8" and activations == "native":
-        raise UserError("head int8 is not supported with activations native; remove one of them")
+def option_features(options: LoadOptions, device: torch.device) -> Features:
+    """Returns the features of the capability table (capabilities.py) that the options have on a device."""
+    ops, activations, head = options.get("ops", "auto"), options.get("activations", "auto"), options.get("head", "auto")
+    on_cpu = device.type == "cpu"
+    found = {
+        "CPU": on_cpu,
+        "GPU": not on_cpu,
+        "native operators": on_cpu and ops == "auto",
+        "library operators": ops not in ("auto", "reference"),
+        "rounded activations": activations in ("int8", "int16"),
+        "exact activations": activations == "native",
+        "int8 head": head == "int8",
+        "float8 cache": options.get("kv_cache_dtype", "auto") == "fp8",
+        "hidden states": bool(options.get("hidden_layers")),
+    }
+    return features_in(found)
 
 
-def resolve_cache_dtype(name: CacheName, ops: OpsName, device: torch.device) -> torch.dtype | None:
-    """Returns the dtype of cached keys and values, or None for the model's own. Raises UserError if the name is unknown
-    or the operators do not support the dtype."""
+def resolve_cache_dtype(name: CacheName) -> torch.dtype | None:
+    """Returns the dtype of cached keys and values, or None for the model's own. Raises UserError if the name is
+    unknown."""
     if name not in get_args(CacheName):
         raise UserError(f"kv_cache_dtype must be one of {', '.join(get_args(CacheName))}, not {truncated_repr(name)}")
-    if name == "fp8" and device.type == "cpu" and ops == "auto":
-        raise UserError("kv_cache_dtype fp8 requires a GPU, or ops reference on a CPU; use ops reference, or remove it")
     return FLOAT8 if name == "fp8" else None
 
 

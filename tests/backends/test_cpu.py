@@ -223,6 +223,7 @@ OPTIONS = [
     (AttentionOptions(scale=0.4, softcap=3.0, query_scale=torch.linspace(0.5, 2, 200)), 8, None),
     (AttentionOptions(scale=0.4, query_scale=torch.linspace(0.5, 2, 200)), 0, SINKS),
     (AttentionOptions(window=300), 6, None),
+    (AttentionOptions(norm_after_rope=True), 6, None),
 ]
 
 

@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import HashStore
 from swiftspec import _C
 from swiftspec.backends import cuda, unfused
 from swiftspec.backends.cuda import devices
-from swiftspec.backends.cuda.trial import TrialRequest
+from swiftspec.backends.cuda.linear import ProjectionTiling
+from swiftspec.backends.cuda.trial import TUNING, TrialRequest
 from swiftspec.backends.cuda.trial_checks import (
     AttentionShape,
     LayerShape,
@@ -40,7 +41,7 @@ from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.rank_startup import agree_on_operators
-from swiftspec.errors import UserError
+from swiftspec.errors import RankLost, UserError
 from swiftspec.model.config_json import parse_config
 
 ATTENTION = AttentionShape(2, 1, 64, 300, "bfloat16", False)
@@ -53,6 +54,7 @@ CHECKS = trial_checks(PLAN)
 NAMES = [check.name for check in CHECKS]
 OF_FAMILY = {check.family: check.name for check in CHECKS if check.family is not None}
 REPEATED, CAPTURED = f"{LAYER}, repeated", f"{LAYER}, captured"
+TILINGS = {"8 x 8 bf16": ProjectionTiling("ring", 1, 8, 1, 1)}
 Fails = Callable[[GpuVerdict, str], bool]
 
 
@@ -80,7 +82,7 @@ def decides(verdict: GpuVerdict, name: str) -> bool:
 
 def test_if_everything_passes_nothing_falls_back() -> None:
     verdict, runs = searched(lambda verdict, name: False)
-    assert verdict == GpuVerdict() and verdict.note() is None and len(runs) == 1 and runs[0][1] == NAMES
+    assert verdict == GpuVerdict() and verdict.note() is None and len(runs) == 1 and runs[0][1] == [*NAMES, TUNING]
 
 
 @pytest.mark.parametrize("name", [REPEATED, OF_FAMILY["attention"], OF_FAMILY["sampling"]])
@@ -194,17 +196,31 @@ def begins(name: str) -> str:
     return json.dumps({"begins": name})
 
 
-@pytest.mark.parametrize(
-    ("ends", "reason"), [([], "it ended its process (SIGABRT)"), ([60.0], "it hung for 5 s")], ids=["dies", "hangs"]
-)
-def test_a_process_continues_behind_a_check_that_ends_it(ends: list[float], reason: str) -> None:
+def test_a_process_continues_behind_a_check_that_ends_it() -> None:
     a, b, c = NAMES[:3]
-    runner, requests, clock, processes = scripted([*lines(a), begins(b), *ends], lines(c, reason="it is off"))
-    assert runner.run(GpuVerdict({"early_starts": "", "cache": ""}), [a, b, c]) == {a: None, b: reason, c: "it is off"}
+    runner, requests, clock, processes = scripted([*lines(a), begins(b)], lines(c, reason="it is off"))
+    found = runner.run(GpuVerdict({"early_starts": "", "cache": ""}), [a, b, c])
+    assert found == {a: None, b: "it ended its process (SIGABRT)", c: "it is off"}
     assert [request.names for request in requests] == [[a, b, c], [c]]
-    assert all(process.stopped for process in processes) and clock[0] == 6 + (5 if ends else 0)
+    assert all(process.stopped for process in processes) and clock[0] == 6
     first = requests[0]
     assert (first.device, first.early_starts, first.on_library) == ("cuda:1", False, ["cache"])
+
+
+@pytest.mark.parametrize(
+    ("again", "reason", "lasts"),
+    [
+        ([12.0, *lines(NAMES[1])[1:]], None, 12), ([60.0], "it hung for 20 s", 20),
+        ([], "it ended its process (SIGABRT)", 0),
+    ],
+    ids=["passes", "hangs", "dies"],
+)  # fmt: skip
+def test_a_check_that_takes_too_long_is_repeated_with_more_time(again: Any, reason: str | None, lasts: int) -> None:
+    a, b, c = NAMES[:3]
+    runner, requests, clock, _ = scripted([*lines(a), begins(b), 60.0], [begins(b), *again], lines(c))
+    assert runner.run(GpuVerdict(), [a, b, c]) == {a: None, b: reason, c: None}
+    assert [request.names for request in requests] == [[a, b, c], [b, c], [c]]
+    assert clock[0] == 3 * 3 + gpu_trial.CHECK_S + lasts
 
 
 def test_other_lines_are_ignored_and_do_not_prolong_a_check() -> None:
@@ -221,8 +237,26 @@ def test_other_lines_are_ignored_and_do_not_prolong_a_check() -> None:
     runner, _, _, _ = scripted([*garbage[:5], begins(a), *garbage[4:5], *lines(a)[1:], *lines(b)])
     assert runner.run(GpuVerdict(), [a, b]) == {a: None, b: None}
     endless: list[str | float] = [begins(a), *(each for _ in range(99) for each in (*garbage, 1.0))]
-    runner, _, clock, _ = scripted(endless)
-    assert runner.run(GpuVerdict(), [a])[a] is not None and clock[0] <= 9
+    runner, _, clock, _ = scripted(endless, endless)
+    assert runner.run(GpuVerdict(), [a])[a] == "it hung for 20 s" and clock[0] == 3 + 5 + 3 + 20
+
+
+@pytest.mark.parametrize(
+    ("last", "kept"),
+    [
+        ([{"check": TUNING, "reason": None, "tilings": TILINGS}], TILINGS),
+        ([{"check": TUNING, "reason": None, "tilings": {"8 x 8 bf16": ["ring", 1]}}], {}),
+        ([], {}),
+        ([60.0], {}),
+    ],
+    ids=["tuned", "garbage", "dies", "hangs"],
+)
+def test_tuning_changes_no_fallback(last: list[Any], kept: Mapping[str, ProjectionTiling]) -> None:
+    clock = [0.0]
+    steps = [*lines(*NAMES), begins(TUNING), *(json.dumps(step) if isinstance(step, dict) else step for step in last)]
+    verdict, problem = run_trial(PLAN, "cuda:0", lambda _: Script(clock, steps), lambda: clock[0])
+    assert (verdict, problem) == (GpuVerdict(tilings=kept), None)
+    assert GpuVerdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
 
 
 def test_a_result_is_taken_from_the_check_that_runs_only() -> None:
@@ -251,10 +285,10 @@ def test_a_process_that_does_not_begin_gives_no_verdict(monkeypatch: pytest.Monk
 
 
 def test_the_time_is_that_of_all_processes() -> None:
-    a, b, c, d = NAMES[:4]
-    runner, _, clock, _ = scripted(*[[begins(each), 60.0] for each in (a, b, c)])
-    assert runner.run(GpuVerdict(), [a, b, c, d]) == dict.fromkeys((a, b), "it hung for 5 s") | {c: "it hung for 1 s"}
-    assert clock[0] == gpu_trial.TRIAL_S
+    a, b, c = NAMES[:3]
+    runner, _, clock, _ = scripted(*[[begins(each), 60.0] for each in (a, a, b, b)])
+    assert runner.run(GpuVerdict(), [a, b, c]) == {a: "it hung for 20 s", b: "it hung for 5 s"}
+    assert clock[0] == gpu_trial.TRIAL_S + gpu_trial.REPEATED_CHECK_S, "one repetition prolongs the trial"
     clock = [0.0]
     verdict, problem = run_trial(PLAN, "cuda:0", lambda request: Script(clock, [60.0]), lambda: clock[0])
     assert verdict == GpuVerdict() and problem == "no check began within 20 s"
@@ -296,9 +330,23 @@ def test_verdicts_of_ranks_and_lower_rungs() -> None:
     assert ours.union([theirs]).fallbacks == {"graphs": "a", "attention": "c"}
     assert theirs.without(["attention", "tree"], "d").fallbacks == {"graphs": "b", "attention": "c", "tree": "d"}
     assert GpuVerdict.from_json(theirs.to_json()) == theirs
-    for wrong in ([], {}, {"fallbacks": []}, {"fallbacks": {"graph": "a"}}, {"fallbacks": {"graphs": 1}}):
+    wrong_row = {"fallbacks": {}, "tilings": {"a": ["ring", 1, 1, 1, "1"]}}
+    others = [
+        {"fallbacks": []},
+        {"fallbacks": {"graph": "a"}},
+        {"fallbacks": {"graphs": 1}},
+        {"fallbacks": {}},
+        wrong_row,
+    ]
+    for wrong in ([], {}, *others):
         with pytest.raises(ValueError, match="not a verdict"):
             GpuVerdict.from_json(wrong)
+    other = {"8 x 8 bf16": ProjectionTiling("direct", 1, 8, 1, 1), "4 x 8 bf16": ProjectionTiling("ring", 2, 8, 1, 1)}
+    ranks = [GpuVerdict(tilings=TILINGS), GpuVerdict(tilings=other)]
+    common = {verdict.union(ranks).tilings["8 x 8 bf16"] for verdict in ranks}
+    assert common == {*TILINGS.values()}, "those of the first rank"
+    assert ranks[1].union(ranks).tilings.keys() == other.keys()
+    assert GpuVerdict(tilings=other).lower("it failed", grouped=False) == GpuVerdict(), "the default tilings first"
     rungs = [verdict := GpuVerdict()]
     while (verdict := rungs[-1].lower("it failed", grouped=True)) != rungs[-1]:
         rungs.append(verdict)
@@ -309,7 +357,7 @@ def test_verdicts_of_ranks_and_lower_rungs() -> None:
 
 
 def test_the_file_of_a_verdict(tmp_path: Path) -> None:
-    verdict, facts = GpuVerdict({"tree": "it is off"}), {"gpu": "H100", "plan": PLAN.to_json()}
+    verdict, facts = GpuVerdict({"tree": "it is off"}, TILINGS), {"gpu": "H100", "plan": PLAN.to_json()}
     file = VerdictFile.of(tmp_path / "new", facts)
     assert file.read() is None
     file.write(verdict)
@@ -317,9 +365,12 @@ def test_the_file_of_a_verdict(tmp_path: Path) -> None:
     assert VerdictFile.of(tmp_path / "new", {**facts, "gpu": "H200"}).read() is None
     other = TrialPlan(PLAN.layers, PLAN.heads, None, 0)
     assert VerdictFile.of(tmp_path / "new", {**facts, "plan": other.to_json()}).read() is None
-    for damage in ("", "{", "[" * 100_000, "\udcff", '{"fallbacks": {"x": ""}}'):
+    for damage in ("", "{", "[" * 100_000, "\udcff", '{"fallbacks": {}}'):
         file.path.write_bytes(damage.encode(errors="surrogateescape"))
         assert file.read() is None
+    file.path.unlink()
+    os.mkfifo(file.path)
+    assert file.read() is None
     file.write(verdict)
     assert file.read() == verdict and [*file.path.parent.iterdir()] == [file.path]
     VerdictFile(tmp_path / "new" / file.path.name / "x.json").write(verdict)  # a file is where the folder should be
@@ -392,6 +443,7 @@ class Trials:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.verdict = GpuVerdict()
+        self.tilings: Mapping[str, ProjectionTiling] = {}
         self.problem: str | None = None
         self.plans: list[TrialPlan] = []
         monkeypatch.setattr(gpu_trial, "run_trial", self.run)
@@ -412,7 +464,7 @@ def created(model: Path, folder: Path, plan: EngineConfig | None = None, **more:
 @pytest.mark.usefixtures("gpu")
 def test_a_verdict_is_found_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trials, folder = Trials(monkeypatch), tmp_path / "verdicts"
-    trials.verdict = GpuVerdict({"attention": "it is off"})
+    trials.verdict = GpuVerdict({"attention": "it is off"}, TILINGS)
     line = "GPU: attention by torch's operators (it is off); all else runs on the CUDA operators"
     for hint in ("", "; the verdict of an earlier start, --gpu-trial again repeats the trial"):
         pair, notes = created(model, folder)
@@ -461,13 +513,18 @@ def test_what_a_model_pair_does_with_a_verdict(model: Path, tmp_path: Path, monk
 
     def used(*fallbacks: str) -> tuple[Any, bool, int]:
         """Operators, whether graphs are captured, and the width of sums through peer memory."""
-        trials.verdict = GpuVerdict(dict.fromkeys(fallbacks, "why"))
+        trials.verdict = GpuVerdict(dict.fromkeys(fallbacks, "why"), trials.tilings)
         pair, _ = created(model, tmp_path, gpu_trial="again")
         found: list[Any] = []
         pair = replace(pair, load=partial(load, found))
         loaded = pair.load_side("target", EngineConfig("serial"), None, None)
         return found[0], loaded.capture is not None, pair.peer_all_reduce_width(target=True, draft=True)
 
+    trials.tilings = TILINGS
+    ops, captured, width = used()
+    assert (ops.pack.func, ops.pack.keywords, ops.mlp) == (cuda.pack, {"tilings": TILINGS}, cuda.mlp) and captured
+    assert used("projections")[0].pack is unfused.pack
+    trials.tilings = {}
     assert used() == (cuda, True, 256) and os.environ["SWIFTSPEC_EARLY_STARTS"] == ""
     assert used("graphs") == (cuda, False, 256)
     assert used("peers") == (cuda, True, 0)
@@ -561,12 +618,19 @@ def test_the_ranks_of_a_group_use_the_same_operators(
 
 @pytest.mark.usefixtures("gpu")
 def test_an_error_lowers_the_verdict_of_the_group(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever copy of the pair records it, such as one from before the ranks have agreed."""
+    """Whichever copy of the pair records it, such as one from before the ranks have agreed, and unless another rank has
+    caused it."""
     Trials(monkeypatch)
     plan, theirs = EngineConfig("serial"), GpuVerdict({"early_starts": "it is off on rank 1"})
     pair, _ = created(model, tmp_path)
     agreed = pair.with_common_verdict(lambda mine: [mine, json.dumps(theirs.to_json())])
     assert agreed.verdict == theirs
+    found: list[RankLost | None] = [RankLost("GPU rank 0 waited too long for rank 1"), None]
+    group: Any = SimpleNamespace(lost=lambda error: found[0], rank=0, size=2)
+    replace(agreed, load=lambda path, **how: None).load_side("target", plan, group, None)  # type: ignore[arg-type]
+    pair.record_device_error(RuntimeError("CUDA error: unspecified launch failure"), plan)
+    assert not created(model, tmp_path)[0].verdict.fallbacks
+    found.pop(0)
     pair.record_device_error(RuntimeError("CUDA error: unspecified launch failure"), plan)
     assert {*created(model, tmp_path)[0].verdict.fallbacks} == {"early_starts", "graphs"}
 

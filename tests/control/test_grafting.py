@@ -217,5 +217,5 @@ def test_combinations_without_suffix_lookup(options: dict[str, Any], cause: str)
 
 
 def test_grafting_needs_a_draft_model() -> None:
-    with pytest.raises(UserError, match="requires a draft model"):
+    with pytest.raises(UserError, match="not supported without a draft model"):
         LLMEngine(DEMO[0], None, EngineConfig(drafter=GRAFTED))

@@ -341,17 +341,19 @@ def test_embedding(dim: int) -> None:
 
 def test_a_tree_grows_without_the_host() -> None:
     """As the same code on a CPU (tests/native/test_cuda_code.py): order of the leaves, ties, and mask rows."""
-    w, k, slots, prefix = 6, 4, 30, torch.tensor([17], device=DEVICE)
+    w, k, slots, prefix = 6, 4, 31, torch.tensor([17], device=DEVICE)
     tree = DeviceTree(slots, k, w, DEVICE)
-    tree.reset(torch.tensor([5], device=DEVICE))
-    weights, parents, seen, taken = [0.0], [0], {}, set()
+    first = -(torch.randint(0, 9, (1, k), generator=dice(9), device=DEVICE) / 8)
+    tree.add_root(torch.tensor([5], device=DEVICE), prefix, torch.arange(k, device=DEVICE).view(1, k), first)
+    assert tree.region.tolist() == [17, 48] and tree.token[:2].tolist() == [5, 0] and tree.used.tolist() == [1 + k, 1]
+    weights, parents, seen, taken = [0.0, *first[0].tolist()], [0] * (1 + k), {0: {0}}, {0}
     for step in range(5):
         rows = tree.best_leaves(prefix)
         leaves = sorted((n for n in range(len(weights)) if n not in taken), key=lambda n: (-weights[n], n))[:w]
         assert rows.nodes.tolist() == leaves + [-1] * (w - len(leaves))
         for row, node in enumerate(leaves):
-            slot = step * w + row
-            seen[node] = (seen[parents[node]] if node else set()) | {slot}
+            slot = 1 + step * w + row
+            seen[node] = seen[parents[node]] | {slot}
             assert set(rows.mask[row].nonzero().flatten().tolist()) == seen[node]
             assert int(rows.positions[row]) == 17 + len(seen[node]) - 1 and int(rows.slots[row]) == 17 + slot
         taken.update(leaves)

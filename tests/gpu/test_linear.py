@@ -201,6 +201,26 @@ def test_many_rows_read_a_weight_once(shared: int, k: int, n: int, group: int) -
             assert all(torch.equal(product(slice(count)), eights[:count]) for count in counts)
 
 
+@pytest.mark.parametrize("group", [128, 64])
+def test_rows_have_the_same_bits_with_every_tiling_of_a_split(group: int) -> None:
+    """Also alone, and in launches of more rows than a variant has. A row that the GPU does not have is the default."""
+    k, n, count = (1024, 72, 40) if EMULATED else (4096, 6144, 70)
+    packed, norm = ops.pack(weight(k, n, group, bias=True), torch.bfloat16, DEVICE), norm_of(k)
+    x, residual = rows_of(count, k), rows_of(count, n, 3)
+    tilings = ops.tilings_of(packed, 2 if FEW else 40)
+    assert {tiling.variant for tiling in tilings} == {"ring", "direct"} and tilings[0] == packed.native.row
+    splits: dict[tuple[int, int], list[Tensor]] = {}
+    for tiling in tilings:
+        tuned = ops.with_tiling(packed, tiling)
+        assert ops.mask_outputs(tuned, [0], DEVICE).native.row == tiling
+        few = [ops.norm_head(x[:3], norm, tuned), ops.linear_residual(x[:3], tuned, residual[:3])]
+        many = [ops.norm_head(x, norm, tuned)[:3], ops.linear_residual(x, tuned, residual)[:3]]
+        want = splits.setdefault((tiling.cluster, tiling.warps), few)
+        assert all(torch.equal(a, b) for a, b in zip([*few, *many], [*want, *want], strict=True)), tiling
+    unknown = ops.ProjectionTiling("stream", 1, 8, 1, 1)
+    assert ops.with_tiling(packed, unknown).native.row == tilings[0]
+
+
 @pytest.mark.skipif(not EMULATED, reason="a GPU has the size that it has; the large shapes above go round")
 def test_many_iterations_of_few_clusters() -> None:
     """More strips than run concurrently, so that a CTA iterates, and more tiles than fit into shared memory."""

@@ -120,12 +120,15 @@ def children(parent: int, k: int, spread: int) -> Iterator[tuple[int, float]]:
 class ExpandedTree:
     """Parses the output of the driver: rows (node, token, position, tokens seen) of each expansion, and nodes."""
 
-    def __init__(self, driver: str, expansions: int, w: int, k: int, slots: int, prefix: int, spread: int) -> None:
-        lines = run(driver, *map(str, (expansions, w, k, slots, prefix, spread))).splitlines()
+    def __init__(
+        self, driver: str, expansions: int, w: int, k: int, slots: int, prefix: int, spread: int, *, alone: bool = False
+    ) -> None:
+        """`alone`: the root is expanded before the other leaves, and takes one slot."""
+        lines = run(driver, *map(str, (expansions, w, k, slots, prefix, spread, int(alone)))).splitlines()
         rows = [[int(x) for x in line.split()[1:]] for line in lines if line.startswith("row")]
         token_at = {place - prefix: token for _, token, _, place, *_ in rows}
         assert [row[3] - prefix for row in rows] == list(range(len(rows))), "slots are handed out in order"
-        self.all_rows = [rows[i : i + w] for i in range(0, len(rows), w)]
+        self.all_rows = [rows[:1]] * alone + [rows[i : i + w] for i in range(int(alone), len(rows), w)]
         self.rows = [
             [(node, token, at, {token_at[s] for s in seen}) for node, token, at, _, *seen in part if node >= 0]
             for part in self.all_rows
@@ -136,10 +139,11 @@ class ExpandedTree:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("w", "k"), [(1, 1), (3, 2), (8, 8), (40, 3)])
-def test_a_tree_expands_as_on_the_host(tree: str, w: int, k: int) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_tree_expands_as_on_the_host(tree: str, w: int, k: int, alone: bool) -> None:
     expansions, prefix, spread = 6, 13, 2**20
-    slots = expansions * w
-    grown = ExpandedTree(tree, expansions, w, k, slots, prefix, spread)
+    slots = expansions * w + alone
+    grown = ExpandedTree(tree, expansions, w, k, slots, prefix, spread, alone=alone)
     host = DraftTree(1 + slots * k, slots)
     host.reset(ROOT_TOKEN)
     for rows in grown.rows:

@@ -242,10 +242,10 @@ def test_native_operators(tmp_path: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (EngineConfig("async", draft_tp=1), "is not supported with mode async; use mode serial"),
+        (EngineConfig("async", draft_tp=1), "is not supported in mode async; use mode serial"),
         (EngineConfig("serial", verify="reject"), "is not supported with verify reject"),
         (EngineConfig("serial", max_num_seqs=2), "is not supported with max_num_seqs above 1"),
-        (EngineConfig("smc"), "is not supported with mode smc"),
+        (EngineConfig("smc"), "is not supported in mode smc"),
     ],
 )
 def test_what_does_not_support_draft_heads(tmp_path: Path, config: EngineConfig, message: str) -> None:

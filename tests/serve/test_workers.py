@@ -226,7 +226,7 @@ def test_a_worker_ends_when_its_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> No
 NONSENSE = [
     (("worker",), "specify the model of the worker"),
     (("worker", "draft", "--port", "1"), "not supported by a worker"),
-    (("worker", "target", "--synthetic-acceptance-length", "2"), "not supported by a worker: set it on the clients"),
+    (("worker", "target", "--synthetic-acceptance-length", "2"), "not supported by a worker; set it on the clients"),
     (("worker", "target", "--listen", "0.0.0.0:1"), "open to other machines"),
     (("worker", "target", "--listen", "nowhere"), "HOST:PORT"),
     (("worker", "target", "--prompt", "x"), "--prompt-file and --json are not supported by a worker"),

@@ -69,6 +69,10 @@ def _tree_gain(results: Results, pair: str) -> float:
     return _best_tree(results, pair)[1] / float(trees["4,8"]["tok/s"])
 
 
+def _adapted_share(results: Results, pair: str) -> float:
+    return float(results[f"decode {pair}"]["adapt"]["tok/s"]) / _best_tree(results, pair)[1]
+
+
 def _clock_loss(results: Results) -> float:
     """Returns the lowest over the highest SM clock of busy samples, the smallest of all steps."""
     return min(found["gpu"]["lowest MHz"] / found["gpu"]["highest MHz"] for found in results.values() if found["gpu"])
@@ -89,6 +93,12 @@ def _stamp(results: Results, model: str, point: str) -> float:
         if phase["point"] == point and kernel["kernel"] != "attention"
     ]
     return sum(found) / len(found)
+
+
+def _tilings(results: Results, model: str, of: str, against: str) -> float:
+    """Returns the time of a layer's projections with some tilings over that with others."""
+    sums = results["tilings"]["models"][model]
+    return float(sums[f"{of} us"]) / float(sums[f"{against} us"])
 
 
 def _busiest(results: Results) -> float:
@@ -199,6 +209,32 @@ def _kernel_rules() -> list[Rule]:
     ]  # fmt: skip
 
 
+def _tiling_rules() -> list[Rule]:
+    """Returns the rules of the variants of projections."""
+    return [
+        Rule(
+            "shapes that the trial has tuned", "", lambda r: len(r[TRIAL]["tilings"]), "8 of 12", 1,
+            "keep the tuner", "the estimated tilings suffice: remove the tuner",
+        ),
+        *(
+            Rule(
+                f"{model} projections, direct against ring", "x",
+                lambda r, model=model: _tilings(r, model, "fastest", "ring"), expected, 0.97,
+                "keep the variant direct", "no shape of this model needs direct: remove it if none does", lower=True,
+            )
+            for model, expected in ((EIGHT, "0.85 to 0.95"), (SEVENTY, "0.95 to 1.00"), (ONE, "0.66 to 0.80"))
+        ),
+        *(
+            Rule(
+                f"{model} projections, fastest tilings against the default", "x",
+                lambda r, model=model: _tilings(r, model, "fastest", "default"), expected, 0.98,
+                "leave the choice to the tuner", "the default tilings are the fastest", lower=True,
+            )
+            for model, expected in ((EIGHT, "0.81 to 0.95"), (SEVENTY, "0.90 to 0.98"), (ONE, "0.66 to 0.80"))
+        ),
+    ]  # fmt: skip
+
+
 def _decode_rules() -> list[Rule]:
     """Returns the rules of forwards and decodes."""
     return [
@@ -222,9 +258,16 @@ def _decode_rules() -> list[Rule]:
         *(
             Rule(
                 f"{pair}, best tree against d 4, bs 8", "x", lambda r, pair=pair: _tree_gain(r, pair), expected, 1.02,
-                "make the best tree the default on GPUs", "keep d 4, bs 8",
+                "adaptation of bs pays", "16 rows cost more than expected: raise MIN_CANDIDATE_SHARE",
             )
             for pair, expected in ((SMALL_PAIR, "1.14"), (PAIR, "1.10 to 1.13"))
+        ),
+        *(
+            Rule(
+                f"{pair}, adapted against the best tree", "x", lambda r, pair=pair: _adapted_share(r, pair), "1.00",
+                0.96, "measured times find the best tree", "compare the d and bs that it has chosen with the best ones",
+            )
+            for pair in (SMALL_PAIR, PAIR)
         ),
         *(
             Rule(
@@ -243,7 +286,7 @@ def _decode_rules() -> list[Rule]:
 
 def rules() -> list[Rule]:
     """Returns all rules, in the order of the steps."""
-    return [*_working_set_rules(), *_layer_rules(), *_kernel_rules(), *_decode_rules()]
+    return [*_working_set_rules(), *_layer_rules(), *_kernel_rules(), *_tiling_rules(), *_decode_rules()]
 
 
 def table(results: Results) -> list[Json]:

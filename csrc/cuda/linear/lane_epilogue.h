@@ -63,6 +63,39 @@ SWIFTSPEC_HD void store_outputs(const tiles::Tiling& t, const Outputs& to, int64
   store_pair(to.out + at, count, a, b);
 }
 
+// Two neighbouring values, of which the first `count` exist; zeros for the others.
+SWIFTSPEC_HD uint32_t load_pair(const uint16_t* from, int64_t count) {
+  if (count >= 2 && reinterpret_cast<uintptr_t>(from) % 4 == 0) return *reinterpret_cast<const uint32_t*>(from);
+  const uint32_t first = count >= 1 ? from[0] : 0, second = count >= 2 ? from[1] : 0;
+  return second << 16 | first;
+}
+
+// The residual of a unit, so that it can be loaded before the sums are there: pairs of neighbours.
+struct ResidualPairs {
+  uint32_t pair[2][2];  // [second][row]
+};
+SWIFTSPEC_HD ResidualPairs load_residual(const tiles::Tiling& t, const Outputs& to, int lane, const Unit& unit) {
+  const int64_t pair = tiles::pair_of_outputs(unit.strip, lane);
+  ResidualPairs found{};
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const int64_t row = 8 * unit.j + fragment::c_column(lane, i % 2), output = i / 2 * t.half + pair;
+    if (row < to.rows) found.pair[i / 2][i % 2] = load_pair(to.residual + row * t.n + output, outputs_left(t, pair, i / 2));
+  }
+  return found;
+}
+
+// Rounds the product and adds its residual, as store_outputs does.
+SWIFTSPEC_HD void add_residual(const ResidualPairs& residual, Unit& unit) {
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    float(&v)[2] = unit.value[i / 2][i % 2];
+    const uint32_t pair = residual.pair[i / 2][i % 2];
+    v[0] = tiles::rounded(v[0]) + tiles::low(pair);
+    v[1] = tiles::rounded(v[1]) + tiles::high(pair);
+  }
+}
+
 SWIFTSPEC_HD float silu_mul(float gate, float up) {
   gate = tiles::rounded(gate);
 #if defined(__CUDA_ARCH__)

@@ -109,9 +109,9 @@ __device__ void multiply_parts(const LargeMTask& large_m, Sums<kPartRows8> (&sum
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const uint8_t* x = slab + part * part_bytes;
-      multiply_int4<kPartRows8>(sums[part], weights, reinterpret_cast<const uint4*>(x),
-                                 reinterpret_cast<const float*>(x + tiles::slab_sums(large_m.order)),
-                                 large_m.order.group_log, lane);
+      const StagedInputs<kPartRows8> inputs{
+          reinterpret_cast<const uint4*>(x), reinterpret_cast<const float*>(x + tiles::slab_sums(large_m.order)), lane};
+      multiply_int4<kPartRows8>(sums[part], weights, inputs, large_m.order.group_log, lane);
       __syncwarp();
     }
     return;

@@ -179,30 +179,10 @@ Kernel<Ranks> kernel_for(bool int4, int rows8) {
 int rows8_of(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
 
 LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
-  const Weights& w = *a.weights;
-  const auto rows = static_cast<int32_t>(a.rows);
-  clusters = std::clamp(w.tiling.turns(), 1, clusters);
-  const Outputs to{w.bias, static_cast<const uint16_t*>(a.residual), static_cast<uint16_t*>(a.out), a.logits,
-                   a.swiglu, rows};
-  return {w.tiling,
-          tiles::smem_layout(w.tiling, rows8, w.device, a.norm != nullptr),
-          static_cast<const uint8_t*>(w.data),
-          static_cast<const uint16_t*>(a.x),
-          static_cast<const uint16_t*>(a.norm),
-          a.eps,
-          rows,
-          clusters,
-          to,
-          w.next,
-          w.next_bytes,
-          tiles::slice_bytes(w.next_bytes, static_cast<int64_t>(clusters) * w.tiling.cluster() * kWarps)
-#ifdef SWIFTSPEC_STAMPS
-              ,
-          w.touched,
-          w.touched_bytes,
-          nullptr
-#endif
-  };
+  const tiles::Tiling& t = a.weights->tiling;
+  clusters = std::clamp(t.turns(), 1, clusters);
+  return task_of(a, tiles::smem_layout(t, rows8, a.weights->device, a.norm != nullptr), clusters,
+                 static_cast<int64_t>(clusters) * t.cluster() * kWarps);
 }
 
 Launch launch_of(const LinearTask& task, int clusters) {
@@ -216,6 +196,7 @@ Launch launch_of(const LinearTask& task, int clusters) {
 }  // namespace
 
 void prepare_linear(const Device& device) {
+  prepare_direct(device);
   prepare_large_m(device);
   prepare_prefill(device);
   for (const bool int4 : {false, true}) {
@@ -241,15 +222,15 @@ LinearArgs slice_rows(LinearArgs args, int64_t first, int64_t rows) {
 
 void linear(const LinearArgs& args, Stream stream) {
   if (args.rows == 0) return;
-  const int rows8 = rows8_of(args.rows);
   const Weights& weights = *args.weights;
+  if (uses_direct(args)) return linear_direct(args, stream);
+  const int rows8 = rows8_of(args.rows);
   SingleRank ranks{task_of(args, rows8, tiles::concurrent_clusters(weights.tiling, rows8, weights.device)), {}};
   if (args.channel != nullptr) ranks.channel = *args.channel;
   Launch how = launch_of(ranks.task, ranks.task.clusters);
   how.early = true;
 #ifdef SWIFTSPEC_STAMPS
-  const std::string name = "linear " + std::to_string(weights.tiling.k) + " x " + std::to_string(weights.tiling.n);
-  ranks.task.stamps = stamps::Recorder::get().next(name, int64_t{how.grid.x} * kWarps);
+  ranks.task.stamps = stamp_records(weights, int64_t{how.grid.x} * kWarps);
 #endif
   launch("linear", kernel_for<SingleRank>(weights.tiling.group != 0, rows8), how, stream, ranks);
 }

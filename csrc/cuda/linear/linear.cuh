@@ -6,6 +6,7 @@
 #include "cuda/linear/tiles.h"
 #include "cuda/ptx.cuh"
 #include "cuda/stamps.cuh"
+#include "kernels_cuda.h"
 
 namespace swiftspec::cuda {
 
@@ -27,6 +28,41 @@ struct LinearTask {
   uint64_t* stamps;  // records of this launch, or null
 #endif
 };
+
+// The task of a launch with this layout and number of clusters, whose `warps` warps prefetch.
+inline LinearTask task_of(const LinearArgs& a, const tiles::SmemLayout& smem, int clusters, int64_t warps) {
+  const Weights& w = *a.weights;
+  const auto rows = static_cast<int32_t>(a.rows);
+  const Outputs to{w.bias, static_cast<const uint16_t*>(a.residual), static_cast<uint16_t*>(a.out), a.logits,
+                   a.swiglu, rows};
+  return {w.tiling,
+          smem,
+          static_cast<const uint8_t*>(w.data),
+          static_cast<const uint16_t*>(a.x),
+          static_cast<const uint16_t*>(a.norm),
+          a.eps,
+          rows,
+          clusters,
+          to,
+          w.next,
+          w.next_bytes,
+          tiles::slice_bytes(w.next_bytes, warps)
+#ifdef SWIFTSPEC_STAMPS
+              ,
+          w.touched,
+          w.touched_bytes,
+          nullptr
+#endif
+  };
+}
+
+#ifdef SWIFTSPEC_STAMPS
+// The records of a projection's launch of this number of warps, or null.
+inline uint64_t* stamp_records(const Weights& w, int64_t warps) {
+  const std::string name = "linear " + std::to_string(w.tiling.k) + " x " + std::to_string(w.tiling.n);
+  return stamps::Recorder::get().next(name, warps);
+}
+#endif
 
 // Index of a thread in the launch of a rank.
 struct ThreadIndex {
@@ -103,6 +139,9 @@ __device__ inline float add_squares(float sum, uint32_t pair) {
   sum = fmaf(tiles::low(pair), tiles::low(pair), sum);
   return fmaf(tiles::high(pair), tiles::high(pair), sum);
 }
+__device__ inline float add_squares(float sum, const uint4& piece) {
+  return add_squares(add_squares(add_squares(add_squares(sum, piece.x), piece.y), piece.z), piece.w);
+}
 
 // The RMSNorm weight of this CTA's inputs. No kernel writes it, so it can be read before the previous kernel ends.
 struct NormPart {
@@ -146,32 +185,33 @@ __device__ inline void await_norm(const LinearTask& task, const ThreadIndex& at,
   ptx::barrier_wait(reinterpret_cast<uint64_t*>(shared + task.smem.norm_barrier), 0);
 }
 
-// Sum of squares of a row over the input range of CTA `cta`, computed by a warp; all lanes receive it. The inputs are
-// also stored to `raw`, unless it is null, at the places of the B operands.
+// Sum of squares of a row over the input range of CTA `cta`, computed by a warp; all lanes receive it. Lane l adds eighths
+// l % 4 of the blocks of tiles l / 4, l / 4 + 8, ..., which are those of a warp of direct.cu. The inputs are also stored to
+// `raw`, unless it is null, at the places of the B operands.
 template <int kRows8>
 __device__ float squares_of(const LinearTask& task, int cta, int row, int lane, uint4* raw) {
   const int64_t begin = static_cast<int64_t>(task.tiling.first_tile(cta)) * task.tiling.tile_k;
-  const int64_t end = static_cast<int64_t>(task.tiling.first_tile(cta + 1)) * task.tiling.tile_k;
+  const int log = task.tiling.group != 0 ? 2 : 1, range = task.tiling.range(cta);  // a tile has 1 << log blocks
+  const int units = (range + 7) / 8 << log;
   constexpr int kAbreast = ptx::kBulk ? 8 : 4;  // loads in flight, as registers allow; zeros beyond the range
   float sum = 0;
-  for (int64_t first = begin + 8 * lane; first < end; first += 8 * 32 * kAbreast) {
+  for (int unit = 0; unit < units; unit += kAbreast) {
     uint4 piece[kAbreast];
+    int block[kAbreast];  // of the range
 #pragma unroll
     for (int i = 0; i < kAbreast; ++i) {
-      const int64_t input = first + 8 * 32 * i;
-      piece[i] = input < end ? load_piece(task.x, row, task.rows, input, task.tiling.k) : uint4{};
+      const int tile = lane / 4 + ((unit + i) >> log << 3);
+      block[i] = tile < range ? (tile << log) + ((unit + i) & ((1 << log) - 1)) : -1;
+      piece[i] = block[i] < 0 ? uint4{}
+                              : load_piece(task.x, row, task.rows, begin + tiles::x_input(block[i], lane), task.tiling.k);
     }
 #pragma unroll
     for (int i = 0; i < kAbreast; ++i) {
-      const int64_t input = first + 8 * 32 * i;
-      if (raw != nullptr && input < end) {
-        raw[tiles::x_piece_of(static_cast<int>(input - begin) / 8, kRows8, row)] = piece[i];
-      }
-      sum = add_squares(add_squares(sum, piece[i].x), piece[i].y);
-      sum = add_squares(add_squares(sum, piece[i].z), piece[i].w);
+      if (raw != nullptr && block[i] >= 0) raw[tiles::x_piece_of(4 * block[i] + lane % 4, kRows8, row)] = piece[i];
+      sum = add_squares(sum, piece[i]);
     }
   }
-  for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+  for (int other = 1; other < 32; other *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
   return sum;
 }
 
@@ -303,15 +343,30 @@ __device__ void clear(Sums<kRows8>& sums) {
   for (int i = 0; i < 8 * kRows8; ++i) sums[i / 4 / kRows8][i / 4 % kRows8][i % 4] = 0;
 }
 
-// Adds the products of one quantisation group to the sums and clears them.
+// The inputs of a tile in shared memory, as stage_activations has stored them.
 template <int kRows8>
-__device__ void fold_group(Sums<kRows8>& sums, Sums<kRows8>& products, const uint32_t* words, const float* x_sums,
-                           int lane) {
+struct StagedInputs {
+  const uint4* pieces;  // of the tile's first block
+  const float* sums;    // of its first group
+  int lane;
+
+  __device__ uint4 piece(int block, int j) const { return pieces[tiles::x_piece(block, kRows8, j, lane)]; }
+  // The sums of the inputs of a group, which ends with `block`, for the two rows of the lane's sums.
+  __device__ float2 group_sums(int group, [[maybe_unused]] int block, int j) const {
+    const float* from = sums + (group * kRows8 + j) * 8 + fragment::c_column(lane, 0);
+    return *reinterpret_cast<const float2*>(from);
+  }
+};
+
+// Adds the products of the quantisation group that ends with `block` to the sums and clears them.
+template <int kRows8, class Inputs>
+__device__ void fold_group(Sums<kRows8>& sums, Sums<kRows8>& products, const uint32_t* words, const Inputs& x,
+                           int group_index, int block) {
   const uint4 four = *reinterpret_cast<const uint4*>(words);
   const uint32_t group[2][2] = {{four.x, four.y}, {four.z, four.w}};  // [fragment][upper half]
 #pragma unroll
   for (int j = 0; j < kRows8; ++j) {
-    const float2 x_sum = *reinterpret_cast<const float2*>(x_sums + 8 * j + fragment::c_column(lane, 0));
+    const float2 x_sum = x.group_sums(group_index, block, j);
 #pragma unroll
     for (int f = 0; f < 2; ++f) {
 #pragma unroll
@@ -324,11 +379,9 @@ __device__ void fold_group(Sums<kRows8>& sums, Sums<kRows8>& products, const uin
   clear<kRows8>(products);
 }
 
-// Multiplies an int4 tile with groups of 1 << group_log blocks. `pieces` and `x_sums` are those of the tile's first
-// block and group.
-template <int kRows8>
-__device__ void multiply_groups(Sums<kRows8>& sums, const uint8_t* tile, const uint4* pieces, const float* x_sums,
-                                int group_log, int lane) {
+// Multiplies an int4 tile with groups of 1 << group_log blocks.
+template <int kRows8, class Inputs>
+__device__ void multiply_groups(Sums<kRows8>& sums, const uint8_t* tile, const Inputs& x, int group_log, int lane) {
   const auto* words = reinterpret_cast<const uint32_t*>(tile);
   Sums<kRows8> products;
   clear<kRows8>(products);
@@ -338,7 +391,7 @@ __device__ void multiply_groups(Sums<kRows8>& sums, const uint8_t* tile, const u
     const uint32_t word[2][2] = {{codes.x, codes.y}, {codes.z, codes.w}};  // [odd step][fragment]
     uint4 b[kRows8];
 #pragma unroll
-    for (int j = 0; j < kRows8; ++j) b[j] = pieces[tiles::x_piece(block, kRows8, j, lane)];
+    for (int j = 0; j < kRows8; ++j) b[j] = x.piece(block, j);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t code = word[i / 2][i % 2];
@@ -351,16 +404,15 @@ __device__ void multiply_groups(Sums<kRows8>& sums, const uint8_t* tile, const u
     }
     const int done = block >> group_log;
     if ((block + 1) >> group_log == done) continue;  // the group continues in the next block
-    fold_group<kRows8>(sums, products, words + tiles::group_words(done, lane), x_sums + done * 8 * kRows8, lane);
+    fold_group<kRows8>(sums, products, words + tiles::group_words(done, lane), x, done, block);
   }
 }
 
 // Specialises the usual case that a group is a whole tile, which needs no branch between its blocks.
-template <int kRows8>
-__device__ void multiply_int4(Sums<kRows8>& sums, const uint8_t* tile, const uint4* pieces, const float* x_sums,
-                              int group_log, int lane) {
-  if (group_log == 2) return multiply_groups<kRows8>(sums, tile, pieces, x_sums, 2, lane);
-  multiply_groups<kRows8>(sums, tile, pieces, x_sums, group_log, lane);
+template <int kRows8, class Inputs>
+__device__ void multiply_int4(Sums<kRows8>& sums, const uint8_t* tile, const Inputs& x, int group_log, int lane) {
+  if (group_log == 2) return multiply_groups<kRows8>(sums, tile, x, 2, lane);
+  multiply_groups<kRows8>(sums, tile, x, group_log, lane);
 }
 
 template <int kRows8>
@@ -399,7 +451,8 @@ __device__ void multiply_chunk(const LinearTask& task, const ThreadIndex& at, in
     const uint4* mine = pieces + tiles::x_piece(tile * blocks, kRows8, 0, 0);
     if constexpr (kInt4) {
       const float* my_sums = x_sums + tile * task.tiling.groups() * 8 * kRows8;
-      multiply_int4<kRows8>(sums, weights, mine, my_sums, task.tiling.group_log, at.lane);
+      const StagedInputs<kRows8> x{mine, my_sums, at.lane};
+      multiply_int4<kRows8>(sums, weights, x, task.tiling.group_log, at.lane);
     } else {
       multiply_bf16<kRows8>(sums, weights, mine, at.lane);
     }

@@ -23,6 +23,13 @@ constexpr int kMaxStages = 16;        // tiles in flight per warp
 constexpr int kPairedStages = 3;      // the fewest of two blocks that share a multiprocessor
 constexpr int kPairedRows8 = 2;       // rows / 8 up to which the registers allow two blocks per multiprocessor
 
+// Kernels of int4 projections with few rows that are not summed over ranks; linear.cu computes all others. Each adds in
+// the order of the tiling, so that variants of one split are bitwise identical.
+enum Variant : int32_t {
+  kRing,    // linear.cu: resident blocks, a pipeline of tiles per warp
+  kDirect,  // direct.cu: blocks that request all of their tiles first, and end
+};
+
 SWIFTSPEC_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Bytes of the next projection to prefetch to L2: a third of L2, and at most what an H200's memory delivers in 4 us.
@@ -53,6 +60,8 @@ struct Tiling {
   int32_t n_log;        // strips that a CTA computes at a time: 1 << n_log
   int32_t cluster_log;  // CTAs that share the inputs: 1 << cluster_log
   int32_t blocks_per_sm;  // 1 or 2, of launches with up to 8 * kPairedRows8 rows; results do not depend on it
+  int32_t variant;        // a Variant; results do not depend on it
+  int32_t block_strips;   // of kDirect: strips of a block
 
   SWIFTSPEC_HD int groups() const { return tile_k / kBlock >> group_log; }  // of a tile
   SWIFTSPEC_HD int warps_n() const { return 1 << n_log; }
@@ -61,7 +70,10 @@ struct Tiling {
   SWIFTSPEC_HD int share_of(int warp) const { return warp & (warps_k() - 1); }
   SWIFTSPEC_HD int cluster() const { return 1 << cluster_log; }
   SWIFTSPEC_HD int turns() const { return strips >> n_log; }  // iterations over all strips, summed over clusters
-  SWIFTSPEC_HD int64_t bytes() const { return static_cast<int64_t>(strips) * tiles * tile_bytes; }
+  // Bytes of the tiles of all strips, padded for every split, so that another one reads the same memory.
+  SWIFTSPEC_HD int64_t bytes() const {
+    return static_cast<int64_t>((strips + kWarps - 1) / kWarps * kWarps) * tiles * tile_bytes;
+  }
   SWIFTSPEC_HD int first_tile(int cta) const { return tiles * cta >> cluster_log; }
   SWIFTSPEC_HD int range(int cta) const { return first_tile(cta + 1) - first_tile(cta); }
   SWIFTSPEC_HD int64_t tile_at(int strip, int tile) const {

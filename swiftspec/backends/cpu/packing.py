@@ -187,7 +187,8 @@ def pack_mixture(weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, devic
             pack(matrix, dtype, device) for matrix in (weights.shared_gate_up, weights.shared_down)
         )
         shared = PackedMlp(shared_gate_up, shared_down, spec.activation)
-    return PackedMixture(router, gate_up, down, spec.experts, spec.activation, shared)
+    correction = None if weights.correction is None else weights.correction.to(device, torch.float32, copy=True)
+    return PackedMixture(router, gate_up, down, spec.experts, spec.activation, shared, correction=correction)
 
 
 def mask_outputs(packed: PackedLinear, outputs: Sequence[int], device: torch.device | str) -> PackedLinear:

@@ -33,6 +33,8 @@ from swiftspec.backends.cuda.linear import (
     norm_linear,
     norm_swiglu,
     pack,
+    tilings_of,
+    with_tiling,
 )
 from swiftspec.backends.cuda.sampling import children, draw, draw_keyed, gumbel_rows, log_probs, log_top_k, resample
 from swiftspec.backends.cuda.torch_interop import current_stream, native_cache
@@ -77,7 +79,9 @@ __all__ = [
     "reject_chains",
     "resample",
     "rope_tables",
+    "tilings_of",
     "tree_attention",
+    "with_tiling",
 ]
 
 KNOWN_FIELDS = ("qk_norm",)  # optional fields of a spec that these operators implement

@@ -8,8 +8,10 @@ long prefill chunks, which large_m.py computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +32,23 @@ MAX_GATHER_LAUNCHES = 64  # per gathered message; longer ones use a library; an 
 INT4_GROUP_SIZES = (32, 64, 128)  # inputs per int4 group that the tiles support
 
 
+class ProjectionTiling(NamedTuple):
+    """How a kernel splits a projection over a GPU: a row of `_C.cuda_tilings`. All tilings of a matrix read the same
+    tiles, and those with equal `cluster` and `warps` add in the same order, so that their results are bitwise
+    identical."""
+
+    variant: str  # the kernel for up to 8 rows: "ring" or "direct" (csrc/cuda/linear/tiling.h)
+    cluster: int  # CTAs that split the inputs
+    warps: int  # that compute a strip of outputs together
+    strips: int  # of a block at a time
+    blocks_per_sm: int
+
+
+def shape_name(inputs: int, outputs: int, group: int) -> str:
+    """Returns the name of a matrix's shape, under which its tiling is kept."""
+    return f"{inputs} x {outputs} {f'int4/{group}' if group else 'bf16'}"
+
+
 @dataclass(frozen=True, slots=True)
 class CudaLinear:
     """The packed weights of a projection. The tensors are the memory that the native object reads."""
@@ -41,10 +60,23 @@ class CudaLinear:
     bias: Tensor | None  # [outputs] float32
     group: int  # inputs per scale of int4 weights; 0 for bfloat16 weights
 
+    @property
+    def shape_name(self) -> str:
+        return shape_name(self.inputs, self.outputs, self.group)
 
-def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> CudaLinear:
+
+NO_TILINGS: Mapping[str, ProjectionTiling] = MappingProxyType({})
+
+
+def pack(
+    weight: Weight,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    tilings: Mapping[str, ProjectionTiling] = NO_TILINGS,
+) -> CudaLinear:
     """Packs a matrix [outputs, inputs] of a checkpoint into tiles on `device`; returns after the device has finished.
 
+    `tilings`: by `shape_name`, other tilings than the default ones; those that the device does not have are ignored.
     int4 groups whose size is not 32, 64 or 128 are split into groups of such a size; if that is impossible, the matrix
     is dequantised, as is one whose inputs are permuted. Raises UserError if the CUDA operators cannot run on `device`
     or do not support the matrix.
@@ -62,8 +94,23 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Cuda
         bias = None if weight.bias is None else weight.bias.to(device, torch.float32).contiguous()
         # a projection loads its weights before it waits for preceding kernels, so packing must have finished
         torch.cuda.current_stream().synchronize()
-        native = _C.CudaWeights(tiles, bias, inputs, outputs, group)
+        row = tilings.get(shape_name(inputs, outputs, group))
+        native = _C.CudaWeights(tiles, bias, inputs, outputs, group, row)
     return CudaLinear(native, inputs, outputs, tiles, bias, group)
+
+
+def tilings_of(packed: CudaLinear, each: int) -> list[ProjectionTiling]:
+    """Returns the default tiling of a projection on the current GPU, then up to `each` others of each variant, by
+    estimated time."""
+    rows = _C.cuda_tilings(packed.inputs, packed.outputs, packed.group, each)
+    return [ProjectionTiling(*row) for row in rows]
+
+
+def with_tiling(packed: CudaLinear, tiling: ProjectionTiling, tiles: Tensor | None = None) -> CudaLinear:
+    """Returns the projection with another tiling. `tiles`: a copy of its tiles to read instead."""
+    memory = packed.tiles if tiles is None else tiles
+    native = _C.CudaWeights(memory, packed.bias, packed.inputs, packed.outputs, packed.group, tiling)
+    return replace(packed, native=native, tiles=memory)
 
 
 def int4_group_size(weight: Weight) -> int:
@@ -87,8 +134,9 @@ def mask_outputs(packed: CudaLinear, outputs: Sequence[int], device: torch.devic
         use_current_device()
         bias[list(outputs)] = -torch.inf
         torch.cuda.current_stream().synchronize()  # a projection may load its bias before it waits for other kernels
-        native = _C.CudaWeights(packed.tiles, bias, packed.inputs, packed.outputs, packed.group)
-    return CudaLinear(native, packed.inputs, packed.outputs, packed.tiles, bias, packed.group)
+        row = packed.native.row
+        native = _C.CudaWeights(packed.tiles, bias, packed.inputs, packed.outputs, packed.group, row)
+    return replace(packed, native=native, bias=bias)
 
 
 def _int4_tiles(weight: Int4Source, group: int, device: torch.device) -> tuple[Tensor, int, int]:
@@ -116,9 +164,9 @@ class PeerCommunicator:
     """A rank's endpoint of a group of GPUs that all-reduce products in the kernel that computes them.
 
     `inboxes`: the addresses at which this rank sees the inbox of each rank, in rank order. `lines`: LL lines of the
-    longest product (`max_lines`). `error_word`: one int64 in pinned memory that all ranks can access; a kernel that
-    aborts writes the reason to it. `timeout_s`: seconds after which a kernel that waits for a peer aborts. All ranks
-    make the same calls in the same order, each on one stream.
+    longest product (`max_lines`). `error_word`: [2] int64 in pinned memory that all ranks can access: the reason of a
+    kernel that has aborted, and the time limit of all ranks. `timeout_s`: seconds after which a kernel that waits for a
+    peer aborts. All ranks make the same calls in the same order, each on one stream.
     """
 
     def __init__(
@@ -134,7 +182,12 @@ class PeerCommunicator:
         self._epoch = torch.zeros(1, dtype=torch.int64, device=device)
         self._done = torch.zeros(1, dtype=torch.int32, device=device)
         use_current_device()
-        self.native = _C.CudaChannel(rank, inboxes, lines, self._epoch, self._done, error_word, timeout_s)
+        self.set_timeout(timeout_s)
+        self.native = _C.CudaChannel(rank, inboxes, lines, self._epoch, self._done, error_word)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Sets the time after which a kernel that waits for a peer aborts, on all ranks, also in captured graphs."""
+        self._error_word[1] = math.ceil(seconds * 1000)
 
     @property
     def epoch(self) -> Tensor:

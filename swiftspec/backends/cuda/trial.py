@@ -3,8 +3,9 @@
 A kernel that faults or hangs costs the process its GPU, so the checks run in a process of their own, which
 builder/gpu_trial.py starts, watches and starts again behind a check that has ended it. The request is one line of JSON
 on standard input (`TrialRequest`). Standard output has two lines of JSON for each check, `{"begins": name}` and
-`{"check": name, "reason": text or null}`, or the line `{"problem": text}` if the GPU cannot be used at all. The process
-exits with 0 after the last check, and with EXIT_DEVICE_FAULT after a check that has left the GPU unusable.
+`{"check": name, "reason": text or null}`, or the line `{"problem": text}` if the GPU cannot be used at all. The line of
+the check TUNING, which times tilings of the projections (tuner.py), has the field "tilings", too. The process exits
+with 0 after the last check, and with EXIT_DEVICE_FAULT after a check that has left the GPU unusable.
 """
 
 from __future__ import annotations
@@ -15,19 +16,26 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from swiftspec import _C
 from swiftspec.backends import cuda, unfused
 from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory, require_usable
+from swiftspec.backends.cuda.linear import ProjectionTiling
 from swiftspec.backends.cuda.trial_checks import TrialDevice, TrialPlan, trial_checks
+from swiftspec.backends.cuda.tuner import TuningBench
 from swiftspec.backends.families import Family, compose
 from swiftspec.errors import UserError
 from swiftspec.file_io import one_line
 
 EXIT_DEVICE_FAULT = 3
+TUNING = "tilings of projections"
+COLD = 4  # weights that the tuner reads per measurement, in sizes of the L2 cache
+REPLAYS = 5  # of a graph that is timed
 MAX_LIFE_S = 60  # a process whose parent has died ends after this time at the latest
 WARM_UP_RUNS = 2  # before a capture: kernels are loaded on their first launch
 
@@ -35,7 +43,7 @@ WARM_UP_RUNS = 2  # before a capture: kernels are loaded on their first launch
 @dataclass(frozen=True, slots=True)
 class TrialRequest:
     """What one process of a trial runs. `device`: of torch. `on_library`: families of operators to take from torch.
-    `names`: the checks to run, in this order."""
+    `names`: the checks to run, in this order; TUNING is one of them."""
 
     plan: TrialPlan
     device: str
@@ -61,24 +69,35 @@ def disable_early_starts() -> None:
     os.environ["SWIFTSPEC_EARLY_STARTS"] = "0"
 
 
-def run_checks(request: TrialRequest, ops: Any, at: TrialDevice) -> Iterator[dict[str, str | None]]:
+def run_checks(request: TrialRequest, ops: Any, at: TrialDevice) -> Iterator[dict[str, Any]]:
     """Yields the lines of the protocol. Ends after a check that leaves the device unusable, whose line has the field
     "fault"."""
     checks = {check.name: check for check in trial_checks(request.plan)}
     for name in request.names:
         yield {"begins": name}
-        fault: dict[str, str | None] = {}
+        reason: str | None = None
+        more: dict[str, Any] = {}
         try:
-            reason = checks[name].run(ops, at)
+            if name == TUNING:
+                more = {"tilings": tuned(request.plan, ops, at)}
+            else:
+                reason = checks[name].run(ops, at)
             at.finish()
         except Exception as error:  # the check decides nothing else than whether these operators are used
-            reason = None  # a lack of memory does not count against the operators
+            more = {}  # a lack of memory does not count against the operators
             if not is_out_of_gpu_memory(error):
                 reason = one_line(error)
-                fault = {"fault": reason} if is_device_error(error) or not _is_usable(at) else {}
-        yield {"check": name, "reason": reason, **fault}
-        if fault:
+                more = {"fault": reason} if is_device_error(error) or not _is_usable(at) else {}
+        yield {"check": name, "reason": reason, **more}
+        if "fault" in more:
             return
+
+
+def tuned(plan: TrialPlan, ops: Any, at: TrialDevice) -> Mapping[str, ProjectionTiling]:
+    """Returns the tilings that are faster than the default ones; none without graphs, in which they are timed."""
+    if at.capture is None or not hasattr(ops, "tilings_of"):
+        return {}
+    return TuningBench(ops, at, replay_seconds, COLD * _C.cuda_device()["l2"]).tune(plan)
 
 
 def load_libraries(device: torch.device) -> None:
@@ -112,6 +131,21 @@ def capture_graph(work: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor
     return out, graph.replay
 
 
+def replay_seconds(calls: Sequence[Callable[[], Tensor]]) -> float:
+    """Returns the seconds of the calls in a CUDA graph: the median of REPLAYS replays."""
+    _, replay = capture_graph(lambda: [call() for call in calls])
+    replay()
+    times = list[float]()
+    for _ in range(REPLAYS):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return median(times)
+
+
 def main() -> NoReturn:
     """Runs the request on standard input."""
     signal.alarm(MAX_LIFE_S)
@@ -126,7 +160,7 @@ def main() -> NoReturn:
     os._exit(code)  # the destructors of a faulted device may block
 
 
-def _lines(request: TrialRequest) -> Iterator[Mapping[str, str | None]]:
+def _lines(request: TrialRequest) -> Iterator[Mapping[str, Any]]:
     """Yields all lines of the protocol."""
     device = torch.device(request.device)
     try:

@@ -218,6 +218,20 @@ def test_a_process_that_waits_for_a_cpu_is_not_hung(
 
 
 @pytest.mark.slow
+def test_waiting_for_a_cpu_does_not_count_before_the_first_heartbeat(
+    processes: list[SupervisedProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = 0.0
+    monkeypatch.setattr(supervised_process, "cpu_wait_s", lambda process, thread: waited)
+    process, now = started(processes, ""), time.monotonic()
+    waited = 60.0
+    process.kill_if_hung(now + STARTUP_HEARTBEAT_TIMEOUT_S + 59.9)
+    assert process.kill_reason == ""
+    process.kill_if_hung(now + STARTUP_HEARTBEAT_TIMEOUT_S + 60.1)
+    assert process.kill_reason == f"sent no heartbeat for {STARTUP_HEARTBEAT_TIMEOUT_S:g} s"
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no scheduling statistics")
 def test_the_time_without_a_cpu_is_read_from_the_system() -> None:
     """It grows when two threads share a CPU."""

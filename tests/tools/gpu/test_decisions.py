@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from bench.gpu import tilings
 from tools.gpu import decisions
 from tools.gpu.decisions import Rule
 from tools.gpu.steps import MODELS, questions
+
+TILINGS = {
+    "qkv": [{"tiling": [variant, 1, 8, 1, 1], "us": {8: us}} for variant, us in
+            (("ring", 7.0), ("ring", 6.0), ("direct", 4.0))],
+    "down": [{"tiling": ["ring", 1, 8, 1, 1], "us": {8: 6.0}}],  # has no other variant
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", decisions.rules(), ids=lambda rule: rule.name)
@@ -26,6 +33,7 @@ def test_rules_read_the_documents_of_the_steps() -> None:
     results = {
         "footprint": {"us": {"swiglu": sizes}, "gpu": {"lowest MHz": 1600, "highest MHz": 1980}},
         "stamps": {"tables": tables, "gpu": {}},
+        "tilings": {"models": {"Llama-3.2-1B": tilings.summary(TILINGS)}, "gpu": {}},
         "attention": {
             "results": [
                 {"name": f"Llama-3-8B TP1 attention {context} x8", "competitor": "swiftspec", "microseconds": us}
@@ -43,6 +51,9 @@ def test_rules_read_the_documents_of_the_steps() -> None:
     assert found["8B projections, start to first tile"]["measured"] == 3.0
     assert found["8B attention, 500 against 516"]["decision"] == "deal the units of single rows out, too"
     assert found["8B attention over 1,000"]["decision"] == "attention is done"
+    assert found["Llama-3.2-1B projections, direct against ring"]["measured"] == pytest.approx(10 / 12)
+    line = found["Llama-3.2-1B projections, fastest tilings against the default"]
+    assert (line["measured"], line["decision"]) == (pytest.approx(10 / 13), "leave the choice to the tuner")
     assert "8B attention over 1,000" in decisions.formatted([*found.values()])
 
 

@@ -1,0 +1,102 @@
+"""Variants of the projection kernels on the emulated GPU: their results have the bits of the default kernel
+(variants.cpp), and planted faults are found."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.simt.emulate import CSRC, FLAGS, HOPPER, device_code
+
+SIMT = Path(__file__).resolve().parent
+DIRECT = CSRC / "cuda/linear/direct.cu"
+KERNELS = (*(CSRC / f"cuda/linear/{name}.cu" for name in ("linear", "embed")), CSRC / "cuda/device/device.cu")
+OUTPUTS = 40  # two strips, the second with padding
+SEEDS = (1, 2, 3)
+# Inputs of the projections of Llama 1B, 3B, 8B and 70B on 1, 2, 4 and 8 ranks, and inputs per int4 group
+SHAPES = [
+    (256, 64), (384, 128), (512, 64), (768, 128), (1024, 128), (1024, 64), (1536, 128), (1792, 128), (2048, 128),
+    (2048, 32), (3072, 128), (3584, 128), (4096, 128), (7168, 128), (8192, 128), (14336, 128), (28672, 128),
+]  # fmt: skip
+FAULTS = {
+    "inputs are read before the launch in front has ended": (
+        "  ptx::wait_for_dependencies();\n  SWIFTSPEC_STAMP(task, kDependencies);\n  Inputs x;\n"
+        "  load_inputs<kWarps>(task, at, x);\n",
+        "  Inputs x;\n  load_inputs<kWarps>(task, at, x);\n  ptx::wait_for_dependencies();\n",
+    ),
+    "a tile is not waited for": ("    ptx::barrier_wait(arrived_ + tile * kStrips + strip, 0);\n", ""),
+    "the norm's weight is not waited for": (
+        "    ptx::barrier_wait(reinterpret_cast<uint64_t*>(shared + direct.smem.norm_barrier), 0);\n", "",
+    ),
+    "warps are added in another order": ("strip * kWarps + warp) * 2", "strip * kWarps + kWarps - warp) * 2"),
+    "sums are read before all warps have stored them": (
+        "  __syncthreads();\n  SWIFTSPEC_STAMP(task, kWarpSum);", "  SWIFTSPEC_STAMP(task, kWarpSum);",
+    ),
+    "squares are added in another order": ("sums[i % kEach] = add_squares(sums[i % kEach], x",
+                                           "sums[i / 2 % kEach] = add_squares(sums[i / 2 % kEach], x"),
+    "squares of the cluster are read too early": ("  ptx::cluster_sync();\n  float sum = 0;", "  float sum = 0;"),
+    "a block exits while another reads its sums": ("  if (ctas > 1) ptx::cluster_meet();", ""),
+    "all strips have the weights of the first": ("at.cluster * kStrips + s, first", "at.cluster * kStrips, first"),
+    "a group has the sum of another row": ("sum, from + 4)", "sum, from + 8)"),
+    "all tiles have the inputs of the first": ("x[piece / 4 + 1][piece % 4];", "x[piece / 4][piece % 4];"),
+}  # fmt: skip
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="no g++, or no Linux"),
+]
+Link = Callable[[Path], Path]
+
+
+@pytest.fixture(scope="module")
+def link(tmp_path_factory: pytest.TempPathFactory) -> Link:
+    """Returns the program that has a source in the place of direct.cu."""
+    folder = tmp_path_factory.mktemp("variants")
+
+    def compiled(source: Path) -> str:
+        device = device_code(HOPPER) if source.suffix == ".cu" else ()
+        out = folder / f"{source.parent.name}.{source.name}.o"
+        includes = (f"-I{SIMT}", f"-I{CSRC}")
+        subprocess.run(["g++", *FLAGS, "-O1", *includes, *device, "-c", str(source), "-o", str(out)], check=True)
+        return str(out)
+
+    objects = [compiled(source) for source in (*KERNELS, SIMT / "variants.cpp", *sorted(SIMT.glob("simt/*.cpp")))]
+
+    def linked(source: Path) -> Path:
+        program = folder / f"{source.parent.name}.program"
+        subprocess.run(["g++", "-o", str(program), *objects, compiled(source), "-lrt", "-pthread"], check=True)
+        return program
+
+    return linked
+
+
+def run(program: Path, *numbers: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(program), *map(str, numbers)], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.timeout(900)
+def test_variants_are_bitwise_equal(link: Link) -> None:
+    """Of every shape, with all splits that fit; with norm, SwiGLU, residual, bias and logits."""
+    program = link(DIRECT)
+    for inputs, group in SHAPES:
+        for rows in (8, 3) if inputs == 1024 else (8,):
+            done = run(program, inputs, OUTPUTS, group, rows, 1)
+            assert done.returncode == 0, f"{inputs} inputs: {done.stdout}"
+            assert int(done.stdout) >= 4, "at least one split, four projections each"
+
+
+@pytest.mark.timeout(900)
+def test_faults_are_found(link: Link, tmp_path: Path) -> None:
+    source = DIRECT.read_text()
+    for number, (name, (original, mutated)) in enumerate(FAULTS.items()):
+        assert source.count(original) == 1, name
+        file = tmp_path / f"fault{number}" / DIRECT.name
+        file.parent.mkdir()
+        file.write_text(source.replace(original, mutated))
+        program = link(file)
+        assert any(run(program, 1024, OUTPUTS, 64, 5, seed).returncode != 0 for seed in SEEDS), name
