@@ -204,7 +204,7 @@ def _kernel_rules() -> list[Rule]:
         ),
         Rule(
             "children of 8 rows", "us", lambda r: _kernel(r, "sampling", r".* children x8"), "6", 10.0,
-            "top-k is done", "record stamps of children_kernel", lower=True,
+            "top-k is done", "profile children_kernel with Nsight Compute", lower=True,
         ),
     ]  # fmt: skip
 
