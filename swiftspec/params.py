@@ -187,8 +187,6 @@ class SamplingParams:
         """The rows of the capability table (capabilities.py) that the request uses."""
         found = {
             "greedy": self.greedy,
-            "sampled": not self.greedy,
-            "logit bias": bool(self.logit_bias) or self.excludes_tokens,
             "filters": self.filtered,
             "penalties": self.penalised,
             "guidance": self.guided,

@@ -22,9 +22,8 @@ from swiftspec.backends.cuda.devices import gpu_uuid, is_device_error, machine_f
 from swiftspec.backends.cuda.trial_checks import TreeShape
 from swiftspec.backends.reference import resampling
 from swiftspec.backends.reference.resampling import Resample
-from swiftspec.batching.chains import make_chains
+from swiftspec.batching.chains import chain_region_slots, make_chains
 from swiftspec.batching.group_method import GroupMethod
-from swiftspec.batching.limits import chain_region_slots
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder import gpu_trial, hardware
 from swiftspec.builder.gpu_trial import GpuVerdict

@@ -15,7 +15,7 @@ from swiftspec.file_io import Fields, expand_user, is_file, is_folder, read_obje
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
 from swiftspec.settings.flags import FLAGS
-from swiftspec.settings.settings import Settings, UsageError, flag_name
+from swiftspec.settings.settings import Settings, UsageError, check_usage, flag_name
 from swiftspec.startup.built_in_models import BuiltInModels, built_in_models
 from swiftspec.startup.reporter import DOWNLOAD, StartupReporter
 from swiftspec.text.codec import TextCodec, has_tokenizer
@@ -75,7 +75,7 @@ class ResolvedModels:
         raises UserError if the models cannot run."""
         check_worker_settings(settings, ranks)
         if settings.target_url is not None:
-            raise UsageError("--target-url is only supported by `chat` and `generate`; remove it and specify --model")
+            check_usage({"target worker", "local command"})
         built_in = built_in_models(settings.model)
         model, draft_model = _model_names(settings, built_in)
         path_name = None if draft_model in (SUFFIX_LOOKUP, MTP_HEAD) else draft_model

@@ -208,7 +208,7 @@ def test_a_lost_model_leaves_suffix_lookup(tmp_path: Path) -> None:
     ("options", "cause"),
     [
         ({"verify": "reject"}, "verify reject"), ({"mode": "smc"}, "mode smc"),
-        ({"max_num_seqs": 2}, "max_num_seqs"), ({"draft_remote": True, "mode": "async"}, "workers"),
+        ({"max_num_seqs": 2}, "max_num_seqs"), ({"draft_remote": True, "mode": "async"}, "draft_url"),
     ],
 )  # fmt: skip
 def test_combinations_without_suffix_lookup(options: dict[str, Any], cause: str) -> None:

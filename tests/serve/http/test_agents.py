@@ -224,13 +224,14 @@ def test_agents_of_chat_completions(player: Player, client: TestClient, name: st
 def test_claude_code(player: Player, client: TestClient) -> None:
     """Five turns with a system block that changes, reminders between turns, and a tool of Anthropic's server."""
     tools = [{"name": "Bash", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}]
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
     messages: list[dict[str, Any]] = []
     prompts: list[str] = []
+    body: dict[str, Any] = {}
     for turn in range(5):
-        content = [{"type": "text", "text": f"q{turn}"}]
+        content: list[dict[str, Any]] = [{"type": "text", "text": f"q{turn}"}]
         if turn:
             result: dict[str, Any] = {"type": "tool_result", "tool_use_id": messages[-1]["content"][-1]["id"]}
-            image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
             parts = [image] if turn == 2 else [{"type": "text", "text": "r"}]
             content.insert(0, {**result, "content": parts, "is_error": turn == 3})
         messages += [

@@ -282,7 +282,9 @@ def with_previous_items(body: ResponsesRequest, items: list[dict[str, Any]]) -> 
     if not items:
         return body
     responses_to_template_messages(body)  # here an error has the index of the item in the request
-    new_items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    new_items = body.input
+    if isinstance(new_items, str):
+        new_items = [Item.model_validate({"role": "user", "content": new_items})]
     return body.model_copy(update={"input": [*map(Item.model_validate, items), *new_items]})
 
 
