@@ -140,9 +140,7 @@ async def template_format(context: AppContext, tools: Sequence[dict[str, Any]] |
     _, codec = context.require_ready()
     source = codec.template_source(tools)
     if source not in context.template_formats:
-        context.template_formats[source] = await context.run_in_tokenizer_thread(
-            _derive_template_format, codec, source
-        )
+        context.template_formats[source] = await context.run_in_tokenizer_thread(_derive_template_format, codec, source)
     return context.template_formats[source]
 
 

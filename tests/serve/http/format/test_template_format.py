@@ -20,18 +20,14 @@ TURN = "<|{{ m.role }}|>{% if m.reasoning_content %}REASONED{% endif %}{{ m.cont
 END = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 PLAIN = "{% for m in messages %}" + TURN + "{% endfor %}" + END
 LATER = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
-FIRST = "{% for m in messages %}" + (
-    LATER + TURN + "{% endfor %}" + END
-)
+FIRST = "{% for m in messages %}" + (LATER + TURN + "{% endfor %}" + END)
 NO_SYSTEM = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}" + (
     TURN + "{% endfor %}" + END
 )
 
 
 def derived(template: str, vocabulary: tuple[str, ...] = ()) -> TemplateFormat:
-    return derive_template_format(
-        lambda *probe: rendering(template, *probe), template, dict.fromkeys(vocabulary, 1)
-    )
+    return derive_template_format(lambda *probe: rendering(template, *probe), template, dict.fromkeys(vocabulary, 1))
 
 
 @pytest.mark.parametrize(
