@@ -36,7 +36,8 @@ from swiftspec.llm_engine import LLMEngine, serve_rank
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph_expansions import GraphExpansionExecutor
 from swiftspec.runtime.executors.graph_verifications import GraphVerificationExecutor
-from swiftspec.runtime.executors.native import NativeExecutor, NativeTree
+from swiftspec.runtime.executors.native import NativeExecutor
+from swiftspec.runtime.executors.native_tree import NativeTree
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.serve.supervisor.control_protocol import encode_first_message

@@ -2,13 +2,17 @@
 
     python -m bench.quality [--seeds 12] [--plot docs/quality.svg]                 # functions, demo models
     python -m bench.quality --gsm8k test.jsonl --model TARGET --draft-model DRAFT  # word problems, other models
+    python -m bench.quality --dial 4 --plot docs/dial.svg              # from particles to exact verification
 
 Each function of bench/data/functions.py is completed by plain sampling, by exact speculation and by particles with
-several N, K and powers (alpha); the systems alternate. A completion ends with the function. It parses if `ast` accepts
-the whole function, and passes if its asserts hold in a separate process (bench/sandbox.py). Further columns: the
-target's log-probability per token of the completions at temperature 1; whether any of several answers passes (all N
-particles of one request, or FEW answers of another system, which take that many requests); the mean number of different
-texts among those.
+several N, K and powers (alpha); the systems alternate. With `--dial K` the particles have K draft tokens, of which 0 to
+K are verified exactly (`smc_exact`), and powers are left out.
+
+A completion ends with the function. It parses if `ast` accepts the whole function, and passes if its asserts hold in a
+separate process (bench/sandbox.py). Further columns: the target's log-probability per token of the completions at
+temperature 1; whether any of several answers passes (all N particles of one request, or FEW answers of another system,
+which take that many requests); the mean number of different texts
+among those.
 
 Standard errors are over the seeds, for this fixed set of functions. One thread is timed by its CPU time.
 """
@@ -80,19 +84,23 @@ class System:
 
 def systems(args: argparse.Namespace) -> list[System]:
     """Returns the systems: plain sampling at temperatures T, T / 2 and T / 4, exact speculation, and the particles of
-    SHAPES.
+    SHAPES; with `--dial` plain sampling at T, exact speculation, and the particles of the dial.
 
     Sampling at T / alpha is what a power alpha of the distribution of each single token gives.
     """
     hot, paths = args.temperature, (args.model, args.draft_model)
+    powers, populations = (1, 2, 4), [PopulationConfig(n, k, power=power) for n, k, power in SHAPES]
+    if args.dial is not None:
+        powers, populations = (1,), [PopulationConfig(4, args.dial, smc_exact=k) for k in range(args.dial + 1)]
     options: dict[str, Any] = {"dtype": torch.bfloat16, "max_model_len": args.context, "device": args.device}
     options |= {"threads": args.threads, "gpu_trial": "off"}
     plain = LLMEngine(args.model, config=EngineConfig("ar"), **options)
-    made = [System(f"plain, T = {hot / power:g}", plain, hot / power) for power in (1, 2, 4)]
+    made = [System(f"plain, T = {hot / power:g}", plain, hot / power) for power in powers]
     made.append(System("exact speculation", LLMEngine(*paths, EngineConfig("serial"), **options), hot))
-    for n, k, power in SHAPES:
-        config = EngineConfig("smc", population=PopulationConfig(n, k, power=power))
-        made.append(System(f"smc N = {n}, K = {k}, alpha = {power:g}", LLMEngine(*paths, config, **options), hot))
+    for each in populations:
+        name = f"smc N = {each.particles}, K = {each.smc_draft_tokens}"
+        name += f", alpha = {each.power:g}" if args.dial is None else f", {each.smc_exact} of K exact"
+        made.append(System(name, LLMEngine(*paths, EngineConfig("smc", population=each), **options), hot))
     return made
 
 
@@ -247,6 +255,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--temperature", type=float, default=0.7)
     made.add_argument("--max-tokens", type=int, default=24)
     made.add_argument("--gsm8k", type=Path, help="test.jsonl of GSM8K; scores the exact match of the last number")
+    made.add_argument("--dial", type=int, metavar="K", help="four particles with 0 to K exactly verified draft tokens")
     made.add_argument("--limit", type=int, default=100, help="records to use, with --gsm8k")
     made.add_argument("--model", type=Path, default=DEMO / "target")
     made.add_argument("--draft-model", type=Path, default=DEMO / "draft")

@@ -100,7 +100,8 @@ struct alignas(16) RowGroup {
   int32_t base;          // number of leading slots that all rows see
   int32_t keys;          // keys of the row that sees the most
   int32_t window;        // first slot of the mask's window
-  int32_t unused[3];
+  int32_t appended;      // lowest slot of the sequence that the forward writes
+  int32_t unused[2];
 };
 constexpr int64_t kRowGroupWords = sizeof(RowGroup) / sizeof(int32_t);
 
@@ -124,6 +125,9 @@ struct AttentionSetup {
   int32_t heads_per_kv_head, group_rows;  // group_rows: rows of a full group, attention_group_rows()
   int32_t most_parts;                     // of a sequence, attention_most_parts()
   bool float8;       // keys and values of the cache are e4m3, else bfloat16
+  // An earlier launch of `attention` follows `prepare_attention`: what the latter and previous forwards have written may
+  // be read before the wait for the previous kernel. See attention_kernel.
+  bool prepared = false;
 #ifdef SWIFTSPEC_STAMPS
   uint64_t* stamps = nullptr;  // records of this launch, or null; see cuda/stamps.h
 #endif
@@ -243,6 +247,12 @@ struct Expansion {
 void tree_leaves(const TreeState& tree, int32_t w, const int64_t* prefix, const Expansion& out, Stream stream);
 void tree_add(const TreeState& tree, int32_t w, const int32_t* node, int32_t k, const int64_t* tokens,
               const float* values, Stream stream);
+
+// Replaces the tree by its root, expanded in tree slot 0, and k children: tokens and log-probabilities [k]. `token` and
+// `slot` [1]: the root's, the latter counted from the sequence's start. `region` [2]: receives the number of slots
+// before the tree and that up to its end.
+void tree_root(const TreeState& tree, const int64_t* token, const int64_t* slot, int64_t* region, int32_t k,
+               const int64_t* tokens, const float* values, Stream stream);
 
 // ---- peers
 

@@ -111,13 +111,19 @@ struct Mlp {
   bool norm_topk_prob = false;  // the weights of a row's experts are divided by their sum
   const Weights* shared_gate_up = nullptr;  // hidden -> 2 inner; null: no shared expert
   const Weights* shared_down = nullptr;     // inner -> hidden
+  // [experts]: the experts are those with the largest sums of sigmoid(router(x)) and this, among those of the
+  // `groups_per_token` groups with the largest sums of their two largest ones, and the weights of experts are the
+  // sigmoids times `multiplier`; null: softmax
+  const float* correction = nullptr;
+  int64_t groups = 1, groups_per_token = 1;
+  float multiplier = 1.0f;
 
   // The number of experts that the router chooses from; 1 without a router.
   int64_t experts() const { return router == nullptr ? 1 : router->n - (shared_down == nullptr ? 0 : 1); }
 };
 
 // out = sum over the chosen experts e of weight_e down_e(activation(gate_e) * up_e) of norm(x), where the weights are
-// the largest of softmax(router(norm(x))), plus the output of the shared expert times sigmoid(its gate). Router,
+// the largest of softmax(router(norm(x))), or sigmoids (see Mlp), plus the output of the shared expert times sigmoid(its gate). Router,
 // weights and sums are float32. Reads the weights of an expert once for all rows that are routed to it. The sums are in
 // the order of the experts, the shared one last, so a row's result does not depend on other rows (bitwise).
 struct MixtureArgs {
@@ -140,9 +146,10 @@ struct AttentionOptions {
   float scale = 0.0f;                  // of the scores; 0: 1 / sqrt(dim)
   float softcap = 0.0f;                // c > 0: scores s become c tanh(s / c)
   const float* query_scale = nullptr;  // factor of a row's queries: [rows]; in the decoder [positions]
+  bool norm_after_rope = false;        // of query and key heads
 };
 
-// RMSNorm of each query and key head before RoPE, and optionally of each value head; or of all query heads together and
+// RMSNorm of each query and key head before RoPE, or after it, and optionally of each value head; or of all query heads together and
 // of all key heads together.
 struct HeadNorm {
   const float* weight = nullptr;  // [heads + kv_heads, dim], with values [heads + 2 kv_heads, dim]; null: no norm

@@ -33,6 +33,7 @@ class Decoder:
                 float | None,
                 float | None,
                 Array | None,
+                bool,
                 int,
                 int,
                 Array | None,
@@ -53,7 +54,17 @@ class Decoder:
                 Weights,
                 Weights,
                 Array | None,
-                tuple[Weights, Weights, str, Weights | None, int, bool, Weights | None, Weights | None],
+                tuple[
+                    Weights,
+                    Weights,
+                    str,
+                    Weights | None,
+                    int,
+                    bool,
+                    Weights | None,
+                    Weights | None,
+                    tuple[Array, int, int, float] | None,
+                ],
                 int,
                 Array | None,
                 Array | None,
@@ -73,17 +84,18 @@ class Decoder:
         per_layer: tuple[Array, float, Weights, Array, float] | None,
     ) -> None:
         """The tables `cos` and `sin` have the type of the residual stream, which `embedding` has as well unless it is
-        bfloat16. `kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of
-        the projections that a norm covers or zeros, key heads that count, whether the output has a gate, heads, KV
-        heads, index of the KV cache. Each of `layers`: input norm, qkv, o, norm before the MLP, MLP, kind, norm of
-        heads, norms of the outputs of attention and MLP, residual multiplier, scale of the output, attention sinks,
-        layer of its cache, and of a delta layer its rates, convolution, factor and bias of the decay, and norm,
-        otherwise None; the gate, projection, norm and activation of per-layer embeddings, or None. Each MLP: gate_up,
-        down, gate, and of a mixture of experts its router, number of experts per token and norm_topk_prob, otherwise
-        None, 0, False; gate_up and down of its shared expert, or None. `hidden_layers`: the layers whose hidden states
-        each forward keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the delta layers, or None.
-        `per_layer`: of per-layer embeddings the table, its multiplier, the projection, its norm and the epsilon of
-        that, or None. Keeps all arguments alive."""
+        bfloat16. `kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, whether the
+        norm of heads comes after RoPE, sizes of the projections that a norm covers or zeros, key heads that count,
+        whether the output has a gate, heads, KV heads, index of the KV cache. Each of `layers`: input norm, qkv, o,
+        norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP, residual multiplier,
+        scale of the output, attention sinks, layer of its cache, and of a delta layer its rates, convolution, factor
+        and bias of the decay, and norm, otherwise None; the gate, projection, norm and activation of per-layer
+        embeddings, or None. Each MLP: gate_up, down, gate, and of a mixture of experts its router, number of experts
+        per token and norm_topk_prob, otherwise None, 0, False; gate_up and down of its shared expert, or None; of
+        sigmoid scores the correction bias, groups, groups per token and multiplier, or None. `hidden_layers`: the
+        layers whose hidden states each forward keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the
+        delta layers, or None. `per_layer`: of per-layer embeddings the table, its multiplier, the projection, its norm
+        and the epsilon of that, or None. Keeps all arguments alive."""
     def forward(
         self,
         tokens: Array,
@@ -307,6 +319,7 @@ def attention(
     scale: float | None,
     softcap: float | None,
     query_scale: Array | None,
+    norm_after_rope: bool,
     norm_sums: Array | None,
     q_size: int,
     k_size: int,
@@ -420,7 +433,17 @@ def log_probs(logits: Array, vocab: int, bias: Array | None, temperature: float,
     """Per row log_softmax(scores) at its token."""
 
 def mixture(
-    mlp: tuple[Weights, Weights, str, Weights | None, int, bool, Weights | None, Weights | None],
+    mlp: tuple[
+        Weights,
+        Weights,
+        str,
+        Weights | None,
+        int,
+        bool,
+        Weights | None,
+        Weights | None,
+        tuple[Array, int, int, float] | None,
+    ],
     x: Array,
     norm: Array | None,
     eps: float,
@@ -542,7 +565,7 @@ class CudaCache:
         arguments of the launch."""
 
 class CudaChannel:
-    """A rank's endpoint of a group of GPUs; see cuda/peers/channel.h. `timeout_s`: limit of a wait."""
+    """A rank's endpoint of a group of GPUs; see cuda/peers/channel.h."""
     def __init__(
         self,
         rank: int,
@@ -551,10 +574,10 @@ class CudaChannel:
         epoch: Array,
         done: Array,
         error_word: Array,
-        timeout_s: float,
     ) -> None:
         """`inboxes`: the addresses at which this rank sees every rank's. On the GPU `epoch` [1] int64 and `done` [1]
-        int32, `error_word` [1] int64 in pinned memory."""
+        int32, `error_word` [2] int64 in pinned memory: the fault, and the milliseconds after which a waiting kernel
+        aborts."""
 
 class CudaInbox:
     """Zeroed memory of the current GPU that other processes can open."""
@@ -600,6 +623,9 @@ class CudaTree:
     def leaves(self, prefix: Array, stream: int) -> None:
         """Assigns the next tree slots to the best leaves and writes their rows. `prefix` [1] int64: slots before the
         tree's."""
+    def root(self, token: Array, slot: Array, region: Array, tokens: Array, values: Array, stream: int) -> None:
+        """Replaces the tree by its root, expanded, and the children [1, children]. `token`, `slot` [1] int64: the
+        root's. `region` [2] int64: receives the number of slots before the tree and that up to its end."""
 
 class CudaWeights:
     """A projection's tiles on the current GPU, which it keeps alive; see cuda::Weights in cuda/linear/tiling.h."""
@@ -626,7 +652,7 @@ class CudaWeights:
         """The row of its tiling; see cuda_tilings."""
 
 class CudaWord:
-    """8 bytes of shared memory that the ranks' hosts and GPUs see, zero at first."""
+    """16 bytes of shared memory that the ranks' hosts and GPUs see, zero at first."""
     def __init__(self, name: str, rank: int, size: int, seconds: float) -> None: ...
     def view(self) -> memoryview:
         """A view of the memory, valid as long as this object."""

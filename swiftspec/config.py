@@ -6,6 +6,7 @@ methods here check only rules that involve several fields.
 
 from dataclasses import dataclass, replace
 
+from swiftspec.capabilities import Features, check_features, features_in
 from swiftspec.params import SamplingParams
 from swiftspec.settings_schema import check_fields, require, setting
 
@@ -188,15 +189,13 @@ class EngineConfig:
         if self.proposal is None:
             object.__setattr__(self, "proposal", "sample" if self.verify == "reject" else "coupled")
         remote = self.target_remote or self.draft_remote
-        require(self.mode != "smc" or not remote, "mode smc does not support workers; use mode serial or async")
         usual = {"ar": 0, "async": 0 if remote else 1}.get(self.mode, self.target_tp)
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
-        self._check_rejection()
-        if self.synthetic_acceptance_length is not None:
-            self._check_synthetic(self.synthetic_acceptance_length)
-        if self.drafts_by_lookup or self.grafts_suffix:
-            self._check_lookup()
+        check_features(self.features)
+        length, most = self.synthetic_acceptance_length, self.verify_batch
+        fits = length is None or 1 <= length <= most
+        require(fits, f"synthetic_acceptance_length must lie in 1..{most} (verify_batch), not {length or 0:g}")
         if self.max_num_seqs > 1:
             self._make_chains()
         if self.mode == "async":
@@ -205,57 +204,30 @@ class EngineConfig:
         else:
             require(self.draft_tp == usual, f"draft_tp must be {usual} in mode {self.mode}, not {self.draft_tp}")
 
-    def _check_rejection(self) -> None:
-        """Raises UserError if `verify` is reject and another field excludes rejection sampling."""
-        require(
-            self.verify == "match" or self.proposal == "sample",
-            f"verify reject requires proposal sample, not {self.proposal}: use proposal sample or verify match",
-        )
-        require(
-            self.verify == "match" or not self.adapts_shape,
-            "adapt_steps and adapt_batch are not supported with verify reject, because the output would depend on"
-            " timing; set both to False",
-        )
-
-    def _check_synthetic(self, length: float) -> None:
-        """Raises UserError if the mean length of synthetic acceptance exceeds bs, or if another field excludes it."""
-        why = None
-        if self.mode in ("ar", "smc"):
-            why = f"mode {self.mode}, which has no draft tree; remove it or use mode serial or async"
-        elif self.max_num_seqs > 1:
-            why = "max_num_seqs above 1; remove one of them"
-        elif self.verify == "reject":
-            why = "verify reject, since it accepts without rejection sampling; use verify match"
-        elif self.is_adaptive:
-            why = "adaptation, since rounds of the same shape are to be compared; remove self_switch and adapt_*"
-        require(why is None, f"synthetic_acceptance_length is not supported with {why}")
-        most = self.verify_batch
-        fits = 1 <= length <= most
-        require(fits, f"synthetic_acceptance_length must lie in 1..{most} (verify_batch), not {length:g}")
-
-    def _check_lookup(self) -> None:
-        """Raises UserError if another field excludes suffix lookup, which runs in the target's process."""
-        why = None
-        if self.mode == "smc" or (self.mode == "async" and self.drafts_by_lookup):
-            why = f"mode {self.mode}; use mode serial, or a draft model alone"
-        elif self.target_remote or self.draft_remote:
-            why = "workers; run the models on this machine, or use a draft model alone"
-        elif self.max_num_seqs > 1:
-            why = "max_num_seqs above 1; remove it, or use a draft model alone"
-        elif self.verify == "reject":
-            why = "verify reject, since its tokens are not sampled from a distribution; use verify match"
-        require(why is None, f"suffix lookup is not supported with {why}")
+    @property
+    def features(self) -> Features:
+        """The columns of the capability table (capabilities.py) that the engine uses."""
+        drafts_tree = self.mode not in ("ar", "smc")
+        found = {
+            f"mode {self.mode}": self.mode != "auto",
+            "overlap": self.overlap_on_one_gpu,
+            "several ranks": self.num_ranks > 1,
+            "several requests": self.max_num_seqs > 1,
+            "verify reject": self.verify == "reject",
+            f"proposal {self.proposal}": drafts_tree or self.verify == "reject",
+            "uncoupled proposal": self.proposal != ("sample" if self.verify == "reject" else "coupled"),
+            "self-switch": self.self_switch,
+            "adapted shape": self.adapts_shape,
+            "synthetic acceptance": self.synthetic_acceptance_length is not None,
+            "suffix lookup": self.drafts_by_lookup,
+            "grafting": self.grafts_suffix,
+            "target worker": self.target_remote,
+            "draft worker": self.draft_remote,
+        }
+        return features_in(found)
 
     def _make_chains(self) -> None:
-        """Sets w and bs so that the tree is a chain of d draft tokens, all of which are verified. Raises UserError if
-        another field requires a tree."""
-        here = self.mode in ("auto", "serial") and not (self.target_remote or self.draft_remote)
-        require(here, "max_num_seqs above 1 requires mode serial without workers; in mode smc use smc_groups")
-        require(
-            not self.is_adaptive, "self_switch and adapt_* are not supported with max_num_seqs above 1; remove them"
-        )
-        fits = self.proposal == ("sample" if self.verify == "reject" else "coupled")
-        require(fits, f"with max_num_seqs above 1, verify {self.verify} determines the proposal; remove proposal")
+        """Sets w and bs so that the tree is a chain of d draft tokens, all of which are verified."""
         require(
             self.initial_draft_steps < MAX_TREE_NODES,
             f"with max_num_seqs above 1, draft_steps must lie in 1..{MAX_TREE_NODES - 1}, not"
@@ -279,8 +251,7 @@ class EngineConfig:
             grafts = self.drafter == "auto" and here and self.is_adaptive and self.verify == "match"
             return replace(self, drafter=GRAFTED) if grafts else self
         has_draft = draft is not None or self.draft_remote or self.drafts_by_lookup
-        require(has_draft or not self.grafts_suffix, f"drafter {GRAFTED} requires a draft model: specify one")
-        require(has_draft or self.max_num_seqs == 1, "max_num_seqs above 1 requires a draft model: specify one")
+        check_features(self.features | (set() if has_draft else {"no draft"}))
         return replace(self, mode="serial" if has_draft else "ar", draft_tp=-1).for_models(draft)
 
     def for_device(self, device: str) -> "EngineConfig":
@@ -288,12 +259,11 @@ class EngineConfig:
         device of the models in this process, such as "cuda".
 
         The device of a remote draft is unknown, so it gets the default w of a CPU, which every worker accepts. Forwards
-        are timed where one process runs both models alternately on a CPU, and the timing has a use. On a GPU they run
-        in graphs, which are captured for the configured bs.
+        are timed where one process runs both models alternately, and the timing has a use.
         """
         remote = self.draft_remote or self.target_remote
         alone = self.mode == "serial" and self.num_ranks == 1 and not remote
-        timed = device == "cpu" and alone and self.verify == "match" and self.is_adaptive
+        timed = alone and self.verify == "match" and self.is_adaptive
         wide = device == "cuda" and not self.draft_remote
         leaves = GPU_DRAFT_LEAVES if wide else DEFAULT_DRAFT_LEAVES
         return replace(self, draft_leaves=self.draft_leaves or leaves, time_rows=timed)
@@ -301,37 +271,21 @@ class EngineConfig:
     def check_request(self, sampling: SamplingParams) -> None:
         """Raises UserError if `sampling` does not fit this configuration: its mode, its proposal method, or the largest
         bs and d that its caches are allocated for."""
-        instead = "verify match" if self.verify == "reject" else "proposal top"
-        require(
-            self.mode in ("ar", "smc") or self.proposal != "sample" or not sampling.greedy,
-            f"temperature 0 is not supported with proposal sample; raise it, or use {instead}",
-        )
-        drafts = (sampling.verify_batch or 1) > 1 or sampling.draft_steps is not None
-        require(
-            self.mode != "ar" or not drafts, "verify_batch and draft_steps are not supported in mode ar; remove them"
-        )
+        found = self.features | sampling.features
+        if sampling.verify_batch == 1:  # decoded without the draft
+            found -= {"synthetic acceptance"}
+        check_features(found)
         room = {"verify_batch": self.verify_batch, "draft_steps": self.max_draft_steps}
         for name, most in room.items():
             asked = getattr(sampling, name)
             fits = asked is None or asked <= most
             require(fits, f"{name} of a request must lie in 1..{most}, the limit of this engine, not {asked}")
-        if self.synthetic_acceptance_length is not None:
-            self._check_synthetic_request(sampling, self.synthetic_acceptance_length)
-
-    def _check_synthetic_request(self, sampling: SamplingParams, length: float) -> None:
-        """Raises UserError if synthetic acceptance does not support a request. A request without the draft (bs 1) is
-        decoded as usual."""
-        if (bs := sampling.verify_batch) == 1:
-            return
+        length, bs = self.synthetic_acceptance_length, sampling.verify_batch
+        fits = length is None or bs in (None, 1) or bs >= length
         require(
-            bs is None or bs >= length,
-            f"verify_batch of a request must be 1 or at least the synthetic_acceptance_length {length:g}, not {bs}",
-        )
-        rules = sampling.grammar is not None or sampling.excludes_tokens or sampling.has_path_rules
-        require(
-            not rules,
-            "synthetic acceptance does not support a grammar or output format, allowed_token_ids, bad_words_ids and"
-            " min_tokens, since it accepts tokens that they exclude; remove them",
+            fits,
+            f"verify_batch of a request must be 1 or at least the synthetic_acceptance_length {length or 0:g}, not"
+            f" {bs}",
         )
 
     def for_request(self, sampling: SamplingParams) -> "EngineConfig":

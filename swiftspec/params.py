@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from swiftspec.capabilities import Features, check_features, features_in
 from swiftspec.settings_schema import check_fields, require, setting
 
 MIN_TEMPERATURE = 0.001  # float32 logits divided by a smaller value may overflow
@@ -161,20 +162,12 @@ class SamplingParams:
             object.__setattr__(self, "seed", secrets.randbits(63))
         check_fields(self)
         require(all(self.stop), "a stop string must not be empty")
-        require(
-            self.prompt_logprobs is None or not self.guided,
-            "prompt_logprobs is not supported with guidance; set guidance_scale to 1",
-        )
         require(min(self.stop_token_ids, default=0) >= 0, "stop_token_ids must not be negative")
         require(
             all(abs(b) <= MAX_BIAS for b in self.logit_bias.values()),
             f"logit_bias must lie in -{MAX_BIAS:g}..{MAX_BIAS:g}",
         )
-        require(self.detokenize or not self.stop, "stop strings require detokenize")
-        require(
-            self.structured_outputs is None or self.grammar is None,
-            "structured_outputs and grammar both constrain the output; remove one of them",
-        )
+        check_features(self.features)
         self._check_rules()
 
     def _check_rules(self) -> None:
@@ -188,10 +181,30 @@ class SamplingParams:
             self.allowed_token_ids is None or not self.bad_tokens.issuperset(self.allowed_token_ids),
             "no token is left: allowed_token_ids is empty, or bad_words_ids exclude all of its tokens",
         )
-        require(
-            self.logprobs is not None or not self.logprob_token_ids,
-            "logprob_token_ids requires logprobs; set logprobs to 0",
-        )
+
+    @property
+    def features(self) -> Features:
+        """The rows of the capability table (capabilities.py) that the request uses."""
+        found = {
+            "greedy": self.greedy,
+            "filters": self.filtered,
+            "penalties": self.penalised,
+            "guidance": self.guided,
+            "grammar": self.grammar is not None,
+            "excluded tokens": self.excludes_tokens,
+            "path rules": self.has_path_rules,
+            "bad sequences": bool(self.bad_sequences),
+            "log-probabilities": self.logprobs is not None,
+            "prompt log-probabilities": self.prompt_logprobs is not None,
+            "listed log-probabilities": bool(self.logprob_token_ids),
+            "no log-probabilities": self.logprobs is None,
+            "request shape": self.sets_shape,
+            "request draft": (self.verify_batch or 1) > 1 or self.draft_steps is not None,
+            "stop strings": bool(self.stop),
+            "no text": not self.detokenize,
+            "structured outputs": self.structured_outputs is not None,
+        }
+        return features_in(found)
 
     @property
     def greedy(self) -> bool:

@@ -3,14 +3,17 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from swiftspec import _C
 from swiftspec.builder import hardware
+from swiftspec.sampling import grammar_process
+from swiftspec.text import template_process
 from tests.support.ranks import Pool
 
 # The models here are tiny: a second thread costs more in barriers than it computes, above all on a busy machine.
@@ -29,10 +32,49 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 LONGEST = ("test_emulated_gpu", "test_group", "test_restarts_end_to_end", "test_serve_ranks",
            "test_chaos", "test_sanitized")  # fmt: skip
+SUITES = ("slow", "long", "gpu")  # whose tests may start processes
+PROCESS_EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
+SANDBOXES = (grammar_process.__file__, template_process.__file__)  # which the package itself starts
+LOOKUPS = ("/sbin/ldconfig", "uname")  # with which libraries find out where they are, when they are imported
 
 
+class ProcessGuard:
+    """Audit hook that fails a test of the fast suite when it starts a process."""
+
+    def __init__(self) -> None:
+        self.fast_test: str | None = None  # id of the test that runs, unless its suite may start processes
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Raises AssertionError at the start of a process."""
+        if self.fast_test is None or event not in PROCESS_EVENTS:
+            return
+        command = arguments[1] if event == "subprocess.Popen" else ()
+        if not any(part in (*SANDBOXES, *LOOKUPS) for part in command):
+            raise AssertionError(f"{self.fast_test} starts a process ({event}): mark it slow")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Watches the test and its fixtures."""
+        self.fast_test = None if any(item.get_closest_marker(suite) for suite in SUITES) else item.nodeid
+        try:
+            return (yield)
+        finally:
+            self.fast_test = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Installs the guard for the life of this process."""
+    guard = ProcessGuard()
+    config.pluginmanager.register(guard)
+    sys.addaudithook(guard)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files run first."""
+    """Tests on ranks are slow ones. The longest files run first."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
     if config.pluginmanager.hasplugin("xdist"):  # not on a bare machine with a GPU
         items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 

@@ -254,7 +254,7 @@ def test_the_mode_follows_from_the_models(path: Path) -> None:
 
 
 def test_invalid_engine_settings_are_refused(path: Path) -> None:
-    with pytest.raises(UserError, match="requires a draft model"):
+    with pytest.raises(UserError, match="not supported without a draft model"):
         LLMEngine(path, config=EngineConfig(mode="serial"))
     with pytest.raises(UserError, match=r"max_model_len must lie in 2\.\.512"):
         LLMEngine(path, max_model_len=513)

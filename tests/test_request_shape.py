@@ -69,7 +69,7 @@ def engine(pair: Pair, name: str) -> LLMEngine:
     return llm
 
 
-@pytest.mark.parametrize("request_", fast_first(REQUESTS, 2))
+@pytest.mark.parametrize("request_", fast_first(REQUESTS, 1))
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_shape_has_the_same_text(pair: Pair, name: str, request_: str) -> None:
     plain = LLMEngine(pair[0], dtype=torch.float64, max_model_len=128).generate(PROMPT, sampling(request_)).token_ids
@@ -195,11 +195,11 @@ def test_without_a_draft_a_shape_is_refused(pair: Pair) -> None:
     assert alone.generate(PROMPT, sampling(verify_batch=1)).token_ids == want
     shapes: list[Json] = [{"verify_batch": 2}, {"draft_steps": 1}]
     for shape in shapes:
-        with pytest.raises(UserError, match="verify_batch and draft_steps are not supported in mode ar"):
+        with pytest.raises(UserError, match="draft_steps of a request are not supported in mode ar"):
             alone.stream(PROMPT, sampling(**shape))
     particles = made(pair, EngineConfig("smc", population=PopulationConfig(particles=2)))
     for shape in shapes:
-        with pytest.raises(UserError, match="verify_batch and draft_steps are not supported in mode smc"):
+        with pytest.raises(UserError, match="verify_batch and draft_steps of a request are not supported in mode smc"):
             particles.stream(PROMPT, sampling("sampled", **shape))
 
 

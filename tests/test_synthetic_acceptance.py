@@ -170,24 +170,24 @@ def test_requests_that_are_refused(pair: Pair) -> None:
         {"bad_words_ids": ((3, 4),)}, {"min_tokens": 2},
     ]  # fmt: skip
     for rule in rules:
-        with pytest.raises(UserError, match="synthetic acceptance does not support a grammar or output format, "):
+        with pytest.raises(UserError, match="not supported with synthetic_acceptance_length, since"):
             llm.stream(PROMPT, sampling(**rule))
     with pytest.raises(UserError, match="must be 1 or at least the synthetic_acceptance_length 3, not 2"):
         llm.stream(PROMPT, sampling(verify_batch=2))
 
 
 REFUSED = [
-    ({"mode": "ar"}, "mode ar, which has no draft tree; remove it or use mode serial or async"),
-    ({"mode": "smc"}, "mode smc, which has no draft tree"),
-    ({"max_num_seqs": 2}, "max_num_seqs above 1; remove one of them"),
-    ({"verify": "reject"}, "verify reject, since it accepts without rejection sampling; use verify match"),
-    *(({name: True}, "adaptation, .*; remove") for name in ("self_switch", "adapt_steps", "adapt_batch")),
+    ({"mode": "ar"}, "in mode ar, which has no draft tree; remove it, or use mode serial"),
+    ({"mode": "smc"}, "in mode smc; remove it"),
+    ({"max_num_seqs": 2}, "with max_num_seqs above 1; remove it"),
+    ({"verify": "reject"}, "with verify reject, which accepts by rejection sampling; remove it, or use verify match"),
+    *(({name: True}, "with .*, since rounds of the") for name in ("self_switch", "adapt_steps", "adapt_batch")),
 ]
 
 
 @pytest.mark.parametrize(("fields", "why"), REFUSED)
 def test_configurations_that_are_refused(fields: dict[str, Any], why: str) -> None:
-    with pytest.raises(UserError, match=f"^synthetic_acceptance_length is not supported with {why}"):
+    with pytest.raises(UserError, match=f"^synthetic_acceptance_length is not supported {why}"):
         EngineConfig(synthetic_acceptance_length=2, **fields)
 
 

@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from swiftspec import capabilities
 from swiftspec.runtime.executors.graph import CAPTURED_ROWS
 from swiftspec.sampling.noise import PositionNoise
 from swiftspec.serve.cli.arguments import PRECEDENCE, add_run_flags
@@ -55,6 +56,12 @@ The columns:
   ranks that communicate through NCCL.
 - *everything else*: plain torch on a CPU, and ranks that share a GPU.
 """
+CONFLICTS = """\
+## What does not work together
+
+Every combination works that is not in this table, from `swiftspec/capabilities.py`. Flags, options of `LLM`, and
+requests in Python, over HTTP and of workers are refused with these messages; in Python without the dashes.
+"""
 PATHS_NOTES = f"""\
 ## Exceptions
 
@@ -85,11 +92,21 @@ def paths_page() -> str:
         if reasons:
             parts.append("Why these run eagerly on machines with faster executors:\n")
             parts.append("".join(f"{_list_item(reason)}\n" for reason in reasons))
+    parts += [CONFLICTS, table(("where", "message"), _conflict_rows())]
     about = [
         (kind.name, _summary(kind), _code(kind.__module__.replace(".", "/") + ".py"))
         for kind in execution_paths.offered_executors()
     ]
     return "\n".join([*parts, "## The executors\n", table(("name", "description", "file"), about), PATHS_NOTES])
+
+
+def _conflict_rows() -> Iterable[tuple[str, str]]:
+    """Yields the entries of the capability table: where, and the message in which settings are named as flags."""
+    for column, entries in capabilities.TABLE.items():
+        where = capabilities.FEATURES[column].where or f"with {capabilities.FEATURES[column].title}"
+        for row, conflict in entries.items():
+            message = capabilities.conflict_text(row, column, conflict)
+            yield capabilities.with_labels(where, flag_name), capabilities.with_labels(message, flag_name)
 
 
 def _list_item(text: str) -> str:

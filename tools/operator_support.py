@@ -62,7 +62,9 @@ FORMAT_HEAD = ("format", "native operators", "CUDA operators", "torch's own oper
 def family_spec(name: str) -> ModelSpec:
     """Returns the spec of the default configuration of a family in ARCHITECTURES."""
     kind = ARCHITECTURES[name].model_type
-    config = AutoConfig.for_model(kind).to_dict()
+    # by default a head of this family has 42 elements, of which RoPE cannot rotate half; released models have 128
+    sizes = {"head_dim": 128} if kind == "glm4_moe" else {}
+    config = AutoConfig.for_model(kind, **sizes).to_dict()
     return parse_config({**config, "architectures": [name]}).spec
 
 

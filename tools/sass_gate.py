@@ -47,15 +47,17 @@ BULK = {
                       "griddepcontrol.launch_dependents"),
     "large_m_kernel": ("cp.async.bulk.shared", "cp.async.bulk.prefetch.L2", WAIT, "fence.proxy.async.global",
                     "mbarrier.try_wait", "griddepcontrol.launch_dependents"),
-    **dict.fromkeys(("attention_kernel", "gather_kernel", "children_kernel", "draw_keyed_kernel", "list_keys_kernel",
-                     "embed_kernel", "add_kernel", "rope_append_kernel", "leaves_kernel", "pack_activations_kernel",
-                     "pack_slabs_kernel", "resample_kernel"), (WAIT,)),
+    **dict.fromkeys(("attention_kernel", "gather_kernel", "children_kernel", "many_children_kernel",
+                     "draw_keyed_kernel", "list_keys_kernel", "embed_kernel", "add_kernel", "root_kernel",
+                     "rope_append_kernel", "leaves_kernel", "pack_activations_kernel", "pack_slabs_kernel",
+                     "resample_kernel"), (WAIT,)),
 }  # fmt: skip
 # On GPUs without bulk copies and programmatic dependent launch.
 WITHOUT_BULK = dict.fromkeys(("linear_kernel", "large_m_kernel", "direct_kernel"),
                       ("cp.async.cg.shared", "cp.async.mbarrier.arrive.noinc", "mbarrier.test_wait",
                        "prefetch.global.L2"))  # fmt: skip
-CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "direct_kernel", "draw_keyed_kernel",
+CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "many_children_kernel", "direct_kernel",
+                          "draw_keyed_kernel",
                           "large_m_kernel", "pack_activations_kernel", "verify_chains_kernel"),
                           ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
 WGMMA = {"prefill_kernel": ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "cp.async.bulk.shared", WAIT,

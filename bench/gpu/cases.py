@@ -217,7 +217,7 @@ class Alone(PeerCommunicator):
     """Communicator of a group of one rank, which sends all lines to itself."""
 
     def __init__(self, outputs: int, device: str) -> None:
-        lines, error_word = max_lines(outputs), torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        lines, error_word = max_lines(outputs), torch.zeros(2, dtype=torch.int64, pin_memory=True)
         self.inbox = make_inbox(1, lines, device)
         super().__init__(0, [self.inbox.data_ptr()], lines, error_word, torch.device(device))
 

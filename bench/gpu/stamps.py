@@ -35,7 +35,7 @@ LINEAR = (
     "sum of warps", "cluster barrier", "stored", "exit",
 )  # fmt: skip
 ATTENTION = (
-    "start", "dependencies", "key counts", "planned", "requested", "queries", "scores", "softmax", "values",
+    "start", "key counts", "planned", "dependencies", "requested", "queries", "scores", "softmax", "values",
     "cluster barrier", "stored", "exit",
 )  # fmt: skip
 LAYERS = 3  # of the chain; the first two warm up caches and clocks
@@ -127,7 +127,8 @@ def reduce(launches: Sequence[Launch]) -> dict[str, Any]:
         found: dict[str, Any] = {"kernel": launch.kernel, "us": (end - start) / 1e3, **spread(launch, seen)}
         if ended is not None:
             ready = launch.points.index("dependencies")
-            waited = launch.records[:, START_NS] + (launch.records[:, ready] - launch.records[:, 0]) / rate
+            reached = launch.records[launch.records[:, ready] > 0]  # not by blocks without keys
+            waited = reached[:, START_NS] + (reached[:, ready] - reached[:, 0]) / rate
             found |= {"gap us": float(waited.min() - ended) / 1e3, "early us": (ended - start) / 1e3}
         kernels.append(found | {"phases": phases(launch, rate)})
         ended = end

@@ -8,9 +8,10 @@ speed is that of the large models, text and acceptance are real. The prompts are
 The text is compared with the demo target's own in float32; in bfloat16 texts diverge at a near-tie sooner or later.
 
 Every mode is an `LLMEngine` as `swiftspec serve` builds it, with the same roles, streams, graphs and rounding: `serial`
-runs the models alternately, `async` (only on a GPU) concurrently on two streams, `ar` the target alone. The engines
-share the loaded models. With --split the target runs on the first x ranks and the draft on the next y, each rank with
-its shard, which it cuts from layers that it builds in memory.
+runs the models alternately with a fixed d and bs, `adapt` with those that follow from measured times, as the server
+does, `async` (only on a GPU) concurrently on two streams, `ar` the target alone. The engines share the loaded models.
+With --split the target runs on the first x ranks and the draft on the next y, each rank with its shard, which it cuts
+from layers that it builds in memory.
 `host ms` is the time of a round minus that of both models; in mode `async` it is negative if the models overlap.
 `step ms` is the time of one forward after `--context` tokens as the engine runs it, host time included: bs rows for the
 target, w rows for the draft. `prefill tok/s` is the speed of prompts of several lengths up to `--context`.
@@ -58,11 +59,11 @@ from tools.width_expand.checkpoint import write_config
 from tools.width_expand.model import load as load_grown
 from tools.width_expand.shapes import read_shape
 
-MODES = ("serial", "ar", "async")
+MODES = ("serial", "adapt", "ar", "async")
 REPEATS = 20
 PROMPT_LENGTHS = (64, 128, 256, 512, 1000, 4000)  # tokens of the timed prompts, at most --context
 PREFILLS = 3  # timed runs per prompt length
-SPARE_POSITIONS = 256  # of a shared model, for the larger trees of later engines
+SPARE_POSITIONS = 512  # of a shared model, for the larger trees of later engines
 WARM = 0.7  # temperature of particles; at temperature 0 all particles would be equal
 TEXT = ROOT / "bench" / "data" / "demo_text.json"
 Role = LocalDrafter | LocalVerifier
@@ -172,7 +173,8 @@ def decode(
     """Decodes all prompts and returns their tokens, with speed and times per round over all prompts.
 
     Each prompt is decoded once before, so that the timing does not include graph capture. If a round is a single graph,
-    the time per model is unknown and reported as 0. Raises RuntimeError if the draft failed.
+    the time per model is unknown and reported as 0. If d and bs adapt, they are reported as they are at the end. Raises
+    RuntimeError if the draft failed.
     """
     sampling = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
     before, done = ([llm.generate(prompt, sampling) for prompt in prompts] for _ in range(2))
@@ -182,12 +184,15 @@ def decode(
         raise RuntimeError(f"the draft failed: {lost[0]}")
     seconds, rounds = sum(s.decode_time for s in stats), sum(s.rounds for s in stats)
     target, draft = sum(s.target_busy_time for s in stats), sum(s.draft_busy_time for s in stats)
+    policy = stats[-1].policy
+    shape = {} if policy is None else {"d": policy.steps, "bs": policy.nodes}
     return [completion.token_ids for completion in done], {
         "tok/s": sum(s.tokens for s in stats) / seconds,
         "tok/round": sum(s.tokens for s in stats) / rounds,
         "target ms": 1000 * target / rounds,
         "draft ms": 1000 * draft / rounds,
         "host ms": 1000 * (seconds - target - draft) / rounds,
+        **shape,
     }
 
 
@@ -218,6 +223,8 @@ def config_of(mode: str, args: argparse.Namespace) -> EngineConfig:
         return EngineConfig("async", draft_steps=args.steps, target_tp=args.split[0], draft_tp=args.split[1])
     if mode == "async":
         return EngineConfig("async", draft_steps=args.steps, draft_tp=0)
+    if mode == "adapt":
+        return EngineConfig("serial", self_switch=True, adapt_steps=True, adapt_batch=True, drafter="model")
     return EngineConfig(mode, draft_steps=args.steps)
 
 
@@ -285,8 +292,8 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
             note(result)
             _close(llm)
             del llm
-    for mode in texts.keys() & {"serial", "async"} if "ar" in texts else ():
-        result["tree equals ar" if mode == "serial" else "async equals ar"] = agreement(texts[mode], texts["ar"])
+    for mode in texts.keys() - {"ar"} if "ar" in texts else ():
+        result["tree equals ar" if mode == "serial" else f"{mode} equals ar"] = agreement(texts[mode], texts["ar"])
     note(result)
     return result
 
@@ -423,7 +430,7 @@ def main() -> None:
         "--pair", default="demo", help="demo, or two comma-separated shapes of tools/width_expand/shapes.py"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--modes", type=_modes, help="serial, ar, async; default: all, async only on a GPU")
+    parser.add_argument("--modes", type=_modes, help=f"{', '.join(MODES)}; default: all, async only on a GPU")
     parser.add_argument("--split", type=_split, help="x+y: mode async on x target and y draft ranks, under torchrun")
     parser.add_argument("--ops", default="auto", choices=("auto", "reference", "unfused"))
     parser.add_argument("--head", default="auto", choices=get_args(HeadName), help="LM head of the draft")

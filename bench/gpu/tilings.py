@@ -26,7 +26,12 @@ from swiftspec.backends.cuda.tuner import FINALISTS, MAIN_ROWS, ROWS, ShapeBench
 from swiftspec.errors import UserError
 
 SKIPPED = 5  # exit code
-OPS: dict[str, Projection] = {"qkv": "qkv", "o": "o", "swiglu": "gate_up", "down": "down"}  # names of bench.gpu.shapes, and of the trial
+OPS: dict[str, Projection] = {
+    "qkv": "qkv",
+    "o": "o",
+    "swiglu": "gate_up",
+    "down": "down",
+}  # names of bench.gpu.shapes, and of the trial
 Json = dict[str, Any]
 
 

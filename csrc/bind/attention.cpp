@@ -15,8 +15,8 @@ namespace {
 void attention(const Array& qkv, const Array& cos, const Array& sin, const Array& slots, const Array& mask,
                const Cache& cache, int64_t layer, int64_t sequence, int64_t length, const Array& out,
                const MaybeArray& qk_norm, float eps, std::optional<int64_t> window, std::optional<float> scale,
-               std::optional<float> softcap, const MaybeArray& query_scale, const MaybeArray& norm_sums,
-               int64_t q_size, int64_t k_size, const MaybeArray& sinks) {
+               std::optional<float> softcap, const MaybeArray& query_scale, bool norm_after_rope,
+               const MaybeArray& norm_sums, int64_t q_size, int64_t k_size, const MaybeArray& sinks) {
   const int64_t rows = qkv.size(0), dim = cache.head_dim, width = mask.size(1);
   check_head_dim(dim);
   const int64_t heads = out.size(1) / dim;
@@ -30,6 +30,7 @@ void attention(const Array& qkv, const Array& cos, const Array& sin, const Array
   host::HeadNorm norm = head_norm(qk_norm, eps, heads, own_kv_heads, dim);
   norm.sums = at_or_null<float>(norm_sums, kCpu, "norm_sums", {rows, 2});
   check(norm.sums == nullptr || (q_size > 0 && k_size > 0 && !norm.values), "sums need the sizes of the projections");
+  check(norm.sums == nullptr || !norm_after_rope, "a norm of whole projections must come before RoPE");
   if (norm.sums != nullptr) norm.q_size = static_cast<float>(q_size), norm.k_size = static_cast<float>(k_size);
   const int64_t skipped = cache.offset(layer, sequence);
   const host::AttentionArgs args{qkv.at(type, kCpu, "qkv", {kAny, qkv_size}),
@@ -48,7 +49,7 @@ void attention(const Array& qkv, const Array& cos, const Array& sin, const Array
                                  width,
                                  dim,
                                  qkv_size,
-                                 attention_options(window, scale, softcap, query_scale, rows),
+                                 attention_options(window, scale, softcap, query_scale, norm_after_rope, rows),
                                  norm,
                                  at_or_null<float>(sinks, kCpu, "sinks", {heads}),
                                  shares_kv};
@@ -75,7 +76,7 @@ void bind_attention(py::module_& m) {
   m.def("attention", &attention, py::arg("qkv"), py::arg("cos"), py::arg("sin"), py::arg("slots"), py::arg("mask"),
         py::arg("cache"), py::arg("layer"), py::arg("sequence"), py::arg("length"), py::arg("out"), py::arg("qk_norm"),
         py::arg("eps"), py::arg("window"), py::arg("scale"), py::arg("softcap"), py::arg("query_scale"),
-        py::arg("norm_sums"), py::arg("q_size"), py::arg("k_size"), py::arg("sinks"),
+        py::arg("norm_after_rope"), py::arg("norm_sums"), py::arg("q_size"), py::arg("k_size"), py::arg("sinks"),
         "RoPE, KV append and masked attention of the rows of one sequence with `length` slots in use; see "
         "AttentionArgs in kernels_host.h. With queries only, qkv [rows, heads * head_dim], nothing is appended.");
   m.def("projection_sums", &projection_sums, py::arg("qkv"), py::arg("heads"), py::arg("kv_heads"), py::arg("dim"),

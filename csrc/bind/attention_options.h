@@ -34,15 +34,29 @@ inline bool fit_each_other(const host::Weights* gate_up, const host::Weights* do
 }
 
 using MaybeWeights = std::optional<const host::Weights*>;
+// of sigmoid scores: correction bias, groups, groups per token, multiplier
+using SigmoidArgs = std::tuple<Array, int64_t, int64_t, float>;
 // gate_up, down, gate; of a mixture of experts its router, number of experts per token and norm_topk_prob; gate_up and
-// down of its shared expert
+// down of its shared expert; how sigmoid scores choose experts
 using MlpArgs = std::tuple<const host::Weights*, const host::Weights*, std::string, MaybeWeights, int64_t, bool,
-                           MaybeWeights, MaybeWeights>;
+                           MaybeWeights, MaybeWeights, std::optional<SigmoidArgs>>;
+
+inline void use_sigmoid(host::Mlp& mlp, const SigmoidArgs& args) {
+  const auto& [correction, groups, groups_per_token, multiplier] = args;
+  const int64_t experts = mlp.experts();
+  check(mlp.router != nullptr && groups >= 1 && experts % groups == 0, "groups must divide the experts of a mixture");
+  check(groups_per_token >= 1 && groups_per_token <= groups, "a row needs at least one group, and at most all");
+  check(groups_per_token * (experts / groups) >= mlp.experts_per_token, "the groups of a row have too few experts");
+  check(groups == groups_per_token || experts / groups >= 2, "a group needs at least two experts");
+  mlp.correction = correction.at<float>(kCpu, "correction", {experts});
+  mlp.groups = groups, mlp.groups_per_token = groups_per_token, mlp.multiplier = multiplier;
+}
 
 inline host::Mlp mlp_of(const MlpArgs& args, int64_t hidden, bool is_f32) {
-  const auto& [gate_up, down, gate, router, experts_per_token, norm_topk_prob, shared_gate_up, shared_down] = args;
-  const host::Mlp mlp{gate_up, down, gate_of(gate), router.value_or(nullptr), experts_per_token, norm_topk_prob,
-                      shared_gate_up.value_or(nullptr), shared_down.value_or(nullptr)};
+  const auto& [gate_up, down, gate, router, experts_per_token, norm_topk_prob, shared_gate_up, shared_down, sigmoid] =
+      args;
+  host::Mlp mlp{gate_up, down, gate_of(gate), router.value_or(nullptr), experts_per_token, norm_topk_prob,
+                shared_gate_up.value_or(nullptr), shared_down.value_or(nullptr)};
   const int64_t experts = mlp.experts();
   check(mlp.gate != host::Gate::none, "an MLP has no gate");
   check(fit_each_other(gate_up, down, experts, hidden, is_f32), "the projections of an MLP do not fit each other");
@@ -54,6 +68,7 @@ inline host::Mlp mlp_of(const MlpArgs& args, int64_t hidden, bool is_f32) {
           "the sizes of experts must be multiples of 16");
     check(experts_per_token >= 1 && experts_per_token <= experts, "a row needs at least one expert, and at most all");
   }
+  if (sigmoid) use_sigmoid(mlp, *sigmoid);
   return mlp;
 }
 
@@ -64,12 +79,12 @@ inline void check_head_dim(int64_t dim) {
 // `query_scale`: [count] float32.
 inline host::AttentionOptions attention_options(std::optional<int64_t> window, std::optional<float> scale,
                                                 std::optional<float> softcap, const MaybeArray& query_scale,
-                                                int64_t count) {
+                                                bool norm_after_rope, int64_t count) {
   check(!window || *window >= 1, "a sliding window must be at least 1");
   check(!scale || (std::isfinite(*scale) && *scale > 0.0f), "the scale of scores must be above 0");
   check(!softcap || (std::isfinite(*softcap) && *softcap > 0.0f), "a soft cap must be above 0");
   return {window.value_or(0), scale.value_or(0.0f), softcap.value_or(0.0f),
-          at_or_null<float>(query_scale, kCpu, "query_scale", {count})};
+          at_or_null<float>(query_scale, kCpu, "query_scale", {count}), norm_after_rope};
 }
 
 // `weight`: [heads + kv_heads, dim] float32, or [heads + 2 kv_heads, dim]. `kv_heads`: 0 if keys are shared.

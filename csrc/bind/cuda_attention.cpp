@@ -72,11 +72,12 @@ Attention make_attention(const Array& cos, const Array& sin, const Array& positi
   return {setup, cache};
 }
 
-void prepare(const Attention& attention, uintptr_t stream) {
+void prepare(Attention& attention, uintptr_t stream) {
+  attention.setup.prepared = false;
   cuda::prepare_attention(attention.setup, stream_arg(stream));
 }
 
-void attend(const Attention& attention, const Array& qkv, int64_t layer, const Array& out, uintptr_t stream) {
+void attend(Attention& attention, const Array& qkv, int64_t layer, const Array& out, uintptr_t stream) {
   const cuda::AttentionSetup& setup = attention.setup;
   const CudaCache& cache = attention.cache;
   const Device here = gpu();
@@ -84,6 +85,7 @@ void attend(const Attention& attention, const Array& qkv, int64_t layer, const A
   const void* from = bfloat16_arg("qkv", qkv, here, {setup.rows, (setup.heads + 2 * setup.kv_heads) * setup.dim});
   void* to = bfloat16_arg("out", out, here, {setup.rows, setup.heads * setup.dim});
   cuda::attention(setup, from, cache.keys + skipped, cache.values + skipped, to, stream_arg(stream));
+  attention.setup.prepared = true;  // for the next layer
 }
 
 void rope_append(const Array& qkv, const Array& cos, const Array& sin, const Array& positions, const Array& slots,

@@ -61,7 +61,7 @@ std::vector<Row> candidates(int64_t k, int64_t n, int64_t group, int each) {
   return rows;
 }
 
-// The tiling of this row; the default one if the row is none of the current device's.
+// The tiling of this row; the default one if the current device has no such row.
 cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group, const std::optional<Row>& row) {
   if (row) {
     check_shape(k, n, group);

@@ -23,13 +23,15 @@ using cuda::Channel;
 
 constexpr int64_t kWordBytes = 4;  // unit of the length of a message
 
-// 8 bytes of shared memory that the hosts and GPUs of all ranks can access.
+constexpr int64_t kErrorWordBytes = 2 * sizeof(uint64_t);  // the fault, the time limit
+
+// Shared memory that the hosts and GPUs of all ranks can access; see Channel::error_word.
 class ErrorWord {
  public:
   ErrorWord(const std::string& name, int rank, int size, double seconds)
-      : segment_(name, rank, size, sizeof(uint64_t), seconds, {false, &interrupted}),
-        pinned_(segment_.data(), sizeof(uint64_t)) {}
-  py::memoryview view() { return py::memoryview::from_memory(segment_.data(), sizeof(uint64_t)); }
+      : segment_(name, rank, size, kErrorWordBytes, seconds, {false, &interrupted}),
+        pinned_(segment_.data(), kErrorWordBytes) {}
+  py::memoryview view() { return py::memoryview::from_memory(segment_.data(), kErrorWordBytes); }
 
  private:
   host::Segment segment_;
@@ -81,18 +83,16 @@ uintptr_t address_of(const T& memory) {
 
 // The inboxes are passed as addresses, since memory of other processes is not an array of this one.
 std::unique_ptr<Channel> make_channel(int rank, const std::vector<uintptr_t>& inboxes, int64_t lines,
-                                      const Array& epoch, const Array& done, const Array& error_word,
-                                      double timeout_s) {
+                                      const Array& epoch, const Array& done, const Array& error_word) {
   const int ranks = static_cast<int>(inboxes.size());
   check(ranks >= 1 && ranks <= cuda::kMaxPeers && rank >= 0 && rank < ranks, "1 to 8 ranks, 0 <= rank < size");
-  check(timeout_s > 0 && timeout_s <= 3600, "timeout_s must lie above 0 and be an hour at most");
   size_arg("lines", lines, 1);
-  Channel channel{{ranks, 1, lines}, rank, static_cast<uint32_t>(timeout_s * 1000) + 1, {}, nullptr, nullptr, nullptr};
+  Channel channel{{ranks, 1, lines}, rank, {}, nullptr, nullptr, nullptr};
   for (int r = 0; r < ranks; ++r) {
     check(inboxes[r] != 0, "an inbox is null");
     channel.inbox[r] = static_cast<ll::Line*>(aligned("an inbox", reinterpret_cast<void*>(inboxes[r])));
   }
-  void* word = error_word.at<int64_t>(kCpu, "error_word", {1});
+  void* word = error_word.at<int64_t>(kCpu, "error_word", {2});
   const Device here = gpu();
   channel.epoch = reinterpret_cast<uint64_t*>(epoch.at<int64_t>(here, "epoch", {1}));
   channel.done = done.at<uint32_t>(here, "done", {1});
@@ -164,7 +164,7 @@ void bind_cuda_peers(py::module_& m) {
       .def(py::init([](const py::bytes& handle) { return open_inbox(handle); }), py::arg("handle"))
       .def_property_readonly("address", &address_of<cuda::PeerInbox>)
       .def("write", &write_inbox, py::arg("offset"), py::arg("data"), "Copies bytes into its first 2 MiB.");
-  py::class_<ErrorWord>(m, "CudaWord", "8 bytes of shared memory that the ranks' hosts and GPUs see, zero at first.")
+  py::class_<ErrorWord>(m, "CudaWord", "16 bytes of shared memory that the ranks' hosts and GPUs see, zero at first.")
       .def(py::init(&make_error_word), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("seconds"))
       .def("view", &ErrorWord::view, "A view of the memory, valid as long as this object.");
   m.def("use_cuda_device", &cuda::use_device, py::arg("ordinal"),
@@ -174,12 +174,13 @@ void bind_cuda_peers(py::module_& m) {
   m.def("cuda_reaches", &cuda::can_access_peer, py::arg("bus_id"),
         "Whether the current GPU can access the memory of that one.");
   py::class_<Channel>(m, "CudaChannel",
-                      "A rank's endpoint of a group of GPUs; see cuda/peers/channel.h. `timeout_s`: limit of a wait.")
+                      "A rank's endpoint of a group of GPUs; see cuda/peers/channel.h.")
       .def(py::init(&make_channel), py::arg("rank"), py::arg("inboxes"), py::arg("lines"), py::arg("epoch"),
-           py::arg("done"), py::arg("error_word"), py::arg("timeout_s"), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
+           py::arg("done"), py::arg("error_word"), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
            py::keep_alive<1, 7>(),
            "`inboxes`: the addresses at which this rank sees every rank's. On the GPU `epoch` [1] int64 and `done` [1] "
-           "int32, `error_word` [1] int64 in pinned memory.");
+           "int32, `error_word` [2] int64 in pinned memory: the fault, and "
+           "the milliseconds after which a waiting kernel aborts.");
   m.def("cuda_inbox_bytes", &inbox_bytes, py::arg("ranks"), py::arg("lines"),
         "Size of the inbox of a rank, which must be zeroed.");
   m.def("cuda_decode_fault", &decode_fault, py::arg("word"),

@@ -48,6 +48,15 @@ void add(const DeviceTree& tree, const Array& tokens, const Array& values, uintp
                  values.at<float>(here, "values", shape), stream_arg(stream));
 }
 
+void root(const DeviceTree& tree, const Array& token, const Array& slot, const Array& region, const Array& tokens,
+          const Array& values, uintptr_t stream) {
+  const Device here = gpu();
+  const Shape shape{1, tree.children};
+  cuda::tree_root(tree.tree, token.at<int64_t>(here, "token", {1}), slot.at<int64_t>(here, "slot", {1}),
+                  region.at<int64_t>(here, "region", {2}), tree.children, tokens.at<int64_t>(here, "tokens", shape),
+                  values.at<float>(here, "values", shape), stream_arg(stream));
+}
+
 }  // namespace
 
 void bind_cuda_tree(py::module_& m) {
@@ -65,7 +74,11 @@ void bind_cuda_tree(py::module_& m) {
            "Assigns the next tree slots to the best leaves and writes their rows. `prefix` [1] int64: slots before "
            "the tree's.")
       .def("add", &add, py::arg("tokens"), py::arg("values"), py::arg("stream"),
-           "Children [w, children] of these rows: tokens int64, log-probabilities float32.");
+           "Children [w, children] of these rows: tokens int64, log-probabilities float32.")
+      .def("root", &root, py::arg("token"), py::arg("slot"), py::arg("region"), py::arg("tokens"), py::arg("values"),
+           py::arg("stream"),
+           "Replaces the tree by its root, expanded, and the children [1, children]. `token`, `slot` [1] int64: the "
+           "root's. `region` [2] int64: receives the number of slots before the tree and that up to its end.");
 }
 
 }  // namespace swiftspec::binding

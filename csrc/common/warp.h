@@ -74,14 +74,14 @@ SWIFTSPEC_HD T shuffle(const PerLane<T>& x, int lane) {
 #endif
 }
 
-// Lane i receives the x of lane i - 1; lane 0 keeps its own.
+// Lane i receives the x of lane i - step; the first `step` lanes keep their own.
 template <class T>
-SWIFTSPEC_HD PerLane<T> shuffle_up(const PerLane<T>& x) {
+SWIFTSPEC_HD PerLane<T> shuffle_up(const PerLane<T>& x, int step = 1) {
   PerLane<T> out;
 #ifdef __CUDA_ARCH__
-  out.value = __shfl_up_sync(0xffffffffu, x.value, 1);
+  out.value = __shfl_up_sync(0xffffffffu, x.value, step);
 #else
-  for (int lane = 0; lane < 32; ++lane) out(lane) = x(lane == 0 ? 0 : lane - 1);
+  for (int lane = 0; lane < 32; ++lane) out(lane) = x(lane < step ? lane : lane - step);
 #endif
   return out;
 }

@@ -255,7 +255,8 @@ __device__ inline void prefetch(const uint8_t* from, uint32_t bytes, int lane) {
 // Programmatic dependent launch. `launch_dependents`: the next kernel may start once all blocks of this kernel have
 // called it. `wait_for_dependencies`: blocks until the previous kernels have ended and their writes are visible. A
 // kernel that is launched early (launch.cuh) waits in all its threads before it accesses memory that another kernel
-// writes or reads; so when it has ended, all kernels before it have. Without early starts both functions do nothing.
+// writes or reads, unless the other one has ended for a reason that a comment gives; so when it has ended, all kernels
+// before it have. Without early starts both functions do nothing.
 __device__ inline void launch_dependents() {
   if constexpr (kBulk) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -385,6 +386,11 @@ __device__ inline uint64_t nanoseconds() {
   uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
+}
+
+// Whether no lower lane of the warp executes this call together with the caller. For blocks of one dimension.
+__device__ inline bool is_first_active_lane() {
+  return __ffs(static_cast<int>(__activemask())) - 1 == static_cast<int>(threadIdx.x % 32);
 }
 
 }  // namespace swiftspec::ptx

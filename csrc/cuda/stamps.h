@@ -24,9 +24,9 @@ enum Point {
   kStored = 10,         // results are stored; of attention, too
   kExit = 11,
   // attention
-  kWaited = 1,
-  kCounts = 2,   // numbers of keys per row are read
-  kPlanned = 3,  // units are planned
+  kCounts = 1,   // numbers of keys per row are read
+  kPlanned = 2,  // units are planned
+  kWaited = 3,   // the wait for the previous kernel has returned
   kRequested = 4,  // keys and values are requested
   kQueries = 5,
   kScores = 6,

@@ -19,6 +19,7 @@ from swiftspec.batching.rows import GroupRows
 from swiftspec.batching.sequence_group import GroupAnswer, SequenceGroup
 from swiftspec.config import BatchConfig, NativeRoundParams
 from swiftspec.params import SamplingParams
+from swiftspec.tree.mask import MASK_WIDTHS
 
 
 class VerifiedChains:
@@ -114,3 +115,10 @@ def make_chains(
     """Returns the chains of an exact batch, for its way of verification; parameters as in `VerifiedChains`."""
     kind = CoupledChains if config.verify == "match" else RejectionSampledChains
     return kind(config, slots, max_tokens, device)
+
+
+def chain_region_slots(config: BatchConfig) -> int:
+    """Returns the number of tree slots per group, a multiple of the widest mask window. A chain is committed to the
+    prefix within two rounds."""
+    widest = MASK_WIDTHS[-1]
+    return -(-4 * config.shape.slots_per_round // widest) * widest

@@ -30,7 +30,7 @@ from swiftspec.cache.prefix_cache import TokenText, common_prefix_len
 from swiftspec.errors import NonFiniteLogits
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors import features_of, select_executor
+from swiftspec.runtime.executors import select_executor
 from swiftspec.runtime.executors.population_rounds import PopulationExecutor, RoundResult
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.guidance import Guidance
@@ -104,9 +104,7 @@ class BatchScheduler:
     def select_executor(self, start: RequestStart) -> PopulationExecutor:
         """Returns the executor for a request: the one that the leader has chosen, otherwise the fastest that supports
         it."""
-        more = ["guidance"] if start.sampling.guided else []
-        more += ["hidden states"] if self.target.model.hidden_layers else []
-        return select_executor(self.executors, features_of(start.sampling, "population", *more), start.executor)
+        return select_executor(self.executors, start.sampling.features, start.executor)
 
     def admit(self, start: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
         """Prefills the prompt on both models and opens the rows of a group. Returns the group. Other groups are not

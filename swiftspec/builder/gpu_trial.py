@@ -26,8 +26,11 @@ from swiftspec.backends.cuda.trial_checks import TrialCheck, TrialPlan, trial_ch
 from swiftspec.backends.families import FAMILIES, Family
 
 TRIAL_S = 20.0  # of all processes of a trial together; the import of torch takes most of it
-CHECK_S = 5.0  # of one check, with the load of its kernels; longer ones count as hung
+CHECK_S = 5.0  # of one check, with the load of its kernels; a longer one is repeated
+# Of the repetition, which counts as hung if it takes longer: the trials of many ranks on a cold disk are slow
+REPEATED_CHECK_S = 20.0
 UNFINISHED_S = 1.0  # a check that has run this long when the trial's time is over counts as hung, too
+HUNG = "it hung"  # how such a check has ended its process
 STOP_S = 1.0  # wait for a killed process; one that is blocked in the driver is abandoned
 SWITCHES = ("early_starts", "graphs", "peers")
 COMMAND = (sys.executable, "-m", "swiftspec.backends.cuda.trial")
@@ -122,7 +125,7 @@ class GpuVerdict:
 
 
 def read_tilings(values: object) -> dict[str, ProjectionTiling]:
-    """Returns tilings by shape, as JSON has them. Raises ValueError if `values` are none."""
+    """Returns tilings by shape, as JSON has them. Raises ValueError if `values` hold something else."""
     if not isinstance(values, dict):
         raise ValueError("not a verdict")
     found = dict[str, ProjectionTiling]()
@@ -195,7 +198,8 @@ RunChecks = Callable[[GpuVerdict, Sequence[str]], Mapping[str, str | None]]  # r
 class TrialRunner:
     """Runs checks in processes, each of which continues behind the check that has ended the one before.
 
-    `start`: starts a process. `clock`: returns the time in seconds; all processes together have `TRIAL_S`.
+    `start`: starts a process. `clock`: returns the time in seconds; all processes together have `TRIAL_S`, and
+    REPEATED_CHECK_S more if a check is repeated.
     `problem`: why no check of a process has begun; None if one did in each process. `tilings`: what TUNING has found.
     """
 
@@ -204,6 +208,7 @@ class TrialRunner:
     ) -> None:
         self._plan, self._device, self._start, self._clock = plan, device, start, clock
         self._until = clock() + TRIAL_S
+        self._slow: dict[str, str] = {}  # checks that took longer than CHECK_S at first, and how they ended
         self.problem: str | None = None
         self.tilings: Mapping[str, ProjectionTiling] = {}
 
@@ -216,12 +221,16 @@ class TrialRunner:
             request = TrialRequest(self._plan, self._device, verdict.early_starts, sorted(verdict.on_library), left)
             before = len(results)
             culprit, how = self._run_process(request, results)
-            if culprit is not None:
+            if culprit is not None and how.startswith(HUNG) and culprit not in self._slow:
+                self._until += 0 if self._slow else REPEATED_CHECK_S
+                self._slow[culprit] = how
+            elif culprit is not None:
                 results[culprit] = how
             elif len(results) == before:
                 self.problem = how
                 break
-        return results
+        unrepeated = {name: how for name, how in self._slow.items() if name in names}
+        return unrepeated | results
 
     def _run_process(self, request: TrialRequest, results: dict[str, str | None]) -> tuple[str | None, str]:
         """Runs one process and adds its results. Returns the check that has ended it, or None, and how it ended."""
@@ -249,7 +258,7 @@ class TrialRunner:
         if late:
             if current is None:
                 return None, f"no check began within {lasted:.0f} s"
-            return (current if lasted >= UNFINISHED_S else None), f"it hung for {lasted:.0f} s"
+            return (current if lasted >= UNFINISHED_S else None), f"{HUNG} for {lasted:.0f} s"
         if current is None:
             return None, problem or f"its process ended ({how})"
         return current, f"it ended its process ({how})"
@@ -260,7 +269,8 @@ class TrialRunner:
 
     def _time_left(self, current: str | None, began: float) -> float:
         """Returns the seconds that the next line may take. Raises TimeoutError if there are none."""
-        until = self._until if current is None else min(self._until, began + CHECK_S)
+        limit = REPEATED_CHECK_S if current in self._slow else CHECK_S
+        until = self._until if current is None else min(self._until, began + limit)
         left = until - self._clock()
         if left <= 0:
             raise TimeoutError

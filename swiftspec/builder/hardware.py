@@ -3,6 +3,7 @@ them here."""
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
@@ -32,6 +33,11 @@ def cpu_name() -> str:
         return fields["model name"]
     numbers = [f"{name} {fields[name]}" for name in ("CPU implementer", "CPU part") if name in fields]
     return ", ".join([platform.processor() or platform.machine(), *numbers])
+
+
+def memory_bytes() -> int:
+    """Returns the size of this machine's memory in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def resolve_device(device: torch.device | str) -> torch.device:

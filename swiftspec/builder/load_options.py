@@ -12,6 +12,7 @@ import torch
 from swiftspec.backends import cpu, cuda, reference, unfused
 from swiftspec.backends.families import compose, with_tilings
 from swiftspec.builder.gpu_trial import GpuVerdict
+from swiftspec.capabilities import Features, features_in
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.distributed.transport.grpc.endpoint import RpcSecurity
 from swiftspec.errors import UserError, truncated_repr
@@ -32,7 +33,6 @@ TrialName = Literal["auto", "off", "again"]
 Side = Literal["target", "draft"]
 HeadName = Literal["auto", "int8", "int4", "native"]
 NO_FALLBACKS = GpuVerdict()
-ROUNDING_OPS = ("auto", "reference")  # with these operators, a CPU can use int8 activations
 
 
 class RankLayout(Protocol):
@@ -160,25 +160,29 @@ def why_not_native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) ->
     return None
 
 
-def check_quantization(activations: ActivationsName, head: HeadName, ops: OpsName, device: torch.device) -> None:
-    """Raises UserError if int8 or int16 is requested and the operators do not support it, or if `head` int8 is combined
-    with `activations` native."""
-    requested = {"activations": activations, "head": head}
-    for name, value in requested.items():
-        if value in ("int8", "int16") and (device.type != "cpu" or ops not in ROUNDING_OPS):
-            where = f"ops {ops}" if device.type == "cpu" else f"device {device.type}"
-            raise UserError(f"{name} {value} requires the CPU operators and is not supported with {where}; remove it")
-    if head == "int8" and activations == "native":
-        raise UserError("head int8 is not supported with activations native; remove one of them")
+def option_features(options: LoadOptions, device: torch.device) -> Features:
+    """Returns the features of the capability table (capabilities.py) that the options have on a device."""
+    ops, activations, head = options.get("ops", "auto"), options.get("activations", "auto"), options.get("head", "auto")
+    on_cpu = device.type == "cpu"
+    found = {
+        "CPU": on_cpu,
+        "GPU": not on_cpu,
+        "native operators": on_cpu and ops == "auto",
+        "library operators": ops not in ("auto", "reference"),
+        "rounded activations": activations in ("int8", "int16"),
+        "exact activations": activations == "native",
+        "int8 head": head == "int8",
+        "float8 cache": options.get("kv_cache_dtype", "auto") == "fp8",
+        "hidden states": bool(options.get("hidden_layers")),
+    }
+    return features_in(found)
 
 
-def resolve_cache_dtype(name: CacheName, ops: OpsName, device: torch.device) -> torch.dtype | None:
-    """Returns the dtype of cached keys and values, or None for the model's own. Raises UserError if the name is unknown
-    or the operators do not support the dtype."""
+def resolve_cache_dtype(name: CacheName) -> torch.dtype | None:
+    """Returns the dtype of cached keys and values, or None for the model's own. Raises UserError if the name is
+    unknown."""
     if name not in get_args(CacheName):
         raise UserError(f"kv_cache_dtype must be one of {', '.join(get_args(CacheName))}, not {truncated_repr(name)}")
-    if name == "fp8" and device.type == "cpu" and ops == "auto":
-        raise UserError("kv_cache_dtype fp8 requires a GPU, or ops reference on a CPU; use ops reference, or remove it")
     return FLOAT8 if name == "fp8" else None
 
 

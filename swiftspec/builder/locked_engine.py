@@ -22,6 +22,7 @@ from swiftspec.settings_schema import coerce, require
 
 Piece = TypeVar("Piece")
 CPU = torch.device("cpu")
+CLOSED = "this engine is closed: create a new one"
 OUT_OF_MEMORY = "not enough memory for this request: use a smaller max_model_len, or disable guidance"
 
 
@@ -174,9 +175,9 @@ class LockedEngine(Engine):
                 yield request, request.ended_chunk(reason)
 
     def close(self) -> None:
-        """Waits for the current round, if any, ends its request and closes the engine."""
+        """Waits for the current round or prefill chunk, if any, ends its request and closes the engine."""
+        self._closed = True
         with self._lock:
-            self._closed = True
             if self._open is not None:
                 with on_device(self._device):
                     self._open[0].close()
@@ -190,11 +191,12 @@ class LockedEngine(Engine):
             while True:
                 with self._engine_lock(chunks):
                     self._open = chunks, threading.get_ident()
-                    self._cancel_check.cancelled = cancelled
+                    self._cancel_check.cancelled = lambda: self._closed or cancelled()
                     try:
                         with on_device(self._device):
                             chunk = next(chunks, None)
                     except Cancelled:
+                        require(not self._closed, CLOSED)
                         return
                     except (MemoryError, RuntimeError) as error:
                         if is_device_error(error):
@@ -223,8 +225,8 @@ class LockedEngine(Engine):
         try:
             others = self._open is not None and self._open[0] is not mine and self._open[1] != threading.get_ident()
             busy = "another thread's request is being served: an engine serves one thread at a time"
+            require(not self._closed, CLOSED)
             require(taken and not others, busy)
-            require(not self._closed, "this engine is closed: create a new one")
             yield
         finally:
             if taken:

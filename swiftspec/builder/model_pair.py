@@ -22,9 +22,8 @@ from swiftspec.backends.cuda.devices import gpu_uuid, is_device_error, machine_f
 from swiftspec.backends.cuda.trial_checks import TreeShape
 from swiftspec.backends.reference import resampling
 from swiftspec.backends.reference.resampling import Resample
-from swiftspec.batching.chains import make_chains
+from swiftspec.batching.chains import chain_region_slots, make_chains
 from swiftspec.batching.group_method import GroupMethod
-from swiftspec.batching.limits import chain_region_slots
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder import gpu_trial, hardware
 from swiftspec.builder.gpu_trial import GpuVerdict
@@ -38,16 +37,26 @@ from swiftspec.builder.load_options import (
     RankLayout,
     Side,
     TrialName,
-    check_quantization,
+    option_features,
     rank_device,
     resolve_cache_dtype,
     select_operators,
     why_not_native,
 )
 from swiftspec.builder.loaded_model import LoadedModel
-from swiftspec.builder.memory_estimate import MemoryEstimate, fit_context, kv_bytes_per_token, snapshot_bytes
+from swiftspec.builder.memory_estimate import (
+    BYTES_PER_GB,
+    CONTEXT_STEP,
+    FLOAT_BYTES,
+    MIN_CONTEXT,
+    MemoryEstimate,
+    fit_context,
+    kv_bytes_per_token,
+    snapshot_bytes,
+)
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile, VerdictRecord
+from swiftspec.capabilities import check_features
 from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP, BatchConfig, EngineConfig, PopulationConfig
 from swiftspec.control.measurement_file import M, MeasurementFile
 from swiftspec.control.row_times import PairTimes, RowTimes, measure_pair_times, measure_target_times
@@ -100,6 +109,7 @@ from swiftspec.tree.tree import DraftTree
 INT8_NUMBERS = {"native": 0, "int8": 1, "int16": 2}  # to which an activation is quantised; --activations
 # hidden size up to which a target's activations are int16 by default (docs/decisions/cpu-kernels.md)
 MAX_INT16_HIDDEN_SIZE = 1024
+ROPE_TABLES_SHARE = 32  # of a CPU's memory, if the context is not given; decides only for small models
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +164,13 @@ class ModelPair:
         share = options.get("share_device", False)
         device = rank_device(hardware.resolve_device(options.get("device", "auto")), ranks, share)
         set_current_device(device)
-        if plan.overlap_on_one_gpu and device.type != "cuda":
-            raise UserError(f"mode async on one rank requires a GPU, not {device}: start two ranks")
+        check_features(plan.features | option_features(options, device) | ({"draft head"} if draft_head else set()))
         ops, load = options.get("ops", "auto"), options.get("load", load_model)
         dtype = hardware.resolve_dtype(options.get("dtype"), config.dtype, ops, device)
         threads = hardware.thread_count(options.get("threads"), 1 if ranks is None else ranks.local_size)
         emulate, trace = options.get("emulate") or StepTimeEmulation(), options.get("trace")
         activations, head = options.get("activations", "auto"), options.get("head", "auto")
-        check_quantization(activations, head, ops, device)
-        stored = resolve_cache_dtype(options.get("kv_cache_dtype", "auto"), ops, device)
+        stored = resolve_cache_dtype(options.get("kv_cache_dtype", "auto"))
         prefix_cache = options.get("prefix_cache_memory", PREFIX_CACHE_MEMORY_MIB)
         require(prefix_cache >= 0, f"prefix_cache_memory must be at least 0 MiB, not {prefix_cache}")
         packed, ends = options.get("packed_cache"), end_tokens(Path(target))
@@ -259,8 +267,10 @@ class ModelPair:
         return [{side: need} for side, need in needs.items()] if apart else [needs]
 
     def fit_memory(self, plan: EngineConfig, *, adjust: bool, note: Callable[[str], None]) -> ModelPair:
-        """Returns a copy whose context fits the memory of this rank's GPU, as `fit_context` does. Not checked on a CPU,
-        nor if several ranks share a GPU."""
+        """Returns a copy whose context fits the memory of this rank's GPU, as `fit_context` does, or on a CPU with
+        `adjust` that of this machine. Not checked if several ranks share a GPU."""
+        if self.device.type == "cpu" and adjust:
+            return self._fit_machine(plan, note)
         if self.share_device or self.device.type != "cuda":
             return self
         needs = self.memory_needs(plan)
@@ -273,6 +283,23 @@ class ModelPair:
 
         length = fit_context(needs_at, self.max_model_len, self.device, adjust=adjust, note=note)
         return replace(self, max_model_len=length)
+
+    def _fit_machine(self, plan: EngineConfig, note: Callable[[str], None]) -> ModelPair:
+        """Returns a copy with a context of at most the tokens whose keys and values fit this machine's memory, and
+        whose RoPE tables fit 1 / ROPE_TABLES_SHARE of it: the former use memory as a text grows, but the tables from
+        the start."""
+        kinds = [{mixer.kind for mixer in spec.attention_mixers} for spec in self._specs(plan)]
+        tables = sum(2 * FLOAT_BYTES * mixer.head_dim for each in kinds for mixer in each)
+        memory = hardware.memory_bytes()
+        tokens = memory // max(self._token_bytes(plan), ROPE_TABLES_SHARE * tables, 1)
+        most = max(tokens // CONTEXT_STEP * CONTEXT_STEP, MIN_CONTEXT)
+        if self.max_model_len <= most:
+            return self
+        note(
+            f"the context is limited to {most} of {self.max_model_len} tokens, which fit the"
+            f" {memory / BYTES_PER_GB:.1f} GB of memory of this machine; --max-model-len sets the limit"
+        )
+        return replace(self, max_model_len=most)
 
     def capacity(self, side: Side, plan: EngineConfig) -> int:
         """Returns the number of slots of a sequence in the KV cache of target or draft."""
@@ -343,7 +370,7 @@ class ModelPair:
         failed = next((each for each in (error, error.__cause__) if each and is_device_error(each)), None)
         if self.verdict_record is not None and failed is not None:
             grouped = max(_ranks_of(side, plan) for side in self._sides(plan)) > 1
-            self.verdict_record.lower(f"the GPU failed at run time: {one_line(failed)}", grouped=grouped)
+            self.verdict_record.lower(error, f"the GPU failed at run time: {one_line(failed)}", grouped=grouped)
 
     @contextmanager
     def device_errors_recorded(self, plan: EngineConfig) -> Iterator[None]:
@@ -447,6 +474,8 @@ class ModelPair:
             "activations": self.activations, "head": self.head, "emulate": asdict(self.emulate),
             "mtp": self.draft_is_mtp, "leaves": plan.leaves_per_expansion, "nodes": plan.max_nodes,
         }  # fmt: skip
+        if self.device.type == "cuda":
+            facts["gpu"] = machine_facts(self.device)
         if kind is TrialBudgets:
             facts |= {"drafter": plan.drafter, "mode": plan.mode, "device": str(self.device)}
         return MeasurementFile.of(self.cache.folder, facts, kind)
@@ -508,6 +537,8 @@ class ModelPair:
         self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
     ) -> LoadedModel:
         """Loads target or draft, or this rank's shard of it."""
+        if group is not None and self.verdict_record is not None:
+            self.verdict_record.groups.append(group)
         path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
         assert path is not None
         context, config = self._context(plan), self.config_of(side)
@@ -624,7 +655,7 @@ def _ranks_of(side: Side, plan: EngineConfig) -> int:
 def _check_ranks(plan: EngineConfig, draft: str | Path | None, ranks: RankLayout | None) -> None:
     """Raises UserError if the mode requires a draft and there is none, or if the number of ranks is wrong."""
     if plan.has_draft_model and draft is None and not plan.draft_remote:
-        raise UserError(f"mode {plan.mode} requires a draft model: specify one, or use mode ar")
+        check_features(plan.features | {"no draft"})
     count = 1 if ranks is None else ranks.size
     if plan.num_ranks != count:
         split = f"mode {plan.mode} with target_tp {plan.target_tp} and draft_tp {plan.draft_tp}"
@@ -679,16 +710,8 @@ def _head_config(
     target."""
     if plan.mode == "ar" or draft is None or not (mtp or read_config(draft).spec.draft_head is not None):
         return None
-    why = None
-    if plan.mode != "serial":
-        why = f"mode {plan.mode}; use mode serial"
-    elif plan.max_num_seqs > 1:
-        why = "max_num_seqs above 1; remove it, or use a draft model"
-    elif plan.verify == "reject":
-        why = "verify reject; use verify match"
-    elif plan.target_remote or options.get("only") is not None:
-        why = "workers: it runs on the ranks of its target"
-    require(why is None, f"a draft head is not supported with {why}")
+    away = {"target worker"} if options.get("only") is not None else set()
+    check_features(plan.features | away | {"draft head"})
     return head_config(None if mtp else draft, target)
 
 
@@ -696,7 +719,6 @@ def _hidden_layers(config: ModelConfig, options: LoadOptions, head: ModelConfig 
     """Returns the layers of the target after which forwards keep the hidden states: those that the draft head reads, if
     there is one. Raises UserError if they are not ascending layers of the model."""
     if head is not None and head.spec.draft_head is not None:
-        require(not options.get("hidden_layers"), "hidden_layers are not supported with a draft head; remove them")
         return head.spec.draft_head.hidden_layers(len(config.spec.layers))
     layers, count = options.get("hidden_layers", ()), len(config.spec.layers)
     valid = isinstance(layers, list | tuple) and all(type(layer) is int and 0 <= layer < count for layer in layers)

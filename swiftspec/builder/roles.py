@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from swiftspec.batching.decoding import BatchDecoding
-from swiftspec.batching.limits import check_batch_sampling
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.cache.prefix_cache import TokenText
@@ -42,7 +41,6 @@ from swiftspec.runtime.suffix_drafter import SuffixDrafter
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import Verifier
 from swiftspec.sampling.grammar import GrammarCompiler
-from swiftspec.smc.limits import check_particle_sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +181,6 @@ def build_roles(
 
 def check_request(config: EngineConfig, grammars: GrammarCompiler, sampling: SamplingParams) -> None:
     """Raises UserError if the mode does not support the sampling parameters, or if the grammar is invalid."""
-    if config.mode == "smc":
-        check_particle_sampling(sampling)
-    elif config.batch is not None:
-        check_batch_sampling(sampling)
     config.check_request(sampling)
     if sampling.grammar is not None:
         grammars.compile(sampling.grammar)

@@ -7,12 +7,13 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from swiftspec.builder.gpu_trial import GpuVerdict
 from swiftspec.errors import UserError
 from swiftspec.file_io import read_object
+from swiftspec.model.tensor_parallel import TensorParallelGroup
 
 FORMAT = 2
 MAX_BYTES = 1 << 16
@@ -49,11 +50,14 @@ class VerdictFile:
 @dataclass(slots=True)
 class VerdictRecord:
     """The verdict that this process uses, which its group may have lowered since the trial, and the file of the next
-    start's verdict."""
+    start's verdict. `groups`: those whose ranks this process exchanges data with."""
 
     file: VerdictFile
     verdict: GpuVerdict
+    groups: list[TensorParallelGroup] = field(default_factory=list)
 
-    def lower(self, why: str, *, grouped: bool) -> None:
-        """Writes the next lower verdict to the file; see `GpuVerdict.lower`."""
-        self.file.write(self.verdict.lower(why, grouped=grouped))
+    def lower(self, error: Exception, why: str, *, grouped: bool) -> None:
+        """Writes the next lower verdict to the file (see `GpuVerdict.lower`), unless another rank has caused the error:
+        a kernel that has waited too long for a rank fails on all GPUs of the group."""
+        if all(group.lost(error) is None for group in self.groups):
+            self.file.write(self.verdict.lower(why, grouped=grouped))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,10 +31,9 @@ class KVCache:
     def allocate(self, sequences: int) -> None:
         self.k = self.v = torch.empty(0)  # frees the old buffers before the new ones are allocated
         self._move = None
-        # The system maps zero pages lazily, so a long context uses memory only as it fills. Free slots must be finite:
-        # a masked NaN would still propagate through sums.
+        # free slots must be finite: a masked NaN would still propagate through sums
         shape = (self._shape[0], sequences, *self._shape[1:])
-        self.k, self.v = (torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(2))
+        self.k, self.v = (_zeros(shape, self._dtype, torch.device(self._device)) for _ in range(2))
         self._move = self._make_slot_mover(self.k, self.v)
 
     def move(self, sequence: int, slots: Sequence[int], first: int) -> None:
@@ -76,3 +77,16 @@ class KVCache:
     def wipe(self, sequence: int, count: int) -> None:
         for part in (self.k, self.v):
             part[:, sequence, :, :count].zero_()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns zeros. On a CPU they are pages that the system maps when they are first written, so that a long context
+    uses memory only as it fills; `torch.zeros` writes them."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        raise MemoryError(f"a KV cache of {size} bytes") from None
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)

@@ -24,6 +24,8 @@ from swiftspec.runtime.verifier import LocalVerifier
 
 # Numbers of rows of the measured verifications, in this order: a slow model may not reach the last ones.
 VERIFIED_ROWS = (1, 8, 32, 16, 4)
+# Further ones on a GPU, whose graphs pad them to 32 and 16 rows: between measured numbers times are interpolated
+PADDED_ROWS = (24, 12)
 TARGET_BUDGET_S, DRAFT_BUDGET_S = 1.3, 0.4  # of the measurement of each model, without its warm-up
 MEASURED_TOKEN_STRIDE = 7919  # between the tokens of a measured chain, a prime, so that they differ
 REPEATS = 3  # forwards with each number of rows, while the budget lasts
@@ -119,9 +121,9 @@ def measure_pair_times(
         drafter.expand()
         return clock() - began
 
-    counts = dict.fromkeys(min(rows, max_rows) for rows in VERIFIED_ROWS)
+    counts = verified_rows(verifier, max_rows)
     proposals = draft_proposals(drafter, counts)
-    target = measure_row_times(verify, [*counts], TARGET_BUDGET_S, clock)
+    target = measure_row_times(verify, counts, TARGET_BUDGET_S, clock)
     verifier.close()
     draft = measure_row_times(expand, (1, max(leaves, 2)), DRAFT_BUDGET_S, clock)
     drafter.close()
@@ -143,10 +145,15 @@ def measure_target_times(
         verifier.verify(proposal)
         return clock() - began
 
-    counts = [*dict.fromkeys(min(rows, max_rows) for rows in VERIFIED_ROWS)]
-    times = measure_row_times(verify, counts, TARGET_BUDGET_S, clock)
+    times = measure_row_times(verify, verified_rows(verifier, max_rows), TARGET_BUDGET_S, clock)
     verifier.close()
     return times
+
+
+def verified_rows(verifier: LocalVerifier, max_rows: int) -> list[int]:
+    """Returns the numbers of rows, up to `max_rows`, with which the verifications of `verifier` are timed, in order."""
+    padded = PADDED_ROWS if verifier.runner.model.device.type == "cuda" else ()
+    return [*dict.fromkeys(min(rows, max_rows) for rows in (*VERIFIED_ROWS, *padded))]
 
 
 def draft_proposals(drafter: LocalDrafter, counts: Collection[int]) -> dict[int, Proposal]:

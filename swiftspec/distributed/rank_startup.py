@@ -14,7 +14,7 @@ from swiftspec.backends.cuda.devices import pci_address
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import SteppedDrafter, measure_verification_time, steps_for
-from swiftspec.distributed.collectives.join import RankGroup, join_group
+from swiftspec.distributed.collectives.join import RankGroup, count_exchanges, end_startup, join_group
 from swiftspec.distributed.collectives.leave import leave_group
 from swiftspec.distributed.group.leader import (
     FollowerGroup,
@@ -149,6 +149,10 @@ def agree_on_operators(builder: RoleBuilder, world: World, group: str, rank: int
     return builder.with_common_verdict(exchange)
 
 
+class _PeerFailed(Exception):
+    """Another rank of the group could not capture its graphs."""
+
+
 class EngineRank:
     """One rank of an engine.
 
@@ -207,14 +211,31 @@ class EngineRank:
 
     def _capture_graphs(self, executors: Container[str], config: EngineConfig, progress: Progress) -> str | None:
         """Captures the graphs of the executors that all ranks of the group support. The ranks do so at the same time,
-        since the captured forwards communicate. Returns why it failed, or None."""
+        since the captured forwards communicate, and wait for each other before each capture: no kernel waits for a rank
+        that is still capturing, or has failed. Returns why a rank of the group failed, or None."""
         for role in self._roles():
             restrict_executors(role, executors)
+
+        def barrier() -> None:
+            problem, _ = self._connections.agree_in_group(None, set())
+            if problem is not None:
+                raise _PeerFailed(problem)
+
+        error = lost = None
+        done = set[str]()
         try:
-            capture_graphs(self.verifier, self.drafter, config, progress)
+            capture_graphs(self.verifier, self.drafter, config, progress, barrier)
+            done = {"captured", f"{count_exchanges(self._group)} exchanges"}
+        except _PeerFailed as failed:
+            return str(failed)
+        except RankLost as problem:  # the reason of the rank that has failed first is a better one
+            lost = self._reason(problem)
         except Exception as problem:  # such as a lack of memory: rank 0 reports it
-            return self._reason(problem)
-        return None
+            error = self._reason(problem)
+        error, common = self._connections.agree_in_group(error, done)
+        if error is None and common == {"captured"}:
+            return f"rank {self._world.rank} cannot start: the ranks of its group have captured different kernels"
+        return error or lost
 
     def _reason(self, problem: Exception) -> str:
         """Returns in words why this rank cannot start, and records an error of its GPU."""
@@ -281,7 +302,7 @@ class EngineRank:
     def _follower_group(self) -> FollowerGroup:
         """Returns the followers of this leader, and makes its cancellation check send them PREFILL_CONTINUE before each
         prefill chunk."""
-        team = self._team = FollowerGroup(self._connections.followers)
+        team = self._team = FollowerGroup(self._connections.followers, partial(end_startup, self._group))
         self._builder.cancel_check.on_continue = partial(team.broadcast, Opcode.PREFILL_CONTINUE)
         return team
 

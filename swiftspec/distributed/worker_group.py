@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.collectives.join import RankGroup, join_group
+from swiftspec.distributed.collectives.join import RankGroup, end_startup, join_group
 from swiftspec.distributed.group.command_stream import CommandStream
 from swiftspec.distributed.group.follower_dispatch import Action, FollowerDispatcher
 from swiftspec.distributed.group.leader import FollowerGroup, dispatch_loop
@@ -54,8 +54,9 @@ class WorkerGroup:
     `broken`: the reason why the group cannot continue, or None.
     """
 
-    def __init__(self, followers: Sequence[Transport]) -> None:
-        self.followers = followers
+    def __init__(self, followers: Sequence[Transport], on_first_round: Callable[[], None] = lambda: None) -> None:
+        """`on_first_round`: called when the first round of each session has ended."""
+        self.followers, self.on_first_round = followers, on_first_round
         self.broken: str | None = None
         self._on_lost: Callable[[str], None] = lambda why: None
         self._count = 0
@@ -122,7 +123,7 @@ class SessionFollowerGroup(FollowerGroup):
     have received SESSION_OPEN."""
 
     def __init__(self, workers: WorkerGroup, number: int, shape: EngineConfig, masked: tuple[int, ...]) -> None:
-        super().__init__(workers.followers)
+        super().__init__(workers.followers, workers.on_first_round)
         self.number, self.shape, self.masked, self.opened = number, shape, masked, False
         self._group = workers
 
@@ -220,7 +221,7 @@ class WorkerRank:
         self._connections = Connections.connect(world, plan)
         vocab, *masked = self._connections.broadcast_vocab(builder.vocab_size, builder.masked_tokens)
         self._group: RankGroup | None = None
-        self.worker_group = WorkerGroup(self._connections.followers)
+        self.worker_group = WorkerGroup(self._connections.followers, lambda: end_startup(self._group))
         error, kinds = None, set[str]()
         self._builder = builder
         try:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftspec import file_io
+from swiftspec.capabilities import check_features
 from swiftspec.config import SUFFIX_LOOKUP
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
@@ -180,7 +181,7 @@ def _request(
     elif "async" in modes and ranks == 1:
         modes = [mode for mode in modes if mode != "async"]
     if not modes:
-        raise UserError("mode async requires at least two ranks: use torchrun --standalone --nproc-per-node 2")
+        check_features({"one rank", "mode async"})
     code_only = found.built_in is not None and found.built_in.completes_code
     texts = read_prompts(args.prompts or PROMPTS, "humaneval" if code_only and not args.prompts else None, args.limit)
     sampling = settings.sampling_params(generation_defaults(found.generation_config))

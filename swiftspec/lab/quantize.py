@@ -144,7 +144,8 @@ def quantized_tensors(tensors: Tensors, config: ModelConfig, group: int) -> Iter
                 except ValueError as error:
                     raise UserError(f"{tensors.folder}: {name} cannot be quantised: {error}") from None
             else:
-                wide = tensor.dtype in WIDE_FLOATS and not name.endswith(f".{names.decay_log}")
+                exact = (f".{names.decay_log}", f".{names.correction}")
+                wide = tensor.dtype in WIDE_FLOATS and not name.endswith(exact)
                 yield {name: (tensor.half() if wide else tensor).contiguous()}, False
 
 

@@ -24,6 +24,7 @@ from swiftspec.model.weights import (
 )
 
 SCALES = ("weight_scale", "weight_scale_inv")  # of a tensor "weight" with int8 or float8 codes
+OPEN_GATE = 128.0  # a logit whose sigmoid is 1 in every dtype
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -245,20 +246,26 @@ class Checkpoint:
             gate_up = fuse_weights(halves)
         return {"gate_up": gate_up, "down": self.linear(f"{prefix}.{names.down}", hidden, inner, mlp.bias)}
 
-    def _mixture(self, prefix: str, mlp: MlpSpec, experts: ExpertsSpec) -> dict[str, Weight]:
+    def _mixture(self, prefix: str, mlp: MlpSpec, experts: ExpertsSpec) -> dict[str, Any]:
         names, hidden, shared = self.names, self.spec.hidden_size, experts.shared_intermediate_size
         router = self.linear(f"{prefix}.{names.router}", experts.num_experts, hidden, mlp.bias)
         joined = bool(names.gate_experts)
         gate_up, down = self._joined(prefix, mlp) if joined else self._experts(f"{prefix}.{names.experts}", mlp)
-        read = {"router": router, "gate_up": gate_up, "down": down}
+        read: dict[str, Any] = {"router": router, "gate_up": gate_up, "down": down}
+        if experts.sigmoid is not None:
+            read["correction"] = self.tensors.take(f"{prefix}.{names.correction}", experts.num_experts)
         if not shared:
             return read
         halves = [
             self.linear(f"{prefix}.{name}", shared, hidden, bias=False)
             for name in (names.shared_gate_proj, names.shared_up_proj)
         ]
+        if experts.shared_gate:
+            router = fuse_weights([router, self.linear(f"{prefix}.{names.shared_gate}", 1, hidden, bias=False)])
+        else:
+            router = _with_open_gate(router)
         return read | {
-            "router": fuse_weights([router, self.linear(f"{prefix}.{names.shared_gate}", 1, hidden, bias=False)]),
+            "router": router,
             "shared_gate_up": fuse_weights(halves),
             "shared_down": self.linear(f"{prefix}.{names.shared_down_proj}", hidden, shared, bias=False),
         }
@@ -318,6 +325,17 @@ class Checkpoint:
         if self.layout is None or (f"{module}.weight" in self.tensors and not scaled):
             return DenseWeight(self.tensors.take(f"{module}.weight", rows, columns), shift)
         return self.layout.linear(self.tensors, module, rows, columns, shift)
+
+
+def _with_open_gate(router: Weight) -> Weight:
+    """Returns a router with one more output, the gate of a shared expert, which is 1 for all tokens."""
+    matrix = router.weight if isinstance(router, DenseWeight) else router.dequantize(torch.float32)
+    rows, hidden = matrix.shape
+    bias = matrix.new_zeros(rows + 1)
+    if router.bias is not None:
+        bias[:rows] = router.bias
+    bias[rows] = OPEN_GATE
+    return DenseWeight(torch.cat((matrix, matrix.new_zeros(1, hidden))), bias)
 
 
 def _in_rope_order(qkv: Weight, mixer: AttentionSpec) -> Weight:

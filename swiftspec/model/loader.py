@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from swiftspec.capabilities import NotSupported, check_features, features_in
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.checkpoint_files import Progress, open_tensors, read_config
@@ -106,6 +107,8 @@ def load_model(
         cache_dtype=cache_dtype, hidden_layers=hidden_layers,
         stream_dtype=torch.float32 if kind == torch.bfloat16 and has_float32_stream(ops) else kind,
     )  # fmt: skip
+    if names.mtp_layer:
+        tensors.skip(f"{names.layer(len(spec.layers))}.")
     tensors.check_all_taken(names.text_prefixes)
     if entry is not None:
         entry.store(model.stack)
@@ -134,18 +137,22 @@ def _with_vocab_rows(config: ModelConfig, rows: int) -> ModelConfig:
 
 def _scale_for_float8(path: str | Path, spec: ModelSpec, weights: ModelWeights, shard: Shard | None) -> ModelWeights:
     """Returns weights whose keys and values fit float8. Raises UserError if keys and values have no bound."""
-    if spec.delta_mixers:
-        raise UserError(f"{path}: a float8 KV cache is not supported for models with gated delta layers")
+    found = {
+        "float8 cache": True,
+        "delta layers": bool(spec.delta_mixers),
+        "shared KV layers": any(not layer.writes_cache for layer in spec.layers),
+        "norms after layers": any(layer.norms == "after" for layer in spec.layers),
+    }
+    try:
+        check_features(features_in(found))
+    except NotSupported as error:
+        raise UserError(f"{path}: {error}") from None
     mixers = [layer.attention for layer in spec.layers]
-    if any(mixer.shares_kv for mixer in mixers):
-        raise UserError(f"{path}: a float8 KV cache is not supported for models with shared KV layers")
-    if any(layer.norms == "after" for layer in spec.layers):
-        raise UserError(f"{path}: a float8 KV cache needs a norm before attention, which this model does not have")
     counts = [(mixer.num_heads, mixer.num_kv_heads) for mixer in mixers]
     if shard is not None:
         counts = [(part.num_heads, part.kv_heads) for part in shard.layers]
     layers = [
-        partial(Fp8KVScale(*heads, mixer.head_dim, mixer.rope.attention_factor).of_layer, read)
+        partial(Fp8KVScale(*heads, mixer.head_dim, max(1.0, mixer.rope.attention_factor)).of_layer, read)
         for heads, mixer, read in zip(counts, mixers, weights.layers, strict=True)
     ]
     return replace(weights, layers=layers)

@@ -37,6 +37,7 @@ class PackedMixture:
     # [num_experts, outputs], of operators whose projections do not contain them
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    correction: Tensor | None = None  # [num_experts] float32, or float64 in a float64 model; see `SigmoidRouting`
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class AttentionOptions:
     softcap: float | None = None
     query_scale: Tensor | None = None  # [positions] float32, factor of a query at a position
     projection_norm: ProjectionNorm | None = None  # qk_norm is a norm of whole projections
+    norm_after_rope: bool | None = None  # qk_norm comes after RoPE; None: before
 
     @property
     def in_use(self) -> tuple[str, ...]:

@@ -59,9 +59,11 @@ class AttentionSpec:
     rope: RopeSpec
     qkv_bias: bool = False
     o_bias: bool = False
-    # RMSNorm of queries and keys before RoPE. head: of each head, with weights [head_dim] that all heads share.
-    # projection: of all query heads together and of all key heads together, with a weight for each element.
+    # RMSNorm of queries and keys, before RoPE unless `norm_after_rope`. head: of each head, with weights [head_dim]
+    # that all heads share. projection: of all query heads together and of all key heads together, with a weight for
+    # each element.
     qk_norm: Literal["none", "head", "projection"] = "none"
+    norm_after_rope: bool = False  # qk_norm, which must be "head", comes after RoPE
     v_norm: bool = False  # RMSNorm of each value head, without weights; requires qk_norm "head"
     keys_as_values: bool = False  # the values are the keys before norm and RoPE (K = V)
     window: int | None = None  # sliding window: a position attends to this many positions, itself included
@@ -133,6 +135,23 @@ SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 
 
 @dataclass(frozen=True, slots=True)
+class SigmoidRouting:
+    """Choice of experts by sigmoid scores, as in DeepSeek-V3: a token uses the experts with the largest sums of score,
+    sigmoid(router(x)), and a learned correction bias. Their weights are the scores without the bias, times
+    `multiplier`.
+
+    With several groups, the experts of a token are in the `groups_per_token` groups with the largest scores; that of a
+    group is the sum of its two largest sums. A group is an equal run of experts."""
+
+    groups: int = 1
+    groups_per_token: int = 1
+    multiplier: float = 1.0
+
+
+SMALLEST_SUM = 1e-20  # is added to the sum by which sigmoid scores are divided, as in transformers
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """Mixture of experts (MoE): for each token a router chooses the `experts_per_token` experts with the largest
     probabilities, softmax(router(x)), and the outputs of these MLPs are added, each times its probability. A shared
@@ -143,6 +162,8 @@ class ExpertsSpec:
     experts_per_token: int
     norm_topk_prob: bool  # the probabilities of a token's experts are divided by their sum
     shared_intermediate_size: int = 0  # of the shared expert; 0: there is none
+    shared_gate: bool = True  # False: the checkpoint has no gate of the shared expert, and its factor is 1
+    sigmoid: SigmoidRouting | None = None  # instead of softmax; None: softmax
 
     @property
     def router_rows(self) -> int:
@@ -319,6 +340,7 @@ class ModelSpec:
 FEATURES = {  # optional fields and the mixers that not every backend has, for messages
     "gated_delta": "gated delta layers",
     "qk_norm": "norm of query and key heads",
+    "norm_after_rope": "norm of query and key heads after RoPE",
     "v_norm": "norm of value heads",
     "window": "sliding window",
     "scale": "scale of attention scores",
@@ -330,6 +352,7 @@ FEATURES = {  # optional fields and the mixers that not every backend has, for m
     "activation": "activation other than SiLU",
     "experts": "mixture of experts",
     "shared_intermediate_size": "shared expert",
+    "sigmoid": "choice of experts by sigmoid scores",
     "norms": "norms after attention and MLP",
     "residual_multiplier": "residual multiplier",
     "output_scale": "scale of a layer's output",
@@ -341,7 +364,7 @@ FEATURES = {  # optional fields and the mixers that not every backend has, for m
     "draft_head": "draft heads",
 }
 # Optional fields that the checkpoint reader alone implements; RopeSpec: see there
-READER_FIELDS = frozenset(("qkv_bias", "o_bias", "bias", "keys_as_values"))
+READER_FIELDS = frozenset(("qkv_bias", "o_bias", "bias", "keys_as_values", "shared_gate"))
 
 
 def unknown_fields(spec: ModelSpec, known: Collection[str] = ()) -> str | None:

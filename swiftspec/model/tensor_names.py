@@ -55,6 +55,7 @@ class TensorNames:
     down: str = "mlp.down_proj"
     # of a mixture of experts: the router, and before the modules of expert N, such as N.gate_proj
     router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"  # the name of the tensor
     experts: str = "mlp.experts"
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"
@@ -75,6 +76,7 @@ class TensorNames:
     per_layer_gate: str = "per_layer_input_gate"
     per_layer_projection: str = "per_layer_projection"
     per_layer_norm: str = "post_per_layer_input_norm"
+    mtp_layer: bool = False  # whether a layer of multi-token prediction, which is not used, may follow the others
     # of a multimodal checkpoint: names in files with another layout, and prefixes of the text model's tensors, beyond
     # which tensors belong to other modalities
     alternative: TensorNames | None = None

@@ -232,7 +232,8 @@ class Transformer:
         if mixer.qk_norm == "projection":
             reduce = None if self.group is None else self.group.all_reduce
             whole = ProjectionNorm(mixer.q_size, mixer.kv_size, counted, reduce)
-        options = AttentionOptions(mixer.window, mixer.scale, mixer.softcap, scale, whole)
+        after = mixer.norm_after_rope or None
+        options = AttentionOptions(mixer.window, mixer.scale, mixer.softcap, scale, whole, after)
         cache = spec.cache_shapes.index((mixer.num_kv_heads, mixer.head_dim))
         gate = heads * mixer.head_dim if mixer.output_gate else 0
         return PackedAttention(cos, sin, heads, kv_heads, options, cache, gate)

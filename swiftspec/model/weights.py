@@ -140,6 +140,7 @@ class LayerWeights:
     mlp_output_norm: Tensor | None = None  # [hidden]
     output_scale: Tensor | None = None  # [1]
     router: Weight | None = None  # [num_experts, hidden], and one more row with a shared expert, the gate of it
+    correction: Tensor | None = None  # [num_experts], of sigmoid scores; see `SigmoidRouting`
     shared_gate_up: Weight | None = None  # [2 * shared_intermediate_size, hidden]
     shared_down: Weight | None = None  # [hidden, shared_intermediate_size]
     delta: DeltaWeights | None = None

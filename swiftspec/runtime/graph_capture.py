@@ -15,12 +15,16 @@ Progress = Callable[[str, int, int], None]  # description, step, number of steps
 
 
 def capture_graphs(
-    verifier: LocalVerifier | None, drafter: LocalDrafter | None, config: EngineConfig, progress: Progress | None
-) -> None:
+    verifier: LocalVerifier | None, drafter: LocalDrafter | None, config: EngineConfig, progress: Progress | None,
+    barrier: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
     """Captures the graphs of the models in this process, so that no request waits for a capture, which also stops all
-    other work on the GPU. No request may be open. All ranks of a group must call it at about the same time, since the
-    captured forwards communicate: see `Connections.agree_in_group`. Raises RankLost instead of a device error that
-    another rank has caused."""
+    other work on the GPU. No request may be open. Raises RankLost instead of a device error that another rank has
+    caused.
+
+    `barrier`: called before each capture; waits for the other ranks of the group, because captured forwards
+    communicate.
+    """
     captures = list[tuple[Runner, Callable[[], None]]]()
     if verifier is not None:
         captures += [(verifier.runner, capture) for capture in target_captures(verifier.executors, config)]
@@ -30,6 +34,7 @@ def capture_graphs(
     for step, (runner, capture) in enumerate(captures):
         if progress is not None:
             progress(CAPTURE_PHASE, step, len(captures))
+        barrier()
         with runner.translate_peer_errors():
             capture()
 

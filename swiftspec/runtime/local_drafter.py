@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from swiftspec.capabilities import Features
 from swiftspec.messages import NodeSource, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors import ExecutorRequest, ExpansionShape, TreeExecutor, features_of, select_executor
+from swiftspec.runtime.executors import ExecutorRequest, ExpansionShape, TreeExecutor, select_executor
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree.children import ChildSelector
 from swiftspec.tree.tree import DraftTree
@@ -69,10 +70,13 @@ class LocalDrafter:
         """d, the number of expansions per round of this request."""
         return self._request_steps or self.draft_steps
 
+    def required_features(self, start: RequestStart) -> Features:
+        """Returns the features that an executor must support to run a request."""
+        return self._draft_params(start).features | ({"proposal sample"} if self._children.sampled else set())
+
     def select_executor(self, start: RequestStart) -> TreeExecutor:
         """Returns the executor that runs a request."""
-        drawn = ("drawn proposals",) if self._children.sampled else ()
-        return select_executor(self.executors, features_of(self._draft_params(start), *drawn), start.executor)
+        return select_executor(self.executors, self.required_features(start), start.executor)
 
     def _draft_params(self, start: RequestStart) -> SamplingParams:
         """Returns the sampling parameters of the draft. Children that are ranked and not sampled need neither filters

@@ -79,7 +79,7 @@ class LookaheadDrafter(LocalDrafter):
             return None
         config, worth = self._config, EXPANSION_YIELD if self._catch_up else 0.0
         shape = self._nodes, config.leaves_per_expansion, self.expansions
-        return self.executor.fast_reply(self.tree, self._request, self._root_at, *shape, worth)
+        return self.tree.fast_reply(self._request, self._root_at, *shape, worth)
 
     def _worth_expanding(self) -> bool:
         prospects = self.tree.expected_mass(self._nodes, self._config.leaves_per_expansion, self._root)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from swiftspec.capabilities import Features
 from swiftspec.messages import Proposal, RequestStart, SampledLogprob, VerifyResult
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors import Features, TreeExecutor
+from swiftspec.runtime.executors import TreeExecutor
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.logprobs import PromptLogprobs, token_logprobs
@@ -36,8 +37,7 @@ class TargetVerifier(LocalVerifier):
         return self._rejection is not None and not sampling.greedy
 
     def required_features(self, sampling: SamplingParams) -> Features:
-        more = {"rejection": self._rejects(sampling), "log-probabilities": sampling.logprobs is not None}
-        return super().required_features(sampling) | {name for name, there in more.items() if there}
+        return super().required_features(sampling) | ({"verify reject"} if self._rejects(sampling) else set())
 
     def acceptance_rule(self, sampler: Sampler) -> AcceptFn:
         if self._synthetic_length is not None:

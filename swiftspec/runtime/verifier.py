@@ -7,10 +7,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from swiftspec.capabilities import Features
 from swiftspec.errors import NonFiniteLogits
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors import ExecutorRequest, Features, TreeExecutor, features_of, select_executor
+from swiftspec.runtime.executors import ExecutorRequest, TreeExecutor, select_executor
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.guidance import Guidance
 from swiftspec.sampling.sampler import Sampler
@@ -73,12 +74,8 @@ class LocalVerifier:
     def required_features(self, sampling: SamplingParams) -> Features:
         """Returns the features that an executor must support to run a request."""
         shard = self.runner.shard
-        more = {
-            "guidance": sampling.guided,
-            "deep top-k": shard is not None and sampling.filtered and sampling.top_k >= shard.num_exchanged,
-            "hidden states": len(self.runner.model.hidden_layers) > 0,
-        }
-        return features_of(sampling, *(name for name, there in more.items() if there))
+        deep = shard is not None and sampling.filtered and sampling.top_k >= shard.num_exchanged
+        return sampling.features | ({"deep top-k"} if deep else set())
 
     def acceptance_rule(self, sampler: Sampler) -> AcceptFn:
         """Returns the function that decides which nodes of a request's proposals are accepted."""

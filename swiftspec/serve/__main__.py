@@ -183,19 +183,15 @@ def _run_subcommand(name: str, argv: Sequence[str], first: bool) -> int:
     """Runs `swiftspec chat|serve|generate` like `python -m swiftspec.serve` with the same flags. Raises UsageError if
     the flags or the terminal do not fit the sub-command."""
     from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
-    from swiftspec.settings.settings import UsageError
+    from swiftspec.settings.settings import UsageError, check_usage
 
     command = parse_command(argv, page=HELP_PAGES[name])
     has_prompt = command.prompt is not None or command.prompt_file is not None
     if name == "serve":
         return _dispatch(argv if command.settings.port is not None else [*argv, "--port", str(DEFAULT_PORT)], first)
-    if command.settings.port is not None:
-        raise UsageError(f"--port is not supported by `swiftspec {name}`; remove it, or use `swiftspec serve`")
+    found = {f"command {name}"} | ({"server"} if command.settings.port is not None else set())
+    check_usage(found | ({"prompt flags"} if command.has_prompt_flags else set()))
     terminal = sys.stdin is not None and sys.stdin.isatty()
-    if name == "chat" and (has_prompt or command.json):
-        raise UsageError(
-            "--prompt, --prompt-file and --json are not supported by `swiftspec chat`; use `swiftspec generate`"
-        )
     if name == "chat" and first and not (terminal and sys.stdout.isatty()):
         raise UsageError("`swiftspec chat` needs a terminal: use `swiftspec generate` for a prompt from a pipe")
     if name == "generate" and first and not has_prompt and (terminal or sys.stdin is None):
@@ -206,10 +202,10 @@ def _run_subcommand(name: str, argv: Sequence[str], first: bool) -> int:
 def _supervise_server(command: ParsedCommand, here: LaunchedRank | None, ranks: int, argv: Sequence[str]) -> int:
     from swiftspec.serve.http.engine_link import frontend_process
     from swiftspec.serve.supervisor.job import supervise_server
-    from swiftspec.settings.settings import UsageError
+    from swiftspec.settings.settings import check_usage
 
-    if command.json or command.prompt is not None or command.prompt_file is not None:
-        raise UsageError("--prompt, --prompt-file and --json are not supported with --port; remove them")
+    if command.has_prompt_flags:
+        check_usage({"prompt flags", "server"})
     settings = command.settings
     frontend_process.check_frontend_settings(settings)
     with frontend_process.open_listener(settings.host, settings.port or 0) as listening:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -74,6 +75,7 @@ class AsyncEngine(RequestQueue):
         self._on_ready(engine_info(session.llm, str(session.codec.path), session.draft_model, defaults))
         self._thread = Thread(target=self._run, name="swiftspec decoding", daemon=True)
         self._thread.start()
+        atexit.register(self._finish)
 
     async def generate(
         self,
@@ -102,8 +104,7 @@ class AsyncEngine(RequestQueue):
         that remain, ends the decoding thread and closes the `LLM`. Later calls return without effect."""
         if self._thread.is_alive():
             await self._drain("draining", drain_timeout_s)
-            self._send(frames.ShutdownFrame())
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._finish)
         self.events.close()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -111,6 +112,12 @@ class AsyncEngine(RequestQueue):
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+    def _finish(self) -> None:
+        """Ends the decoding thread. The interpreter's shutdown must not begin while native code runs on it."""
+        self._send(frames.ShutdownFrame())
+        self._thread.join()
+        atexit.unregister(self._finish)
 
     def _group(self, request: TextRequest, key: str | None) -> PendingGroup:
         """Returns a group of one request."""

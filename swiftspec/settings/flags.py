@@ -10,11 +10,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from swiftspec.config import (
     DRAFT,
-    LOOKAHEAD,
     MAX_THREADS,
     MODES,
     PARTICLES,
-    POPULATION,
     SPECULATION,
     TREE,
     EngineConfig,
@@ -26,15 +24,6 @@ from swiftspec.settings_schema import DataclassInstance, Setting, declared_setti
 MODELS, SERVER, NETWORK = "models", "server", "workers: models on other machines or devices"
 GROUPS = (MODELS, SERVER, NETWORK, SPECULATION, PARTICLES, SAMPLING, STOPPING)  # in the order of --help
 RENAMED_SETTINGS = {"kept_memory": "prefix_cache_memory"}  # old name: new name
-UNSUPPORTED_PARTS = {  # by mode: settings that apply to these parts of the engine are refused
-    "ar": (POPULATION,), "serial": (POPULATION,), "async": (POPULATION,), "smc": (TREE, LOOKAHEAD),
-}  # fmt: skip
-IGNORED_PARTS = {
-    "ar": (DRAFT, TREE, LOOKAHEAD),
-    "serial": (LOOKAHEAD,),
-    "async": (),
-    "smc": (),
-}  # by mode: settings that apply to these parts of the engine are ignored, with a note
 
 
 @dataclass
@@ -71,7 +60,7 @@ class CommandSettings:
     share_gpus: bool = setting(False, "Allow several ranks to use one GPU.", MODELS)
     max_model_len: int | None = setting(
         None, "Context length in tokens: prompt and answer together.", MODELS, "N",
-        "that of the target, or with one rank on a GPU the longest that its memory allows",
+        "that of the target, or with one rank the longest that the memory of the GPU, or of the machine, allows",
         profile=True,
     )  # fmt: skip
     prefix_cache_memory: int = setting(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import ceil
 
+from swiftspec.capabilities import check_features
 from swiftspec.config import EngineConfig
 from swiftspec.params import SamplingParams
 from swiftspec.settings_schema import require
@@ -29,16 +30,13 @@ def split_ranks(
             f"mode {mode} uses all {ranks} ranks for the target, not {target_tp}: remove --target-tp",
         )
         expected = 0 if mode == "ar" else ranks
-        require(
-            draft_tp in (None, expected),
-            f"--draft-tp is not supported in mode {mode}, which has no draft group; remove it",
-        )
+        if draft_tp not in (None, expected):
+            check_features({"draft group", f"mode {mode}"})
         return ranks, expected
     if single_rank_ok and ranks == 1 and target_tp in (None, 1) and draft_tp in (None, 0):
         return 1, 0
-    require(
-        ranks >= 2, "mode async requires at least two ranks: start it with torchrun --standalone --nproc-per-node 2"
-    )
+    if ranks < 2:
+        check_features({"one rank", "mode async"})
     if target_tp is not None and draft_tp is not None:
         require(
             target_tp >= 1 and draft_tp >= 1 and target_tp + draft_tp == ranks,

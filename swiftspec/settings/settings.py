@@ -5,17 +5,18 @@ Imports must stay cheap (no torch, no transformers), because `--help` needs this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
+from swiftspec.capabilities import NotSupported, check_features, ignored_features
 from swiftspec.config import GRAFTED, MTP_HEAD, SUFFIX_LOOKUP, EngineConfig, PopulationConfig
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import expand_user, parse_json
 from swiftspec.params import SamplingParams
-from swiftspec.settings.flags import FLAGS, IGNORED_PARTS, UNSUPPORTED_PARTS, CommandSettings
+from swiftspec.settings.flags import FLAGS, CommandSettings
 from swiftspec.settings.rank_plan import split_ranks
 from swiftspec.settings.speculative_config import expand_speculative_config
 
@@ -99,25 +100,7 @@ class Settings(SettingsFields):
         apart = any(remote.values())
         split = (ranks > 1 or apart) and self.draft_model not in (SUFFIX_LOOKUP, MTP_HEAD)
         mode = self.mode or ("ar" if not has_draft else "async" if split else "serial")
-        if mode != "ar" and not has_draft:
-            raise UserError(f"--mode {mode} requires a draft model: specify one with --draft-model, or use --mode ar")
-        if mode == "async" and self.drafts_by_lookup:
-            raise UsageError(f"--draft-model {SUFFIX_LOOKUP} is not supported in mode async; use --mode serial")
-        if self.graft_suffix and self.drafts_by_lookup:
-            raise UsageError(f"--graft-suffix requires a draft model, but --draft-model is {SUFFIX_LOOKUP}; remove it")
-        for part in UNSUPPORTED_PARTS[mode]:
-            for name in self._explicitly_set(part):
-                raise UsageError(f"{flag_name(name)} is not supported in mode {mode}, which has no {part}; remove it")
-        trees = ("verify_batch", "draft_leaves") if self.max_num_seqs > 1 else ()
-        for name in trees:
-            if name in self.model_fields_set:
-                chains = "--max-num-seqs above 1, which verifies chains of --draft-steps tokens"
-                raise UsageError(f"{flag_name(name)} is not supported with {chains}; remove it")
-        if mode != "ar" and self.verify == "reject" and self.adapt and "adapt" in self.model_fields_set:
-            raise UsageError(
-                "--adapt is not supported with --verify reject, because the text would depend on measured times;"
-                " remove one of them"
-            )
+        self.check_features(mode, has_draft=has_draft, ranks=ranks)
         try:
             alone = apart or (mode == "async" and ranks == 1 and self.runs_on_gpu())
             target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp, single_rank_ok=alone)
@@ -127,8 +110,48 @@ class Settings(SettingsFields):
                 population=PopulationConfig(**self._config_values(PopulationConfig)),
                 **remote, **self._adaptive_options(mode), **self._config_values(EngineConfig),
             )  # fmt: skip
+        except NotSupported as error:
+            raise UsageError(error.shown(flag_name)) from None
         except UserError as error:
             raise UsageError(str(error)) from None
+
+    def features(self, mode: str | None, *, has_draft: bool = True, ranks: int = 1, device: str = "") -> dict[str, str]:
+        """Returns the features of the capability table (capabilities.py) that these settings have in a mode; None: not
+        known yet. The values are the names of settings where a feature stands for several of them, otherwise empty.
+        `device`: type of the device, if it is known."""
+        given = self.model_fields_set
+        drafts = mode != "ar"
+        found = {
+            f"mode {mode}": mode is not None,
+            "no draft": not has_draft,
+            "verify reject": drafts and self.verify == "reject",
+            "adaptation": mode in ("serial", "async") and "adapt" in given and self.adapt,
+            "given shape": {"draft_steps", "verify_batch"} <= given,
+            "suffix lookup": drafts and self.drafts_by_lookup,
+            "grafting": drafts and bool(self.graft_suffix),
+            "several requests": self.max_num_seqs > 1,
+            "several ranks": ranks > 1,
+            "target worker": self.target_url is not None,
+            "draft worker": self.draft_url is not None,
+            "local target": self.model is not None,
+            "local draft": self.draft_model is not None,
+            "profile": self.plan not in ("auto", "none") and (self.mode is None or "mode" in given),
+            "server": self.port is not None,
+            "KV events": self.kv_events_endpoint is not None,
+            "no prefix cache": self.prefix_cache_memory == 0,
+            "shared GPUs": self.share_gpus,
+            "CPU": device == "cpu",
+        }
+        groups = {"tree size": ["verify_batch", "draft_leaves"], "draft forwards": [*MODEL_TREE_SETTINGS]}
+        for name, flag in FLAGS.items():
+            if flag.setting.applies_to is not None:
+                groups.setdefault(flag.setting.applies_to, []).append(name)
+        shown = {part: ", ".join(f"{{{name}}}" for name in names if name in given) for part, names in groups.items()}
+        return {name: "" for name, used in found.items() if used} | {part: text for part, text in shown.items() if text}
+
+    def check_features(self, mode: str | None, *, has_draft: bool = True, ranks: int = 1) -> None:
+        """Raises UsageError if two of the settings are not supported together. See `features`."""
+        check_usage(self.features(mode, has_draft=has_draft, ranks=ranks))
 
     @property
     def _drafter(self) -> str:
@@ -152,33 +175,10 @@ class Settings(SettingsFields):
 
         return resolve_device("auto").type == "cuda"
 
-    def _explicitly_set(self, part: str) -> list[str]:
-        """Returns the names of the settings that were given explicitly and that apply to a part of the engine, such as
-        "draft"."""
-        shaping = [name for name, flag in FLAGS.items() if flag.setting.applies_to == part]
-        return [name for name in shaping if name in self.model_fields_set]
-
-    def ignored_settings(self, mode: str) -> list[str]:
+    def ignored_settings(self, mode: str, device: str = "") -> list[str]:
         """Returns notes on settings that were given but have no effect in this mode. Obvious cases, such as the seed of
         a greedy answer, are left out."""
-        notes = []
-        for part in IGNORED_PARTS[mode]:
-            flags = [flag_name(name) for name in self._explicitly_set(part)]
-            if flags:
-                notes.append(
-                    f"mode {mode} has no {part}: {', '.join(flags)} {'have' if flags[1:] else 'has'} no effect"
-                )
-        if (
-            mode in ("serial", "async")
-            and {"adapt", "draft_steps", "verify_batch"} <= self.model_fields_set
-            and self.adapt
-        ):
-            notes.append("--adapt has no effect: --draft-steps and --verify-batch are set")
-        if self.drafts_by_lookup and mode == "serial":
-            flags = [flag_name(name) for name in MODEL_TREE_SETTINGS if name in self.model_fields_set]
-            if flags:
-                notes.append(f"suffix lookup has no draft forwards: {', '.join(flags)} without effect")
-        return notes
+        return ignored_features(self.features(mode, device=device), flag_name)
 
     def _adaptive_options(self, mode: str) -> dict[str, bool]:
         """Returns the EngineConfig options that let rounds depend on measured times.
@@ -218,6 +218,15 @@ class Settings(SettingsFields):
         `generation_defaults`. `negative`: tokens of the negative prompt."""
         values = {**model_defaults, **self._config_values(SamplingParams)}
         return SamplingParams(**values, negative_prompt_ids=tuple(negative))
+
+
+def check_usage(found: Collection[str]) -> None:
+    """Raises UsageError, with flags as names of settings, if two features are not supported together (see
+    `check_features`)."""
+    try:
+        check_features(found)
+    except NotSupported as error:
+        raise UsageError(error.shown(flag_name)) from None
 
 
 def _for_config(value: Any) -> Any:

@@ -1,11 +1,9 @@
-"""Size limits of a population, and the sampling parameters that mode smc does not support."""
+"""Size limits of a population."""
 
 from __future__ import annotations
 
-from swiftspec.batching.limits import check_group_sampling
 from swiftspec.config import PopulationConfig
 from swiftspec.errors import UserError
-from swiftspec.params import SamplingParams
 from swiftspec.tree.mask import MASK_WIDTHS
 
 MAX_REGION_SLOTS = 32768  # maximum number of tree slots of all groups together
@@ -27,13 +25,3 @@ def particle_region_slots(config: PopulationConfig, context: int) -> int:
             f" {MAX_REGION_SLOTS} slots: use {fix}"
         )
     return -(-min(config.particles * context + 2 * config.shape.slots_per_round, share) // widest) * widest
-
-
-def check_particle_sampling(sampling: SamplingParams) -> None:
-    """Raises UserError for sampling parameters that mode smc does not support."""
-    where, instead = "in mode smc", "use mode serial"
-    if sampling.greedy:
-        raise UserError(f"temperature 0 is not supported {where}; raise it, or {instead}")
-    if sampling.guided:
-        raise UserError(f"guidance is not supported {where}; set guidance_scale to 1, or {instead}")
-    check_group_sampling(sampling, where, instead)

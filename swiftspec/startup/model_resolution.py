@@ -15,7 +15,7 @@ from swiftspec.file_io import Fields, expand_user, is_file, is_folder, read_obje
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
 from swiftspec.settings.flags import FLAGS
-from swiftspec.settings.settings import Settings, UsageError, flag_name
+from swiftspec.settings.settings import Settings, UsageError, check_usage, flag_name
 from swiftspec.startup.built_in_models import BuiltInModels, built_in_models
 from swiftspec.startup.reporter import DOWNLOAD, StartupReporter
 from swiftspec.text.codec import TextCodec, has_tokenizer
@@ -75,7 +75,7 @@ class ResolvedModels:
         raises UserError if the models cannot run."""
         check_worker_settings(settings, ranks)
         if settings.target_url is not None:
-            raise UsageError("--target-url is only supported by `chat` and `generate`; remove it and specify --model")
+            check_usage({"target worker", "local command"})
         built_in = built_in_models(settings.model)
         model, draft_model = _model_names(settings, built_in)
         path_name = None if draft_model in (SUFFIX_LOOKUP, MTP_HEAD) else draft_model
@@ -94,8 +94,8 @@ class ResolvedModels:
         for path in (target, draft):
             if path is not None:
                 read_config(path)  # reports a directory without a model early
-        if settings.plan not in ("auto", "none"):
-            _check_profile_usable(settings, draft)
+        if draft is None and settings.plan not in ("auto", "none"):
+            settings.check_features(None, has_draft=False)
         if draft is not None and settings.mode != "ar":
             plan = apply_profile(settings, target, draft, ranks, phases).make_plan(True, ranks)
         if draft_model == MTP_HEAD:
@@ -187,20 +187,6 @@ def profile_key(settings: Settings, target: Path, draft: Path, ranks: int) -> Pr
     return store.ProfileKey.of(device.type, ranks, target, draft, dtype, settings.ops, emulate)
 
 
-def _check_profile_usable(settings: Settings, draft: Path | None) -> None:
-    """Raises UsageError if a profile given by --plan would have no effect, because there is no draft or no draft
-    tree."""
-    why = None
-    if draft is None:
-        why = "requires a draft model: specify one with --draft-model, or remove --plan"
-    elif settings.mode in ("ar", "smc"):
-        why = f"is not supported in mode {settings.mode}, which has no draft tree; remove it"
-    elif settings.max_num_seqs > 1:
-        why = "is not supported with --max-num-seqs above 1, which has no draft tree; remove it"
-    if why is not None:
-        raise UsageError(f"--plan {settings.plan} {why}")
-
-
 def _model_names(settings: Settings, built_in: BuiltInModels | None) -> tuple[str, str | None]:
     """Returns the names of target and draft."""
     if built_in is None:
@@ -213,20 +199,10 @@ def _model_names(settings: Settings, built_in: BuiltInModels | None) -> tuple[st
 def check_worker_settings(settings: Settings, ranks: int) -> None:
     """Raises UserError if --target-url or --draft-url contradicts another setting or the number of ranks, or gRPC is
     not installed."""
-    for ours, url in (("model", "target_url"), ("draft_model", "draft_url")):
-        if getattr(settings, url) is not None and getattr(settings, ours) is not None:
-            raise UsageError(f"{flag_name(ours)} and {flag_name(url)} specify the same model; remove one of them")
     url = "target_url" if settings.target_url is not None else "draft_url"
     if getattr(settings, url) is None:
         return
-    if settings.drafts_by_lookup:
-        raise UsageError(f"--draft-model {SUFFIX_LOOKUP} is not supported with {flag_name(url)}; remove one of them")
-    if settings.mode == "smc":
-        raise UsageError(f"{flag_name(url)} is not supported in mode smc; remove it or use another mode")
-    if ranks > 1:
-        raise UsageError(f"{flag_name(url)} is not supported with {ranks} ranks; start one rank")
-    if settings.port is not None and settings.target_url is not None:
-        raise UsageError("--port is not supported with --target-url; start the server on the target's machine")
+    settings.check_features(settings.mode, ranks=ranks)
     require_extra("network", flag_name(url))
 
 

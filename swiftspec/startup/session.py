@@ -260,10 +260,8 @@ def _print_advice(
         phases.warn(
             f"--threads {settings.threads} exceeds the {cpus} available CPUs, which is slow: use at most {cpus}"
         )
-    for line in settings.ignored_settings(resolved.plan.mode):
+    for line in settings.ignored_settings(resolved.plan.mode, resolve_device(settings.device).type):
         phases.note(line)
-    if settings.share_gpus and resolve_device(settings.device).type == "cpu":
-        phases.note("--share-gpus has no effect: the models run on the CPU")
 
 
 def _load_llm(

@@ -19,6 +19,7 @@ from swiftspec.model.gguf.file import GgufFile, is_gguf
 from swiftspec.model.gguf.tokenizer import has_vocabulary, tokenizer_json, tokenizer_settings
 from swiftspec.model.vocabulary import Vocabulary
 from swiftspec.observe.trace_format import TokenText
+from swiftspec.text.messages import SystemMessages, accepted_system_messages, with_fitting_system_messages
 from swiftspec.text.stream import REPLACEMENT_CHARACTER
 from swiftspec.text.template import PromptTooLong, TemplateRenderer, read_template
 
@@ -82,6 +83,7 @@ class TextCodec:
 
     def __init__(self, path: Path, renderer: TemplateRenderer | None = None, chat_template: Path | None = None) -> None:
         self.path = path
+        self._system_messages: dict[str, SystemMessages] = {}  # by the source of a template
         self._renderer = renderer or TemplateRenderer(chat_template or path)
         template = None if chat_template is None else read_template(chat_template)
         try:
@@ -198,14 +200,26 @@ class TextCodec:
     ) -> list[int]:
         """Renders a conversation with the chat template and encodes it; see `render_chat` and `encode`.
 
-        As in transformers and vLLM the template alone adds special tokens such as BOS.
+        As in transformers and vLLM the template alone adds special tokens such as BOS. System messages are moved to
+        where the template accepts them.
         """
         if truncation is not None:
             context = None
+        if any(message.get("role") == "system" for message in messages):
+            accepted = self._accepted_system_messages(template or self.template_source(tools))
+            messages = with_fitting_system_messages(messages, accepted)
         text = self.render_chat(
             messages, context, tools, variables, continue_final_message, add_generation_prompt, template
         )
         return self._encode(text, context, False, truncation)
+
+    def _accepted_system_messages(self, template: str) -> SystemMessages:
+        """Returns where a template takes system messages, determined once per template."""
+        if template not in self._system_messages:
+            self._system_messages[template] = accepted_system_messages(
+                lambda messages: self.render_chat(messages, template=template)
+            )
+        return self._system_messages[template]
 
     def render_chat(
         self,

@@ -29,6 +29,7 @@ SMALL_SUFFIXES = (".json", ".jinja")
 SMALL_FILES = ("tokenizer.model", "merges.txt")
 USUAL_TYPE = "Q4_K_M"  # of the GGUF files of a repository, if the name does not select one
 PART_OF_GGUF = re.compile(r"-[0-9]{5}-of-[0-9]{5}\.gguf$")
+MAX_NAME_CHARS = 255  # of a file's path on the hub; files with longer ones are passed over
 HUB_TIMEOUT_S = 10.0  # of the request for the names of a model's files
 HUB_REFUSALS = {
     "LocalEntryNotFoundError": "the hub cannot be reached, and the model is not in the cache",
@@ -111,9 +112,10 @@ class _HubModel:
             names = [file.relative_to(folder).as_posix() for file in folder.rglob("*")]
             gguf = self._gguf(names) if weights else None
             return folder if gguf is None else folder / gguf
-        names = [file.rfilename for file in info.siblings or ()]
+        names = [name for file in info.siblings or () if _is_valid(name := file.rfilename)]
         gguf, small = self._gguf(names), [name for name in names if _is_small(name)]
-        if gguf is not None and (kind := (info.gguf or {}).get("architecture")) is not None:
+        kind = info.gguf.get("architecture") if isinstance(info.gguf, dict) else None
+        if gguf is not None and isinstance(kind, str):
             architecture_named(kind)
         if not weights:
             return self._download(small)
@@ -214,6 +216,13 @@ def _no_bars() -> Iterator[None]:
         yield
     finally:
         enable_progress_bars()
+
+
+def _is_valid(name: object) -> bool:
+    """Returns whether the hub's name of a file is a relative path of printable characters that stays in the folder."""
+    if not isinstance(name, str) or not name.isprintable() or len(name) > MAX_NAME_CHARS:
+        return False
+    return not name.startswith("/") and ".." not in name.split("/")
 
 
 def _is_small(name: str) -> bool:

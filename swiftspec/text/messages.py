@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.settings_schema import require
+
+BILLING_HEADER = "x-anthropic-billing-header:"
+SystemMessages = Literal["any", "first", "none"]
+USER, ANSWER, SYSTEM, LATER_SYSTEM = "zquser", "zqanswer", "zqsystem", "zqlater"  # texts that no template contains
 
 
 def template_tool_call(call_id: str | None, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,10 +30,15 @@ def template_message(
     one that only calls tools.
 
     `role`: "developer" becomes "system", which templates know.
+    `content`: without the line that Claude Code puts in front of a system prompt. A hash in it changes with every
+        request, so that no prompt would share a prefix with another.
     `tool_calls`: results of `template_tool_call`.
     `fields`: other fields, such as `tool_call_id`; those that are None are left out.
     """
-    message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
+    role = "system" if role == "developer" else role
+    if role == "system" and content.startswith(BILLING_HEADER):
+        content = content.partition("\n")[2].lstrip("\n")
+    message: dict[str, Any] = {"role": role, "content": content}
     calls = list(tool_calls)
     if calls:
         message["tool_calls"] = calls
@@ -68,3 +77,55 @@ def _content_text(where: str, content: object) -> str:
     if not all(isinstance(text, str) for text in texts):
         raise UserError(f"{where}: the content must be text or text parts, not {truncated_repr(content)}")
     return "\n".join(map(str, texts))
+
+
+def accepted_system_messages(render: Callable[[list[dict[str, Any]]], str]) -> SystemMessages:
+    """Returns where a chat template takes system messages: anywhere, only at the beginning, or nowhere.
+
+    `render`: renders messages up to the beginning of the answer; raises UserError if the template fails.
+    """
+    user, answer = {"role": "user", "content": USER}, {"role": "assistant", "content": ANSWER}
+    first, later = {"role": "system", "content": SYSTEM}, {"role": "system", "content": LATER_SYSTEM}
+
+    def takes(messages: list[dict[str, Any]], *texts: str) -> bool:
+        try:
+            text = render(messages)
+        except UserError:
+            return False
+        return all(each in text for each in texts)
+
+    if takes([first, later, user, answer, later, user], SYSTEM, LATER_SYSTEM) and takes(
+        [first, user, answer, later, user], LATER_SYSTEM
+    ):
+        return "any"
+    return "first" if takes([first, user], SYSTEM) or not takes([user], USER) else "none"
+
+
+def with_fitting_system_messages(
+    messages: Sequence[Mapping[str, Any]], accepted: SystemMessages
+) -> Sequence[Mapping[str, Any]]:
+    """Returns messages with system messages only where a template accepts them.
+
+    Those at the beginning become one, or if the template takes none, the beginning of the user's first message. Later
+    ones are joined to the message before them, or after an answer to the user's next message: the prompt then begins
+    like that of the turn before, which the prefix cache supplies.
+    """
+    if accepted == "any" or all(message["role"] != "system" for message in messages):
+        return messages
+    fitting: list[dict[str, Any]] = []
+    joins_user = False  # the last message is a system message that became the user's
+    for message in messages:
+        is_system, last = message["role"] == "system", fitting[-1] if fitting else None
+        follows_answer = last is not None and last["role"] == "assistant"
+        if last is not None and ((is_system and not follows_answer) or (message["role"] == "user" and joins_user)):
+            last["content"] = f"{last['content']}\n\n{message['content']}"
+        else:
+            fitting.append({**message, "role": "user"} if is_system and follows_answer else dict(message))
+        joins_user = is_system and (joins_user or follows_answer)
+    if accepted == "none" and fitting[0]["role"] == "system":
+        first = fitting.pop(0)
+        user = next((message for message in fitting if message["role"] == "user"), None)
+        if user is None:
+            return [{**first, "role": "user"}, *fitting]
+        user["content"] = f"{first['content']}\n\n{user['content']}"
+    return fitting

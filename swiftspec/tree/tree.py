@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,6 +130,14 @@ class DraftTree:
             weights = np.where(self.descendants(root), weights, 0.0)
         leaves = weights[self.slot[: self.count] == self.slots]
         return float(np.sort(weights)[::-1][:bs].sum()), float(np.sort(leaves)[::-1][:w].sum())
+
+    def fast_reply(self, request: int, root_at: int, bs: int, w: int, steps: int, worth: float) -> Any:
+        """Returns a native object that answers the next result without Python, or None: this tree has none.
+
+        `request`: number of the request. `root_at`: position of the root. `steps`: d. `worth`:
+        `lookahead_drafter.EXPANSION_YIELD`, or 0 to ignore whether another expansion pays.
+        """
+        return None
 
     def match_prefix(self, tokens: Sequence[int]) -> list[int]:
         """Returns the nodes along the longest prefix of `tokens` that the tree contains, from the root's child down."""

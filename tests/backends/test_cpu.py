@@ -223,6 +223,7 @@ OPTIONS = [
     (AttentionOptions(scale=0.4, softcap=3.0, query_scale=torch.linspace(0.5, 2, 200)), 8, None),
     (AttentionOptions(scale=0.4, query_scale=torch.linspace(0.5, 2, 200)), 0, SINKS),
     (AttentionOptions(window=300), 6, None),
+    (AttentionOptions(norm_after_rope=True), 6, None),
 ]
 
 
@@ -397,6 +398,7 @@ def test_speculation_changes_no_token_of_an_int4_model(dtype: torch.dtype, tempe
         assert [llm.generate(prompt, sampling).token_ids for prompt in prompts] == expected
 
 
+@pytest.mark.slow
 def test_threads_change_nothing() -> None:
     """Results do not depend on the number of threads, on a concurrent caller or on a fork, whose child starts with one
     thread."""

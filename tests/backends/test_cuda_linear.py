@@ -88,15 +88,14 @@ def test_shapes_without_a_tiling_are_refused(k: int, n: int, group: int, cause: 
         ({"inboxes": [8, 16]}, "an inbox is not aligned"),
         ({"inboxes": [0, 16]}, "an inbox is null"),
         ({"lines": 0}, "lines must be"),
-        ({"timeout_s": 0.0}, "timeout_s"),
-        ({"error_word": torch.zeros(2, dtype=torch.int64)}, r"error_word: expected int64\[1\] on cpu, got int64\[2\]"),
+        ({"error_word": torch.zeros(1, dtype=torch.int64)}, r"error_word: expected int64\[2\] on cpu, got int64\[1\]"),
         ({"epoch": torch.zeros(1)}, r"epoch: expected int64\[1\] on .*, got float32\[1\]"),
     ],
 )
 def test_channels_are_checked(change: dict[str, Any], message: str) -> None:
     word = torch.zeros(1, dtype=torch.int64)
-    good = {"rank": 0, "inboxes": [64, 128], "lines": 4, "epoch": word, "done": word.int(), "error_word": word,
-            "timeout_s": 1.0}  # fmt: skip
+    good = {"rank": 0, "inboxes": [64, 128], "lines": 4, "epoch": word, "done": word.int(),
+            "error_word": torch.zeros(2, dtype=torch.int64)}  # fmt: skip
     with pytest.raises(ValueError, match=message):
         _C.CudaChannel(**(good | change))
 

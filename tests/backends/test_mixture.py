@@ -15,11 +15,12 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference, unfused
+from swiftspec.backends.reference.mixture import choose_experts
 from swiftspec.backends.unfused import mixture as library
 from swiftspec.model.formats.blocks import BLOCK_TYPES, BlockWeight
 from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.formats.int8 import Int8Weight
-from swiftspec.model.spec import Activation, ExpertsSpec, MlpSpec
+from swiftspec.model.spec import Activation, ExpertsSpec, MlpSpec, SigmoidRouting
 from swiftspec.model.weights import DenseWeight, LayerWeights, Weight
 from tests.backends.test_unfused import NoHost
 from tests.support.gguf_files import random_blocks
@@ -75,11 +76,12 @@ class Mixture:
 
     def __init__(
         self, make: Callable[[int, int, int], Weight], *, chosen: int = 3, norm_topk_prob: bool = True,
-        activation: Activation = "silu", biased: bool = False, shared: int = 0,
+        activation: Activation = "silu", biased: bool = False, shared: int = 0, count: int = EXPERTS,
+        sigmoid: SigmoidRouting | None = None,
     ) -> None:  # fmt: skip
-        experts = ExpertsSpec(EXPERTS, chosen, norm_topk_prob, shared)
+        experts = ExpertsSpec(count, chosen, norm_topk_prob, shared, sigmoid=sigmoid)
         self.spec = MlpSpec(INNER, bias=biased, activation=activation, experts=experts)
-        gate_up, down = make(EXPERTS * 2 * INNER, HIDDEN, 1), make(EXPERTS * HIDDEN, INNER, 2)
+        gate_up, down = make(count * 2 * INNER, HIDDEN, 1), make(count * HIDDEN, INNER, 2)
         matrices: list[Any] = [gate_up, down, dense(experts.router_rows, HIDDEN, 3)]
         if biased:
             matrices = [
@@ -91,6 +93,7 @@ class Mixture:
             unused, unused, unused, None, gate_up, down, router=router,
             shared_gate_up=make(2 * shared, HIDDEN, 6) if shared else None,
             shared_down=make(HIDDEN, shared, 7) if shared else None,
+            correction=random(count, seed=8, scale=0.3) if sigmoid is not None else None,
         )  # fmt: skip
 
     def packed(self, ops: Any, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -179,6 +182,46 @@ def test_the_weights_of_experts(chosen: int, norm_topk_prob: bool, shared: int) 
     for ops in (reference, unfused):
         own_norm, own = mixture.packed(ops, F64)
         assert error(ops.mlp(x.double(), own_norm, own, residual.double()), want) < 1e-12
+
+
+@native
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+@pytest.mark.parametrize(
+    "sigmoid", [SigmoidRouting(), SigmoidRouting(4, 2, 2.5), SigmoidRouting(3, 1, 0.5), SigmoidRouting(12, 12)], ids=str
+)
+def test_experts_chosen_by_sigmoid_scores(sigmoid: SigmoidRouting, norm_topk_prob: bool) -> None:
+    mixture, (x, residual) = (
+        Mixture(dense, count=12, norm_topk_prob=norm_topk_prob, sigmoid=sigmoid, shared=40),
+        rows_of(F32),
+    )
+    norm, packed = mixture.packed(host, F32)
+    exact_norm, exact = mixture.packed(reference, F64)
+    want = reference.mlp(x.double(), exact_norm, exact, residual.double())
+    ours = host.mlp(x, norm, packed, residual)
+    assert error(ours, want) < 2e-6
+    assert torch.equal(host.mlp(x[3:4], norm, packed, residual[3:4]), ours[3:4])
+    own_norm, own = mixture.packed(unfused, F64)
+    with NoHost():
+        theirs = unfused.mlp(x.double(), own_norm, own, residual.double())
+    assert error(theirs, want) < 1e-12
+    experts, weights = choose_experts(exact.router(x), exact.experts, exact.correction)
+    groups = {tuple({*row}) for row in (experts // (12 // sigmoid.groups)).tolist()}
+    assert all(len(used) <= sigmoid.groups_per_token for used in groups) and len(groups) > (sigmoid.groups > 1)
+    assert norm_topk_prob == weights.sum(1).allclose(torch.tensor(sigmoid.multiplier).double(), rtol=1e-12)
+
+
+@native
+def test_groups_that_do_not_fit_are_refused() -> None:
+    x, residual = rows_of(F32)
+    for sigmoid, message in (
+        (SigmoidRouting(5), "groups must divide the experts"),
+        (SigmoidRouting(4, 5), "at least one group, and at most all"),
+        (SigmoidRouting(12, 3), "a group needs at least two experts"),
+        (SigmoidRouting(6, 1), "groups of a row have too few experts"),
+    ):
+        packed = Mixture(dense, count=12, sigmoid=sigmoid).packed(host, F32)[1]
+        with pytest.raises(ValueError, match=message):
+            host.mlp(x, None, packed, residual)
 
 
 @pytest.mark.parametrize("ops", [reference, unfused, *([] if _C.level() == "none" else [host])])

@@ -136,6 +136,19 @@ def test_missing_or_damaged_units_are_packed_again(whole: tuple[Path, Transforme
     assert start(folder)[1] == set()
 
 
+def test_what_is_no_file_blocks_no_start(whole: tuple[Path, Transformer], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole[0], tmp_path / "packed"))
+    entry = only_entry(folder)
+    for unit in ("head", "layer-00000", "layer-00001"):
+        (entry / unit).unlink()
+    os.mkfifo(entry / "head")
+    (entry / "layer-00000").symlink_to("/dev/zero")
+    (entry / "layer-00001").symlink_to("layer-00001")
+    model, packed = start(folder)
+    same(model, whole[1])
+    assert packed == {"head", "layer-00000", "layer-00001"}
+
+
 def test_a_complete_file_of_another_model_is_not_used(whole: tuple[Path, Transformer], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole[0], tmp_path / "packed"))
     unit = PackedUnit({"x": torch.ones(3)}, {"qkv": {}})

@@ -67,6 +67,7 @@ def in_rank_order(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torc
     return total.to(dtype)
 
 
+@pytest.mark.slow
 def test_sums_are_those_in_rank_order(job: tuple[list[Report], list[Path]]) -> None:
     for rank, facts in enumerate(job[0]):
         sums = [fact for fact in facts if "sum" in fact]
@@ -83,6 +84,7 @@ def test_the_order_of_summation_matters() -> None:
     assert not torch.equal((a + b) + c, a + (b + c))
 
 
+@pytest.mark.slow
 def test_gathers_and_many_rounds(job: tuple[list[Report], list[Path]]) -> None:
     for rank, facts in enumerate(job[0]):
         gathers = [fact["gather"] for fact in facts if "gather" in fact]
@@ -91,6 +93,7 @@ def test_gathers_and_many_rounds(job: tuple[list[Report], list[Path]]) -> None:
     assert [fact["ping_pong"] for facts in job[0] for fact in facts if "ping_pong" in fact] == [ROUNDS, ROUNDS]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_detected(job: tuple[list[Report], list[Path]]) -> None:
     reports, _ = job
     losses = {rank: [fact for fact in reports[rank] if "lost" in fact] for rank in (0, 2, 3)}
@@ -102,6 +105,7 @@ def test_a_killed_rank_is_detected(job: tuple[list[Report], list[Path]]) -> None
         assert "slot" in found[0]["message"] and "epoch" in found[0]["message"]
 
 
+@pytest.mark.slow
 def test_shared_memory_has_no_name_after_the_setup(job: tuple[list[Report], list[Path]]) -> None:
     assert job[1] == []
 
@@ -244,6 +248,7 @@ def test_an_incomplete_group_times_out() -> None:
     assert not [path for path in left_behind() if path.name == name[1:]]
 
 
+@pytest.mark.slow
 def test_a_rank_killed_before_the_group_is_complete() -> None:
     name = new_name()
     path = Path("/dev/shm") / name[1:]

@@ -109,10 +109,11 @@ class WrongTree:
     """Takes the first leaves instead of the best ones."""
 
     def __init__(self, *sizes: Any) -> None:
-        self.rows = SimpleNamespace(nodes=torch.tensor([1, -1, -1, -1, -1]))
+        self.rows = SimpleNamespace(nodes=torch.tensor([0, -1, -1, -1, -1]))
+        self.region = torch.zeros(2, dtype=torch.int64)
 
-    def reset(self, token: Tensor) -> None:
-        pass
+    def add_root(self, token: Tensor, slot: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+        self.region[0], self.region[1] = slot[0], slot[0] + 20
 
     def best_leaves(self, prefix: Tensor) -> Any:
         return self.rows

@@ -63,6 +63,7 @@ def test_this_version_has_all_settings_of_the_option_sets() -> None:
     assert {name for one in large.OUR_OPTIONS for name in one.settings} <= FLAGS.keys()
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The remaining runs continue."""
     (tmp_path / "python").write_text("#!/bin/sh\necho reading >&2; echo no memory >&2; exit 3\n")
@@ -74,6 +75,7 @@ def test_a_failed_run_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert failed[0] == "swiftspec ar: failed with code 3: no memory" and len(failed) >= 2 and not run.rows
 
 
+@pytest.mark.slow
 def test_a_crash_of_llama_cpp_on_a_cpu_with_amx_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a signal indicates the crash; other failures keep their message."""
     python = tmp_path / "python"

@@ -32,6 +32,7 @@ def test_every_prompt_needs_a_completion() -> None:
         assert finished(each.prompt, " x") == " x"
 
 
+@pytest.mark.slow
 def test_programs_run_within_limits() -> None:
     with Sandbox() as sandbox:
         for program, passes in (
@@ -54,6 +55,7 @@ def system(name: str, texts: list[str], seconds: float, particles: list[list[str
     return made
 
 
+@pytest.mark.slow
 def test_autoregressive_and_particle_answers_are_scored_alike() -> None:
     with Sandbox() as sandbox:
         score = of_functions([Function("def f(x):\n    return", "assert f(2) == 2")], sandbox)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,29 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+def test_the_context_fits_the_memory_of_the_machine(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model whose config.json names ten million positions: so do cache and RoPE tables, with the same bits."""
+    target, draft = (Path(shutil.copytree(path, tmp_path / path.name)) for path in pair)
+    for path in (target, draft):
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10_000_000}))
+    notes: list[str] = []
+    monkeypatch.setattr(hardware, "memory_bytes", lambda: 64 << 20)
+    options: dict[str, Any] = {"device": "cpu", "note": notes.append}
+    limited = LLMEngine(target, draft, EngineConfig("serial"), **options)
+    assert 2048 <= limited.max_model_len < 100_000 and limited.max_model_len % 256 == 0
+    assert any(f"limited to {limited.max_model_len} of 10000000 tokens" in note for note in notes)
+    short = LLMEngine(target, draft, EngineConfig("serial"), max_model_len=512, **options)
+    tables = [verifier_of(llm).runner.model.stack.attention[0] for llm in (limited, short)]
+    assert limited.max_model_len < len(tables[0].cos) < limited.max_model_len + 1024
+    count = len(tables[1].cos)
+    assert torch.equal(tables[0].cos[:count], tables[1].cos) and torch.equal(tables[0].sin[:count], tables[1].sin)
+    monkeypatch.setattr(hardware, "memory_bytes", lambda: 1)
+    assert LLMEngine(target, draft, EngineConfig("serial"), **options).max_model_len == 2048
 
 
 @pytest.mark.parametrize(
@@ -138,7 +163,7 @@ def test_mode_auto_is_resolved_once() -> None:
     assert auto.for_models("draft") == EngineConfig("serial", draft_steps=4)
     assert EngineConfig("async").for_models("draft") == EngineConfig("async")
     assert EngineConfig(target_tp=2).for_models(None).draft_tp == 0
-    with pytest.raises(UserError, match="max_num_seqs above 1 requires a draft model"):
+    with pytest.raises(UserError, match="max_num_seqs above 1 is not supported without a draft model"):
         EngineConfig(max_num_seqs=2).for_models(None)
 
 

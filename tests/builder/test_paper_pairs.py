@@ -114,6 +114,7 @@ def words() -> dict[int, dict[str, int]]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 def test_the_pair_is_accepted_on_every_split(
     target: str, draft: str, folder: Path, words: dict[int, dict[str, int]]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -105,3 +109,20 @@ def test_slots_in_their_final_position_are_not_moved() -> None:
     cache.append_tree(3)
     cache.commit([0, 2], [3])
     assert moves == [([6, 7], 5)]
+
+
+STATM = Path("/proc/self/statm")
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="the size of the resident memory is read from /proc")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_a_long_context_uses_memory_as_it_fills(dtype: torch.dtype) -> None:
+    def resident_bytes() -> int:
+        return int(STATM.read_text().split()[1]) * resource.getpagesize()
+
+    cache, before = KVCache(2, 2, 64, 1 << 20, reference.make_slot_mover, dtype=dtype), resident_bytes()
+    cache.allocate(1)
+    assert cache.k.nbytes >= 1 << 28 and cache.k.dtype == dtype and cache.k.shape == cache.v.shape
+    cache.k[:, :, :, 1000] = 1.0
+    assert cache.k[0, 0, 1, 1000].float().sum() == 64 and cache.k[:, :, :, 999:1002].float().sum() == 4 * 64
+    assert not cache.v[..., -1, :].float().any() and resident_bytes() - before < 1 << 26

@@ -50,6 +50,7 @@ def test_the_text_equals_plain_decoding(sampling: SamplingParams) -> None:
     assert answers[1].stats.tokens / answers[1].stats.rounds > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 def test_the_text_of_random_models_equals_plain_decoding(tmp_path: Path, family: str) -> None:
     target, draft = make_pair(tmp_path, family=family)
@@ -207,7 +208,7 @@ def test_a_lost_model_leaves_suffix_lookup(tmp_path: Path) -> None:
     ("options", "cause"),
     [
         ({"verify": "reject"}, "verify reject"), ({"mode": "smc"}, "mode smc"),
-        ({"max_num_seqs": 2}, "max_num_seqs"), ({"draft_remote": True, "mode": "async"}, "workers"),
+        ({"max_num_seqs": 2}, "max_num_seqs"), ({"draft_remote": True, "mode": "async"}, "draft_url"),
     ],
 )  # fmt: skip
 def test_combinations_without_suffix_lookup(options: dict[str, Any], cause: str) -> None:
@@ -216,5 +217,5 @@ def test_combinations_without_suffix_lookup(options: dict[str, Any], cause: str)
 
 
 def test_grafting_needs_a_draft_model() -> None:
-    with pytest.raises(UserError, match="requires a draft model"):
+    with pytest.raises(UserError, match="not supported without a draft model"):
         LLMEngine(DEMO[0], None, EngineConfig(drafter=GRAFTED))

@@ -188,18 +188,28 @@ def test_bs_exceeds_the_configured_value_where_rows_are_cheap_and_wide_trees_are
     assert {low <= bs <= high for _, bs in shapes} == {True}
 
 
-def test_only_one_process_on_a_cpu_measures_row_times() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_one_process_measures_row_times(device: str) -> None:
     plain = EngineConfig("serial", self_switch=True, adapt_steps=True, adapt_batch=True)
     assert (plain.time_rows, plain.max_nodes) == (False, 8)
-    timed = plain.for_device("cpu")
+    timed = plain.for_device(device)
     assert (timed.time_rows, timed.max_nodes, timed.children_per_leaf) == (True, MAX_ADAPTED_NODES, 8)
-    assert not plain.for_device("cuda").time_rows
-    assert not EngineConfig("serial").for_device("cpu").time_rows, "nothing is adaptive"
-    fixed = EngineConfig("serial", self_switch=True).for_device("cpu")
+    assert not EngineConfig("serial").for_device(device).time_rows, "nothing is adaptive"
+    fixed = EngineConfig("serial", self_switch=True).for_device(device)
     assert (fixed.time_rows, fixed.max_nodes) == (True, 8)
     for values in ({"mode": "async"}, {"target_tp": 2}, {"draft_remote": True}, {"target_remote": True}):
         config = EngineConfig(**{"mode": "serial", "self_switch": True, **values})  # pyright: ignore[reportArgumentType]
-        assert not config.for_device("cpu").time_rows, values
+        assert not config.for_device(device).time_rows, values
+
+
+def test_cheap_rows_of_a_gpu_make_trees_of_16_nodes() -> None:
+    """Forwards as an H100 took them with 1 and 8 rows (profiles/h100-step.json), 16 rows at 5 % more."""
+    plan = EngineConfig("serial", self_switch=True, adapt_steps=True, adapt_batch=True).for_device("cuda")
+    for small, draft in ((3.0, 0.93), (19.8, 1.0)):
+        factors = {1: 1.0, 4: 1.03, 8: 1.07, 12: 1.12, 16: 1.12, 24: 1.6, 32: 1.6}
+        target = RowTimes.of({rows: small * factor for rows, factor in factors.items()})
+        m = initial_stats(plan, PairTimes(target, RowTimes((1, 8), (draft, draft))))
+        assert m.nodes == 16 and 4 <= m.steps <= 8
 
 
 @pytest.fixture(scope="module")

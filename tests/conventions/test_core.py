@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.conventions.sources import ROOT, imported_files, python_sources
 
 
@@ -27,6 +29,7 @@ def test_the_core_imports_only_itself() -> None:
     assert {file: found for file, found in outside.items() if found - {"__init__.py"}} == {}
 
 
+@pytest.mark.slow
 def test_the_core_decodes_alone() -> None:
     """Every other module of the package is refused. A draft changes only the number of rounds."""
     files = [f"swiftspec/{file}" for file in core()]

@@ -89,7 +89,8 @@ def test_every_rank_uses_its_own_gpu(
 def test_a_failed_capture_ends_the_start_in_one_line(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, failed: int
 ) -> None:
-    """On rank 0; the others are shut down. The ranks of a group capture once all of them have loaded."""
+    """On rank 0; the others are shut down. The ranks of a group capture once all of them have loaded, one graph after
+    the other, and no further one after a failure."""
     gpus = FakeGpus(monkeypatch, 4)
     monkeypatch.setattr(rank_startup, "join_group", ThreadJoin())
     monkeypatch.setattr(rank_startup, "pin_to_cores", lambda cores: None)
@@ -99,10 +100,17 @@ def test_a_failed_capture_ends_the_start_in_one_line(
         load(rank, *rest)
         loaded.add(rank._world.rank)
 
-    def capture(verifier: Any, drafter: Any, *rest: Any) -> None:
-        assert {0, 1} <= loaded if verifier is not None else {2, 3} <= loaded
-        if gpus.here.own == failed:
-            raise RuntimeError("no room for a graph")
+    captured: dict[int, int] = dict.fromkeys(range(4), 0)
+
+    def capture(verifier: Any, drafter: Any, config: Any, progress: Any, barrier: Callable[[], None]) -> None:
+        ours = {0, 1} if verifier is not None else {2, 3}
+        assert ours <= loaded
+        for _ in range(3):
+            barrier()
+            if gpus.here.own == failed and captured[failed] == 1:
+                raise RuntimeError("no room for a graph")
+            assert all(captured[rank] >= captured[gpus.here.own] for rank in ours), "a rank is a graph ahead"
+            captured[gpus.here.own] += 1
 
     monkeypatch.setattr(EngineRank, "_load", load_and_note)
     monkeypatch.setattr(rank_startup, "capture_graphs", capture)
@@ -110,6 +118,20 @@ def test_a_failed_capture_ends_the_start_in_one_line(
     first, *others = on_gpu_ranks(gpus, 4, lambda world: run_rank(world, pair, config, lambda llm: "started"))
     assert isinstance(first, UserError) and str(first) == f"rank {failed} cannot start: no room for a graph"
     assert others == [None] * 3
+    assert captured == {rank: 3 if rank // 2 != failed // 2 else 1 if rank == failed else 2 for rank in range(4)}
+
+
+def test_ranks_that_exchange_differently_in_their_captures_do_not_start(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their next forward would wait in vain."""
+    gpus = FakeGpus(monkeypatch, 2)
+    monkeypatch.setattr(rank_startup, "join_group", ThreadJoin())
+    monkeypatch.setattr(rank_startup, "pin_to_cores", lambda cores: None)
+    monkeypatch.setattr(rank_startup, "count_exchanges", lambda group: gpus.here.own)
+    first, second = on_gpu_ranks(gpus, 2, lambda world: run_rank(world, pair, SERIAL, lambda llm: "started"))
+    assert str(first) == "rank 0 cannot start: the ranks of its group have captured different kernels"
+    assert second is None
 
 
 def test_a_thread_that_has_not_set_its_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +169,7 @@ def test_a_graph_whose_capture_failed_is_not_kept(monkeypatch: pytest.MonkeyPatc
     assert capture._first is not None and [*gpus.graphs] == [capture._first] and kept
 
 
+@pytest.mark.slow
 def test_other_threads_set_the_device(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], text: list[int]
 ) -> None:

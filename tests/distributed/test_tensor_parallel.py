@@ -79,6 +79,7 @@ def test_any_number_of_ranks_equals_one(tmp_path: Path, case: dict[str, Any]) ->
     equal_on_ranks(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["awq", "pack-quantized"])
 @pytest.mark.parametrize(("width", "group"), [(8, 32), (32, 32), (32, 64), (64, 64), (32, 128), (64, 128)])
 def test_int4(tmp_path: Path, layout: str, width: int, group: int) -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.fuzz import Target, attempt, files, messages, requests, services
+from tests.support.fuzz import Target, attempt, files, http, hub, messages, requests, services
 
-TARGETS = (*files.TARGETS, *messages.TARGETS, *requests.TARGETS, *services.TARGETS)
+TARGETS = (*files.TARGETS, *messages.TARGETS, *requests.TARGETS, *services.TARGETS, *http.TARGETS, *hub.TARGETS)
 SLOW_TO_DRAW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 

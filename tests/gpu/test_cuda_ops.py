@@ -75,6 +75,20 @@ def check_attention(batch: Batch, heads: int, kv_heads: int, dim: int, capacity:
     assert torch.equal(ours.v.double(), exact.v), "the new values, in the other layer none"
 
 
+@pytest.mark.parametrize(("rows", "length"), [(1, 256), (9, 400)])
+def test_later_layers_load_before_the_wait(rows: int, length: int) -> None:
+    """In all layers but the first, units to which the forward does not append are loaded before RoPE and append have
+    ended. The results are bitwise those of a first layer. The only row of a batch sees its own key in a full unit."""
+    heads, kv_heads, dim = 4, 2, 128
+    batch, turns = window_batch(rows, length, 32, 3, causal=True), tables(dim, length, BF16)
+    qkv = random(2, rows, (heads + 2 * kv_heads) * dim, seed=4)
+    cache, other = Cache(1, kv_heads, length, dim), Cache(1, kv_heads, length, dim)
+    plan = cuda.prepare(batch, cache, *turns, heads)
+    later = [cuda.tree_attention(qkv[layer], plan, layer) for layer in range(2)][1]
+    assert torch.equal(later, cuda.tree_attention(qkv[1], cuda.prepare(batch, other, *turns, heads), 1))
+    assert torch.equal(cache.k[1], other.k[1]) and torch.equal(cache.v[1], other.v[1])
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
 def test_query_and_key_heads_are_normalised_before_rope(heads: int, kv_heads: int, dim: int) -> None:
     batch, ours = window_batch(9, 130, 64, 1), Cache(1, kv_heads, 135, dim)
@@ -297,6 +311,10 @@ def test_candidates_at_the_edges() -> None:
     assert cuda.children(scores.double(), 20, 4)[1].dtype == F64, "other types take the reference"
     assert cuda.draw(scores[:0], 20).shape == (0,)
     assert cuda.draw(scores, 20).tolist() == [-1, -1], "nothing to draw"
+    crowded = torch.full((1, 40_000), -1.0, device=DEVICE)
+    crowded[0, 31:9000:32] = torch.arange(281, device=DEVICE) % 5.0  # a warp's best, and more, in one lane
+    ranked = crowded.sort(descending=True, stable=True).indices
+    assert torch.equal(cuda.log_top_k(crowded, 30)[0], ranked[:, :30]), "more candidates than lanes"
     logits = torch.zeros(3, 3000, device=DEVICE)
     logits[0, 2999], logits[1, 1234] = torch.nan, torch.inf
     assert cuda.draw(logits, 3000).tolist() == [-1, -1, 0], "not finite somewhere"
@@ -323,17 +341,19 @@ def test_embedding(dim: int) -> None:
 
 def test_a_tree_grows_without_the_host() -> None:
     """As the same code on a CPU (tests/native/test_cuda_code.py): order of the leaves, ties, and mask rows."""
-    w, k, slots, prefix = 6, 4, 30, torch.tensor([17], device=DEVICE)
+    w, k, slots, prefix = 6, 4, 31, torch.tensor([17], device=DEVICE)
     tree = DeviceTree(slots, k, w, DEVICE)
-    tree.reset(torch.tensor([5], device=DEVICE))
-    weights, parents, seen, taken = [0.0], [0], {}, set()
+    first = -(torch.randint(0, 9, (1, k), generator=dice(9), device=DEVICE) / 8)
+    tree.add_root(torch.tensor([5], device=DEVICE), prefix, torch.arange(k, device=DEVICE).view(1, k), first)
+    assert tree.region.tolist() == [17, 48] and tree.token[:2].tolist() == [5, 0] and tree.used.tolist() == [1 + k, 1]
+    weights, parents, seen, taken = [0.0, *first[0].tolist()], [0] * (1 + k), {0: {0}}, {0}
     for step in range(5):
         rows = tree.best_leaves(prefix)
         leaves = sorted((n for n in range(len(weights)) if n not in taken), key=lambda n: (-weights[n], n))[:w]
         assert rows.nodes.tolist() == leaves + [-1] * (w - len(leaves))
         for row, node in enumerate(leaves):
-            slot = step * w + row
-            seen[node] = (seen[parents[node]] if node else set()) | {slot}
+            slot = 1 + step * w + row
+            seen[node] = seen[parents[node]] | {slot}
             assert set(rows.mask[row].nonzero().flatten().tolist()) == seen[node]
             assert int(rows.positions[row]) == 17 + len(seen[node]) - 1 and int(rows.slots[row]) == 17 + slot
         taken.update(leaves)

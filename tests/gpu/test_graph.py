@@ -144,7 +144,7 @@ def random_model(group: Any = None, seed: int = 1) -> Transformer:
 def group_of_one(gather: Any = None, rows: int = 32) -> PeerMemoryGroup:
     """A group of one rank whose kernels sum up to `rows` rows and gather; `gather` handles longer messages."""
     lines = _C.cuda_lines(256, rows)
-    box, error_word = make_inbox(1, lines, DEVICE), torch.zeros(1, dtype=torch.int64, pin_memory=not EMULATED)
+    box, error_word = make_inbox(1, lines, DEVICE), torch.zeros(2, dtype=torch.int64, pin_memory=not EMULATED)
     own = SimpleNamespace(communicator=PeerCommunicator(0, [box.data_ptr()], lines, error_word, DEVICE), box=box)
     library = SimpleNamespace(name="draft", rank=0, size=1, all_reduce=lambda x: x, all_gather=gather)
     ends: tuple[Any, Any, Any] = (None, library, own)

@@ -31,7 +31,7 @@ class Ranks:
         self.packed = [ops.pack(w, torch.bfloat16, DEVICE) for w in self.weights]
         lines = ops.max_lines(n)
         self.inboxes = [ops.make_inbox(size, lines, DEVICE) for _ in range(size)]
-        self.error_word = torch.zeros(1, dtype=torch.int64, pin_memory=not EMULATED)
+        self.error_word = torch.zeros(2, dtype=torch.int64, pin_memory=not EMULATED)
         addresses = [box.data_ptr() for box in self.inboxes]
         self.ends = [ops.PeerCommunicator(r, addresses, lines, self.error_word, DEVICE, timeout_s) for r in range(size)]
 

@@ -90,6 +90,7 @@ def test_the_biased_verifier_is_detected_and_the_exact_one_passes(pair: list[str
     assert not trial.compare_samples(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
 
 
+@pytest.mark.slow
 def test_the_command(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*pair, "--raw", "--temperature", "0.7", "--top-k", "4", "--samples", "40", "--greedy-tokens", "20"]
     assert main(flags) == 0
@@ -102,9 +103,10 @@ def test_the_command(pair: list[str], capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_synthetic_acceptance_is_refused(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*pair, "--synthetic-acceptance-length", "2"]) == 2
-    assert "--synthetic-acceptance-length is not supported here, since its output is" in capsys.readouterr().err
+    assert "not supported by the exactness test, since its output is" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_guided_requests_are_guided_by_the_negative_prompt(
     pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,15 +163,15 @@ def test_the_demo_models_pass() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--mode", "ar"], "mode ar does not use speculation; use mode serial or async"),
-        (["--mode", "smc"], "mode smc is approximate by design"),
+        (["--mode", "ar"], "--mode ar is not supported by the exactness test, since it does not use speculation"),
+        (["--mode", "smc"], "since it is approximate by design"),
         (["--samples", "0"], "--samples must be at least 1"),
         (["--samples", "many"], "--samples: invalid int value"),
-        (["--json"], "--json is not supported here; remove it"),
+        (["--json"], "--json is not supported by the exactness test"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt-file", "/nowhere"], "--prompt-file /nowhere cannot be read"),
-        (["--verify", "reject", "--proposal", "top"], "requires proposal sample, not top: use proposal sample"),
-        (["--verify", "reject", "--temperature", "0"], "temperature 0 is not supported with proposal sample"),
+        (["--verify", "reject", "--proposal", "top"], "with --verify reject; use --proposal sample"),
+        (["--verify", "reject", "--temperature", "0"], "temperature 0 is not supported with"),
     ],
 )
 def test_invalid_flags_are_refused_in_one_line(

@@ -89,6 +89,7 @@ def test_the_number_of_parameters(models: Path) -> None:
     assert parameters(config) == stored
 
 
+@pytest.mark.slow
 def test_the_command(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

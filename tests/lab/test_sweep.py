@@ -138,6 +138,7 @@ def test_an_interrupted_sweep_resumes_without_repetition(
     assert main([*args, "--resume"]) == 1  # nothing left to resume
 
 
+@pytest.mark.slow
 def test_a_sweep_killed_between_two_d_resumes_with_the_next(
     pair: list[str], short: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +175,7 @@ def test_the_first_round_of_a_request_is_not_measured() -> None:
     assert (run.tokens, run.rounds) == (8, 4), "unless there is no other"
 
 
+@pytest.mark.slow
 def test_another_sweep_is_not_resumed(
     pair: list[str], short: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +185,7 @@ def test_another_sweep_is_not_resumed(
     assert "its settings differ" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_for_one_measurement(
     pair: list[str], short: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,6 +204,7 @@ def test_suffix_lookup_has_nothing_to_profile(pair: list[str], capsys: pytest.Ca
     assert line.startswith("swiftspec: error: --draft-model suffix has no draft to profile: specify a draft model")
 
 
+@pytest.mark.slow
 def test_serve_uses_the_plan_and_prints_a_line(
     pair: list[str], short: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,6 +235,7 @@ def test_serve_uses_the_plan_and_prints_a_line(
     assert "is not used: it was measured on another machine" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_gpu_runs_both_models_asynchronously_and_its_ablation_is_captured(
     pair: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -266,6 +271,7 @@ def test_one_gpu_runs_both_models_asynchronously_and_its_ablation_is_captured(
     assert len(texts) == 6 and all(text.startswith("<|user|>") and text.endswith("<|bot|>") for text in texts)
 
 
+@pytest.mark.slow
 def test_a_deadline_ends_a_run(pair: list[str]) -> None:
     ranks = RankPool(Pair(Path(pair[1]), Path(pair[3]), {"dtype": torch.float32}), None)
     from swiftspec.config import EngineConfig

@@ -32,6 +32,7 @@ class CyclicEngine:
         """Nothing to close."""
 
 
+@pytest.mark.slow
 def test_memory_is_free_before_the_next_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "LLMEngine", CyclicEngine)
     pool, alive = RankPool(Pair(DEMO / "target", DEMO / "draft", {}), None), list[int]()
@@ -47,6 +48,7 @@ def test_memory_is_free_before_the_next_engine_is_built(monkeypatch: pytest.Monk
     assert alive == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_the_context_is_that_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "LLMEngine", CyclicEngine)
     longest = read_config(DEMO / "target").max_position_embeddings

@@ -123,7 +123,7 @@ def test_particles_fan_out_over_float8(pair: tuple[Path, Path]) -> None:
 
 
 def test_float8_is_refused_where_it_is_not_supported(pair: tuple[Path, Path]) -> None:
-    with pytest.raises(UserError, match="or ops reference on a CPU; use ops reference"):
+    with pytest.raises(UserError, match="with the native operators of a CPU; remove it, or use ops reference"):
         LLMEngine(pair[0], kv_cache_dtype="fp8")
     with pytest.raises(UserError, match="kv_cache_dtype must be one of auto, fp8, not"):
         LLMEngine(pair[0], kv_cache_dtype="fp4")  # pyright: ignore[reportArgumentType]

@@ -88,10 +88,11 @@ struct Linear {
 
 // A mixture of experts, of which each row has three, with a shared expert.
 struct ExpertLayer {
-  static constexpr int64_t kExperts = 5, kHidden = 64, kInner = 96, kShared = 40;
+  static constexpr int64_t kExperts = 6, kHidden = 64, kInner = 96, kShared = 40;
   bool is_f32;
   int64_t rows;
   Linear router, gate_up, down, shared_gate_up, shared_down;
+  std::vector<uint8_t> correction = numbers(kExperts, true);
 
   ExpertLayer(Format format, bool is_f32_, int64_t rows_, int int8_activations)
       : is_f32(is_f32_),
@@ -105,8 +106,9 @@ struct ExpertLayer {
   std::vector<uint8_t> run() const {
     std::vector<uint8_t> out(static_cast<size_t>(rows * kHidden * (is_f32 ? 4 : 2)));
     const Gate gate = gate_up.weights.format == Format::float4 ? Gate::clamped_swiglu : Gate::silu;
-    const Mlp mlp{&gate_up.weights, &down.weights, gate, &router.weights, 3, rows % 2 == 0, &shared_gate_up.weights,
-                  &shared_down.weights};
+    Mlp mlp{&gate_up.weights, &down.weights, gate, &router.weights, 3, rows % 2 == 0, &shared_gate_up.weights,
+            &shared_down.weights};
+    if (rows % 3 == 0) mlp.correction = floats(correction), mlp.groups = 2, mlp.groups_per_token = 1;
     mixture({mlp, gate_up.x.data(), gate_up.normed ? floats(gate_up.norm) : nullptr, 1e-5f, out.data(), rows}, is_f32);
     return out;
   }
@@ -144,7 +146,7 @@ struct Attention {
   Attention& with_options(int64_t window) {
     norm = numbers((heads + 2 * kv_heads) * dim, true), query_scale = numbers(rows, true);
     sinks = numbers(heads, true);
-    options = {window, 0.3f, 20.0f, floats(query_scale)};
+    options = {window, 0.3f, 20.0f, floats(query_scale), rows % 2 == 0};
     head_norm = {floats(norm), true, 1e-5f};
     return *this;
   }

@@ -1,11 +1,12 @@
 // The CUDA code of sampling and KV moves, run on a CPU and compared with definitions, for a build with sanitizers
 // (test_cuda_code.py). Exits with 0, or prints what differs. With an argument it converts noise bits instead.
-#include "cuda/sampling/sampling.h"
+#include "cuda/sampling/top_few.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -60,8 +61,43 @@ struct Scores {
             noisy ? which.data() : nullptr, biased ? 0.7f : 1.0f, noisy ? 0.6f : 1.0f, rows, vocab, vocab + 3};
   }
 
-  // Executes the kernel for one row.
+  // Executes the kernel for one row. For small k also the one for large k, whose results are bitwise the same.
   void run(int64_t row, int k, int64_t* tokens, float* values) const {
+    if (k > sampling::kFew) return run_many(row, k, tokens, values);
+    run_few(row, k, tokens, values);
+    std::vector<int64_t> their_tokens(static_cast<size_t>(k));
+    std::vector<float> their_values(static_cast<size_t>(k));
+    run_many(row, k, their_tokens.data(), values == nullptr ? nullptr : their_values.data());
+    require(std::equal(their_tokens.begin(), their_tokens.end(), tokens), "the tokens of the two kernels differ");
+    if (values == nullptr) return;
+    require(std::memcmp(their_values.data(), values, sizeof(float) * their_values.size()) == 0,
+            "the log-probabilities of the two kernels differ");
+  }
+
+  void run_few(int64_t row, int k, int64_t* tokens, float* values) const {
+    const auto blocks = std::make_unique<sampling::TopFew[]>(sampling::kBlocks);
+    sampling::TopFew& all = blocks[0];
+    for (int block = 0; block < sampling::kBlocks; ++block) {
+      sampling::TopFew& found = blocks[static_cast<size_t>(block)];
+      for (int index = 0; index < sampling::kWarps; ++index) {
+        sampling::scan_few(args, row, k, block, index, values != nullptr, found);
+      }
+      all.block_sums[block] = sampling::add_all(found.warp_sums, sampling::kWarps);
+      merge_lists(found.warps, sampling::kWarps);
+      sampling::store(sampling::load(found.warps[0]), all.blocks[block]);
+    }
+    const sampling::LogSum sum = sampling::add_all(all.block_sums, sampling::kBlocks);
+    merge_lists(all.blocks, sampling::kBlocks);
+    for (int i = 0; i < k; ++i) sampling::write_child(i, all.blocks[0][i].value, all.blocks[0][i].index, sum, tokens, values);
+  }
+
+  static void merge_lists(top_k::Entry<float> (*lists)[32], int count) {
+    for (int step = 1; step < count; step *= 2) {
+      for (int index = 0; index < count; index += 2 * step) sampling::merge_round(lists, step, index);
+    }
+  }
+
+  void run_many(int64_t row, int k, int64_t* tokens, float* values) const {
     const auto found = std::make_unique<sampling::BlockResult[]>(sampling::kBlocks);
     for (int block = 0; block < sampling::kBlocks; ++block) {
       for (int index = 0; index < sampling::kWarps; ++index) {
@@ -99,12 +135,38 @@ struct Scores {
   }
 };
 
+// Rows of which many or few columns are candidates: `run` compares the two kernels.
+void check_unusual_rows() {
+  for (const int64_t vocab : {900, 33000, 128256, 151936}) {
+    Scores rows(7, vocab, false, vocab == 33000);
+    const auto set = [&](int64_t row, auto value) {
+      for (int64_t i = 0; i < vocab; ++i) rows.logits[static_cast<size_t>(row * (vocab + 3) + i)] = value(i);
+    };
+    set(0, [](int64_t) { return 2.5f; });                                    // all are equal
+    set(1, [](int64_t i) { return static_cast<float>(i); });                 // each is better than the one before
+    set(2, [](int64_t i) { return static_cast<float>(-i); });
+    set(3, [](int64_t i) { return i % 32 == 7 ? 9.0f + (i % 5) : -1.0f; });  // the best are all in one lane
+    set(4, [](int64_t i) { return i % 300 == 1 ? static_cast<float>(i % 7) : kNone; });
+    set(5, [](int64_t i) { return i % 3 == 0 ? NAN : i % 3 == 1 ? -0.0f : 0.0f; });
+    set(6, [vocab](int64_t i) { return i == vocab - 1 ? 1.0f : NAN; });
+    for (const int k : {1, 3, 8, 16, 17, 32}) {
+      for (int64_t row = 0; row < rows.rows; ++row) {
+        int64_t tokens[sampling::kFew];
+        float values[sampling::kFew];
+        rows.run(row, k, tokens, values);
+        if (k == 1) rows.run(row, k, tokens, nullptr);
+      }
+    }
+  }
+}
+
 void check_scores() {
   for (const int64_t vocab : {1, 31, 64, 700, 5003, 40000}) {
-    for (const int k : {1, 8, 33, 64}) {
+    for (const int k : {1, 8, 16, 32, 33, 64}) {
       if (k <= vocab) Scores(vocab > 10000 ? 2 : 4, vocab, k > 8, k % 2 == 0).check(k);
     }
   }
+  check_unusual_rows();
   Scores broken(2, 40, false, false);
   std::fill_n(broken.logits.begin(), 40, NAN);
   std::fill_n(broken.logits.begin() + 43, 40, kNone);

@@ -133,6 +133,7 @@ def test_build_info() -> None:
         assert not hasattr(_C, "gumbel_rows_cuda")
 
 
+@pytest.mark.slow
 def test_extension_needs_no_torch_and_no_driver() -> None:
     code = "import sys, swiftspec._C; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -112,6 +112,7 @@ def test_a_requested_architecture_that_cannot_be_built_ends_the_build(
         choose([100], [80, 86, 89, 90], **environment)
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_gpu_builds_no_kernels(build: dict[str, Any]) -> None:
     if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
         assert build["capabilities"]() == []

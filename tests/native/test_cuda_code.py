@@ -78,6 +78,7 @@ def test_attention_is_softmax_and_rows_depend_only_on_their_own_keys(folder: Pat
     run(build(folder, "attention_driver", arch=arch))
 
 
+@pytest.mark.slow
 def test_sampling_and_moves(sampling: str) -> None:
     run(sampling)
 
@@ -87,6 +88,7 @@ def test_sampling_by_one_block(lone_sampling: str) -> None:
     run(lone_sampling)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 def test_noise_is_bitwise_identical_to_the_hosts(sampling: str) -> None:
     """A GPU and a CPU draw the same tokens from the same logits."""
@@ -118,12 +120,15 @@ def children(parent: int, k: int, spread: int) -> Iterator[tuple[int, float]]:
 class ExpandedTree:
     """Parses the output of the driver: rows (node, token, position, tokens seen) of each expansion, and nodes."""
 
-    def __init__(self, driver: str, expansions: int, w: int, k: int, slots: int, prefix: int, spread: int) -> None:
-        lines = run(driver, *map(str, (expansions, w, k, slots, prefix, spread))).splitlines()
+    def __init__(
+        self, driver: str, expansions: int, w: int, k: int, slots: int, prefix: int, spread: int, *, alone: bool = False
+    ) -> None:
+        """`alone`: the root is expanded before the other leaves, and takes one slot."""
+        lines = run(driver, *map(str, (expansions, w, k, slots, prefix, spread, int(alone)))).splitlines()
         rows = [[int(x) for x in line.split()[1:]] for line in lines if line.startswith("row")]
         token_at = {place - prefix: token for _, token, _, place, *_ in rows}
         assert [row[3] - prefix for row in rows] == list(range(len(rows))), "slots are handed out in order"
-        self.all_rows = [rows[i : i + w] for i in range(0, len(rows), w)]
+        self.all_rows = [rows[:1]] * alone + [rows[i : i + w] for i in range(int(alone), len(rows), w)]
         self.rows = [
             [(node, token, at, {token_at[s] for s in seen}) for node, token, at, _, *seen in part if node >= 0]
             for part in self.all_rows
@@ -132,11 +137,13 @@ class ExpandedTree:
         self.nodes = [(int(token), int(parent), float(weight)) for token, parent, weight in nodes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("w", "k"), [(1, 1), (3, 2), (8, 8), (40, 3)])
-def test_a_tree_expands_as_on_the_host(tree: str, w: int, k: int) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_tree_expands_as_on_the_host(tree: str, w: int, k: int, alone: bool) -> None:
     expansions, prefix, spread = 6, 13, 2**20
-    slots = expansions * w
-    grown = ExpandedTree(tree, expansions, w, k, slots, prefix, spread)
+    slots = expansions * w + alone
+    grown = ExpandedTree(tree, expansions, w, k, slots, prefix, spread, alone=alone)
     host = DraftTree(1 + slots * k, slots)
     host.reset(ROOT_TOKEN)
     for rows in grown.rows:
@@ -163,6 +170,7 @@ def test_a_tree_expands_as_on_the_host(tree: str, w: int, k: int) -> None:
         assert token in [child for child, _ in children(grown.nodes[parent][0], k, spread)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [1, 12])
 def test_of_equal_leaves_the_earlier_is_expanded_first(tree: str, spread: int) -> None:
     grown = ExpandedTree(tree, 5, 6, 4, 30, 0, spread)
@@ -175,6 +183,7 @@ def test_of_equal_leaves_the_earlier_is_expanded_first(tree: str, spread: int) -
         taken.update(order)
 
 
+@pytest.mark.slow
 def test_rows_without_a_leaf_are_padding(tree: str) -> None:
     first = ExpandedTree(tree, 1, 4, 2, 4, 9, 2**20).all_rows[0]
     assert first[0] == [0, ROOT_TOKEN, 9, 9, 0]

@@ -8,6 +8,8 @@ import pytest
 
 from tests.native.test_ll import NEAR_WRAP, build
 
+pytestmark = pytest.mark.slow  # each test starts processes
+
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -11,6 +11,8 @@ import torch
 from tests.native.test_ll import build
 from tests.support.cases import fast_first
 
+pytestmark = pytest.mark.slow  # each test starts processes
+
 Array = np.ndarray
 HOPPER, AMPERE, SMALL = 232448, 166912, 101376  # bytes of shared memory: 9.0 and 10.0, 8.0, the others
 NO_ROOM = 2  # the exit status of the emulator if a tiling does not fit

@@ -9,6 +9,8 @@ import pytest
 
 from tests.native.test_ll import build
 
+pytestmark = pytest.mark.slow  # each test starts processes
+
 SOURCES = ["tests/native/level_driver.cpp", "csrc/host/isa/level.cpp", "csrc/host/ops/threads.cpp"]
 
 

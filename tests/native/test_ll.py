@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each test starts processes
+
 ROOT = Path(__file__).resolve().parents[2]
 NEVER = 1_000_000
 NO_WRAP = (NEVER, NEVER)  # flags, and epochs between two cleanings

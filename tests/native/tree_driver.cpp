@@ -1,5 +1,5 @@
 // Expands a draft tree with the CUDA code on a CPU (test_cuda_code.py builds this with sanitizers). Arguments:
-// expansions, w, k, slots, prefix, spread. A child's token is a hash of its parent's and its number, its
+// expansions, w, k, slots, prefix, spread, and whether the root is expanded before, alone. A child's token is a hash of its parent's and its number, its
 // log-probability a hash of that, one of `spread` values. Prints for each row of each expansion "row", node, token,
 // position, slot and the slots it sees; then for each node "node", token, parent, weight.
 #include "cuda/tree/tree.h"
@@ -35,10 +35,24 @@ int main(int, char** arguments) {
   std::vector<int32_t> parent(nodes), slot(nodes, tree::kNoSlot), used = {1, 0}, node(rows);
   std::vector<double> weight(nodes);
   std::vector<uint8_t> visible(static_cast<size_t>(slots * slots), 7), mask(rows * static_cast<size_t>(slots));
-  token[0] = 5;
+  token[0] = std::atoi(arguments[7]) != 0 ? 9 : 5;  // 9: `write_root` replaces it
   const cuda::TreeState t{token.data(), parent.data(), slot.data(), weight.data(), visible.data(), used.data(),
                           static_cast<int32_t>(nodes), slots};
   const cuda::Expansion out{node.data(), tokens.data(), positions.data(), row_slots.data(), mask.data()};
+  if (std::atoi(arguments[7]) != 0) {
+    std::vector<int64_t> children;
+    std::vector<float> values;
+    for (int child = 0; child < k; ++child) {
+      children.push_back(child_token(5, child));
+      values.push_back(child_value(children.back(), spread));
+    }
+    for (int thread = 0; thread < 3; ++thread) tree::write_root(t, 5, k, children.data(), values.data(), thread, 3);
+    std::printf("row 0 5 %lld %lld", static_cast<long long>(prefix), static_cast<long long>(prefix));
+    for (int s = 0; s < slots; ++s) {
+      if (visible[static_cast<size_t>(s)] != 0) std::printf(" %d", s);
+    }
+    std::printf("\n");
+  }
   for (int i = 0; i < expansions; ++i) {
     tree::select_leaves(t, w, &prefix, out);
     for (int row = 0; row < w; ++row) tree::write_mask_row(t, row, &prefix, out);

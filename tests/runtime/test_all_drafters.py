@@ -61,7 +61,7 @@ def answers() -> dict[bool, Answers]:
     return {True: {}, False: {}}
 
 
-@pytest.fixture(scope="module", params=fast_first(KINDS, 5))
+@pytest.fixture(scope="module", params=fast_first(KINDS, 3))
 def engines(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, answers: Any) -> Engines:
     kind: str = request.param
     target, draft = make_models(tmp_path_factory.mktemp("models"), kind)

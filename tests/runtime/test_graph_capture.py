@@ -51,6 +51,8 @@ def test_progress_counts_the_graphs_of_both_models(tmp_path: Path) -> None:
     plain = make_verifier(runners[2]), make_drafter(runners[3], config)
     capture_graphs(*plain, config, None)
     assert num_captures(*plain) == 0
+    adaptive = EngineConfig("serial", verify_batch=4, adapt_batch=True).for_device("cuda")
+    assert len(target_captures(verifier.executors, adaptive)) == 3 * 6, "up to 32 rows"
 
 
 @pytest.mark.parametrize("lost", [RankLost("group target: GPU rank 1 waited too long for rank 0"), None])

@@ -3,6 +3,8 @@ off."""
 
 from __future__ import annotations
 
+import errno
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,6 @@ from swiftspec.messages import RequestStart
 from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.guidance import Guidance
-from swiftspec.smc.limits import check_particle_sampling
 from tests.support.cases import fast_first
 from tests.support.roles import verifier_of
 from tests.support.tiny_checkpoints import make_pair
@@ -167,15 +168,16 @@ def test_the_context_limits_the_longer_text(pair: Pair) -> None:
 def test_a_failed_allocation_for_the_negative_prompt_ends_one_request(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm, zeros = LLMEngine(pair[0], dtype=torch.float64), torch.zeros
+    llm, pages = LLMEngine(pair[0], dtype=torch.float64), mmap.mmap
+    one = verifier_of(llm).runner.cache.kv.k.nbytes
 
-    def scarce(shape: Any, *more: int, **kind: Any) -> torch.Tensor:
-        if isinstance(shape, tuple) and shape[1] == 2:
-            raise RuntimeError("can't allocate memory")
-        return zeros(shape, *more, **kind)
+    def scarce(file: int, size: int, **kind: int) -> mmap.mmap:
+        if size > one:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return pages(file, size, **kind)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", scarce)
+        patch.setattr(mmap, "mmap", scarce)
         with pytest.raises(UserError, match="not enough memory for this request"):
             llm.generate(PROMPT, guided(2.0))
         assert len(llm.generate(PROMPT, guided(1.0)).token_ids) == 40
@@ -190,7 +192,7 @@ def test_invalid_scales_are_refused(scale: float) -> None:
 
 def test_guidance_of_a_population_is_refused() -> None:
     with pytest.raises(UserError, match="guidance is not supported in mode smc"):
-        check_particle_sampling(SamplingParams(guidance_scale=2.0))
+        EngineConfig("smc").check_request(SamplingParams(guidance_scale=2.0))
 
 
 def test_guidance_works_with_a_draft_group() -> None:

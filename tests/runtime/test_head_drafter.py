@@ -42,7 +42,7 @@ WIDE = EngineConfig("serial", verify_batch=24)  # accepts tokens of a random hea
 Pair = tuple[Path, Path | str]
 
 
-@pytest.fixture(scope="module", params=fast_first(["eagle3", "qwen3_5_text", "qwen3_next"], 2))
+@pytest.fixture(scope="module", params=fast_first(["eagle3", "qwen3_5_text", "qwen3_next"], 1))
 def pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Pair:
     folder = tmp_path_factory.mktemp("pair")
     return make_head_pair(folder, request.param)
@@ -242,10 +242,10 @@ def test_native_operators(tmp_path: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (EngineConfig("async", draft_tp=1), "is not supported with mode async; use mode serial"),
+        (EngineConfig("async", draft_tp=1), "is not supported in mode async; use mode serial"),
         (EngineConfig("serial", verify="reject"), "is not supported with verify reject"),
         (EngineConfig("serial", max_num_seqs=2), "is not supported with max_num_seqs above 1"),
-        (EngineConfig("smc"), "is not supported with mode smc"),
+        (EngineConfig("smc"), "is not supported in mode smc"),
     ],
 )
 def test_what_does_not_support_draft_heads(tmp_path: Path, config: EngineConfig, message: str) -> None:

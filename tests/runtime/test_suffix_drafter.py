@@ -207,7 +207,7 @@ def test_suffix_lookup_replaces_a_lost_draft(tmp_path: Path) -> None:
         ({"mode": "async"}, "mode serial"),
         ({"mode": "smc"}, "mode serial"),
         ({"max_num_seqs": 2}, "max_num_seqs"),
-        ({"target_remote": True}, "workers"),
+        ({"target_remote": True}, "target_url"),
     ],
 )
 def test_combinations_that_need_a_draft_model_are_refused(plan: dict[str, Any], message: str) -> None:

@@ -58,6 +58,7 @@ def state(process: int) -> str:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.slow
 def test_processes_are_stopped_slowed_and_killed(sleeping: Sleeping) -> None:
     process = sleeping.process.pid
     assert inject_fault("stop", process)
@@ -72,6 +73,7 @@ def test_processes_are_stopped_slowed_and_killed(sleeping: Sleeping) -> None:
     assert not inject_fault("kill", process) and not inject_fault("kill", 0)
 
 
+@pytest.mark.slow
 def test_leftovers_are_detected(sleeping: Sleeping) -> None:
     process = sleeping.process.pid
     job = ServerProcesses(cast(ServerProcess, sleeping), 1)

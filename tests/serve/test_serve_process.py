@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.toy_pair import CONTEXT, make_pair
 
+pytestmark = pytest.mark.slow  # each test starts processes
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:

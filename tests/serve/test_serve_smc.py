@@ -123,7 +123,7 @@ def test_settings_determine_the_plan() -> None:
     plan = load_settings({"mode": "smc", "particles": 7, "power": 1.5, "smc_exact": 1}).make_plan(has_draft=True)
     assert plan.mode == "smc" and plan.population == PopulationConfig(7, power=1.5, smc_exact=1)
     assert load_settings({"mode": "smc"}).make_plan(has_draft=True, ranks=2).target_tp == 2
-    with pytest.raises(UserError, match="requires a draft model"):
+    with pytest.raises(UserError, match="not supported without a draft model"):
         load_settings({"mode": "smc"}).make_plan(has_draft=False)
     with pytest.raises(UsageError, match=r"--smc-exact must lie in 0\.\.2"):
         load_settings({"mode": "smc", "smc_draft_tokens": 2, "smc_exact": 3})

@@ -133,6 +133,7 @@ sys.exit(run_guarded({}, grace_s=0.2))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", CODES)
 @pytest.mark.parametrize("run", ["eats", "native"])
 def test_a_process_that_does_not_exit_is_killed(run: str, number: int) -> None:
@@ -153,6 +154,7 @@ def test_a_process_that_does_not_exit_is_killed(run: str, number: int) -> None:
 RAW = "def raw(first):\n    import tty\n    tty.setraw(0)\n    eats(first)\n"
 
 
+@pytest.mark.slow
 def test_the_terminal_settings_are_restored() -> None:
     """Also if the process that changed them is killed."""
     child = STUBBORN.format("raw").replace("sys.exit", RAW + "sys.exit")

@@ -14,7 +14,10 @@ from tests.support.toy_pair import make_pair
 ROOT = Path(__file__).parents[2]
 CLOSED = "standard output is closed: redirect it to a file or to /dev/null"
 FULL = "standard output cannot be written: No space left on device"
-pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+pytestmark = [
+    pytest.mark.slow,  # each test starts processes
+    pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +36,13 @@ def shell(command: str, **environment: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    "command", ["serve --version", "serve --help", "serve", pytest.param("exactness --help", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("command", ["serve --version", "serve --help", "serve", "exactness --help"])
 def test_closed_standard_streams(command: str) -> None:
     assert shell(f"{command} >&-") == (1, "", f"swiftspec: error: {CLOSED}\n")
     if command != "serve":
         assert shell(f"{command} >/dev/full") == (1, "", f"swiftspec: error: {FULL}\n")
 
 
-@pytest.mark.slow
 def test_a_full_disk_for_the_answer(pair: str) -> None:
     code, _, err = shell(f"serve {pair} >/dev/full")
     footer, error = err.splitlines()[-2:]
@@ -51,7 +51,6 @@ def test_a_full_disk_for_the_answer(pair: str) -> None:
     assert shell(f"serve {pair} --json >/dev/full") == (1, "", f"swiftspec: error: {FULL}\n")
 
 
-@pytest.mark.slow
 def test_a_full_disk_for_the_trace(pair: str) -> None:
     """One warning line after a complete answer; also if the trace goes to standard output."""
     code, out, err = shell(f"serve {pair} --json --trace /dev/full")
@@ -61,7 +60,6 @@ def test_a_full_disk_for_the_trace(pair: str) -> None:
     assert (code, err) == (0, "") and "swiftspec_trace" in out
 
 
-@pytest.mark.slow
 def test_undeliverable_messages_do_not_affect_the_answer(pair: str) -> None:
     code, whole, _ = shell(f"serve {pair} --temperature 0")
     assert code == 0 and whole

@@ -226,13 +226,13 @@ def test_a_worker_ends_when_its_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> No
 NONSENSE = [
     (("worker",), "specify the model of the worker"),
     (("worker", "draft", "--port", "1"), "not supported by a worker"),
-    (("worker", "target", "--synthetic-acceptance-length", "2"), "not supported by a worker: set it on the clients"),
+    (("worker", "target", "--synthetic-acceptance-length", "2"), "not supported by a worker; set it on the clients"),
     (("worker", "target", "--listen", "0.0.0.0:1"), "open to other machines"),
     (("worker", "target", "--listen", "nowhere"), "HOST:PORT"),
     (("worker", "target", "--prompt", "x"), "--prompt-file and --json are not supported by a worker"),
     (("generate", "--target-url", "127.0.0.1:1", "--port", "1"), "--port is not supported by `swiftspec generate`"),
     (("generate", "--target-url", "example.com:1", "--prompt", "x"), "another machine"),
-    (("--target-url", "127.0.0.1:1", "--model", "x", "--prompt", "x"), "specify the same model"),
+    (("--target-url", "127.0.0.1:1", "--model", "x", "--prompt", "x"), "specifies the same model"),
     (("--draft-url", "127.0.0.1:1", "--mode", "smc", "--prompt", "x"), "not supported in mode smc"),
     (("--target-url", "127.0.0.1:1", "--prompt", "x"), "is unavailable"),
 ]

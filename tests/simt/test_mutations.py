@@ -20,10 +20,11 @@ from tests.simt.test_emulated_gpu import COMPILER, ROOT, run_tests
 
 LINEAR, LARGE_M, PACK = "linear/linear.cu", "linear/large_m.cu", "linear/pack_activations.cu"
 ATTENTION, RESAMPLE, GATHER = "attention/attention.cu", "particles/resample.cu", "peers/gather.cu"
+SAMPLING = "sampling/sampling.cu"
 TESTS = {LINEAR: "test_products and 512-72", LARGE_M: "test_many_rows", PACK: "test_many_rows", ATTENTION: "attention",
-         RESAMPLE: "reference", GATHER: "chunks"}  # fmt: skip
+         RESAMPLE: "reference", GATHER: "chunks", SAMPLING: "draw_and_children"}  # fmt: skip
 FILES = {LINEAR: "test_linear", LARGE_M: "test_linear", PACK: "test_linear", ATTENTION: "test_cuda_ops",
-         RESAMPLE: "test_resampling", GATHER: "test_sums"}  # fmt: skip
+         RESAMPLE: "test_resampling", GATHER: "test_sums", SAMPLING: "test_cuda_ops"}  # fmt: skip
 SEEDS = (1, 2, 3)
 TEST_TIMEOUT_S = "60"  # several times the duration of one of these tests
 
@@ -51,7 +52,9 @@ class Mutation:
 
 
 MANY_ITERATIONS = ("test_linear", "test_many_iterations")
-MANY_PARTS = ("test_cuda_ops", "more_parts")
+LONG_CACHE = ("test_cuda_ops", "cache_for_long_contexts")
+LATER_LAYERS = ("test_cuda_ops", "later_layers")
+EDGES = ("test_cuda_ops", "candidates_at_the_edges")
 LONG_ROW = ("test_float8", "test_tiles_of_a_long_row")
 MUTATIONS = [
     Mutation("weights are read before all are written", HOPPER, RESAMPLE, RESAMPLE,
@@ -96,8 +99,18 @@ MUTATIONS = [
           "warp::popcount(word & ((1u << lane) - 1))", "warp::popcount(word & ((2u << lane) - 1))"),
     Mutation("a gap in the second mask word is missed", AMPERE, ATTENTION, "attention/key_lists.h",
           "if (~word != 0) run", "if (~word != 0 && c == 0) run"),
-    Mutation("a part's tiles are all its first", AMPERE, ATTENTION, "attention/attention.cu",
-          "j.tile = first / F::kTile + turn + rank;", "j.tile = first / F::kTile + rank;", MANY_PARTS),
+    Mutation("every part begins with the first one's turn", AMPERE, ATTENTION, "attention/block.h",
+          "int turn = first_turn<F>(j.part);", "int turn = first_turn<F>(0);", LONG_CACHE),
+    Mutation("a unit is loaded before the forward has appended to it", HOPPER, ATTENTION, "attention/block.h",
+          "min32(s.shared_units, j.units_within(j.tile, j.group.appended))", "s.shared_units", LATER_LAYERS),
+    Mutation("rows are attended to before RoPE has ended", HOPPER, ATTENTION, "attention/block.h",
+          "      await_previous();\n", "", LATER_LAYERS),
+    Mutation("candidates after the first 32 are lost", HOPPER, SAMPLING, "sampling/top_few.h",
+          "first < all; first += 32", "first < 1; first += 32", EDGES),
+    Mutation("lists are merged before they are complete", HOPPER, SAMPLING, SAMPLING,
+          "    __syncthreads();\n    if (warp_index < count", "    if (warp_index < count"),
+    Mutation("sums are added in the wrong block", HOPPER, SAMPLING, SAMPLING, "all.block_sums[block] =",
+          "all.block_sums[0] ="),
     Mutation("scores are computed before keys are loaded", AMPERE, ATTENTION, "attention/block.h",
           "      wait_for_tile<1>(placement.prefetching);", "      wait_for_tile<3>(placement.prefetching);"),
     Mutation("a prefetched tile is not waited for", HOPPER, ATTENTION, "attention/block.h",

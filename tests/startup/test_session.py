@@ -83,7 +83,8 @@ def test_a_draft_of_nan_is_reported_at_the_warm_up(tmp_path: Path, value: float,
     weights = load_file(draft / "model.safetensors")
     save_file({name: tensor * value for name, tensor in weights.items()}, draft / "model.safetensors")
     log = Log()
-    settings = Settings(model=str(target), draft_model=str(draft), device="cpu", raw=True, max_num_seqs=requests)
+    given = {"model": str(target), "draft_model": str(draft), "device": "cpu", "raw": True, "max_num_seqs": requests}
+    settings = Settings.model_validate(given)
     open_session(settings, log, warm_up=True)
     reported = [line for line in log.lines if "proposes no tokens, so its logits are not finite" in line]
     assert len(reported) == (math.isnan(value) and requests == 1), "the chains of several requests are not judged"
@@ -93,8 +94,8 @@ def test_an_unusable_plan_is_not_reported_as_a_flag_error(folder: Path) -> None:
     """An asynchronous plan for one rank needs a GPU."""
     write(folder, "a.json", run("async", 1, 0, 50.0, d=4))
     log = Log()
-    assert plan(log).mode is None and "a.json is not used: mode async requires at least two ranks" in log.lines[0]
-    with pytest.raises(UserError, match=r"--plan .*a\.json cannot be used: mode async requires at least two ranks"):
+    assert plan(log).mode is None and "a.json is not used: one rank is not supported in mode async" in log.lines[0]
+    with pytest.raises(UserError, match=r"--plan .*a\.json cannot be used: one rank is not supported in mode async"):
         plan(Log(), plan=str(folder / "a.json"))
 
 

@@ -26,7 +26,10 @@ SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_atte
 PAIRS = ("llama", "smollm3", "granite", "mistral3", "arcee")  # rows of queries and keys for a RoPE of adjacent rows
 NORMS_PLUS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 TILED = ("qwen35", "qwen35moe")  # value heads of delta layers: the first of each key head, then the second of each
-RENAMED = {"dt_bias": "dt_proj.bias", "self_attn.sinks": "self_attn.sinks.weight"}
+RENAMED = {
+    "dt_bias": "dt_proj.bias", "self_attn.sinks": "self_attn.sinks.weight",
+    "e_score_correction_bias": "e_score_correction.bias",
+}  # fmt: skip
 Step = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]  # a conversion and its inverse
 LETTERS = [chr(code) for code in range(33, 97)]  # 64 tokens
 
@@ -70,11 +73,13 @@ def write_gguf(
     model: PreTrainedModel,
     type_of: Callable[[str], str] = lambda name: "F32",
     metadata: Callable[[GGUFWriter], object] = lambda writer: None,
+    architecture: str | None = None,
 ) -> dict[str, Tensor]:
     """Writes a model with matrices of the types that `type_of` gives for their names in Hugging Face; those in blocks
-    get random values. Returns the values in float32, as a Hugging Face checkpoint has them."""
+    get random values. Returns the values in float32, as a Hugging Face checkpoint has them. `architecture`: the text
+    model of which this one is."""
     config, values = model.config, {}
-    family = architecture_of(model)
+    family = architecture or architecture_of(model)
     noise, writer = np.random.default_rng(0), GGUFWriter(path, family)
     add_shape(writer, config)
     add_rope(writer, config)
@@ -308,6 +313,20 @@ def _gpt_oss(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_feed_forward_length(config.intermediate_size)
 
 
+def _glm4moe(writer: GGUFWriter, config: Any) -> None:
+    """Without the layer of multi-token prediction, which such a file has after the others."""
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+
+
 def _delta(writer: GGUFWriter, config: Any) -> None:
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
@@ -327,7 +346,9 @@ def _delta(writer: GGUFWriter, config: Any) -> None:
 FEATURES: dict[str, Callable[[GGUFWriter, Any], None]] = {
     "qwen3moe": _qwen3moe, "qwen2moe": _shared_expert, "gpt-oss": _gpt_oss, "qwen35": _delta, "qwen35moe": _delta,
     "qwen3next": _delta, "gemma3": _gemma3, "phi3": _phi3, "granite": _granite, "olmo2": _olmo, "mistral3": _mistral3,
-    "llama": _experts, "olmoe": _experts, "gemma2": _gemma2,
+    "llama": _experts, "olmoe": _experts, "gemma2": _gemma2, "glm4moe": _glm4moe,
+    "qwen2vl": lambda writer, config: writer.add_rope_dimension_sections([1, 2, 1, 0]),
+    "qwen3vl": lambda writer, config: writer.add_rope_dimension_sections([4, 2, 2, 0]),
 }  # fmt: skip
 
 

@@ -83,6 +83,14 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 9, "rope": LONGROPE, "original_max_position_embeddings": 64},
     "glm": {"rope": {**ROPES["default"], "partial_rotary_factor": 0.5}, "attention_bias": True},
     "glm4": {"rope": {**ROPES["default"], "partial_rotary_factor": 0.5}, "attention_bias": True, "head_dim": 12},
+    "glm4_moe": {
+        "layers": 3, "rope": {**ROPES["default"], "partial_rotary_factor": 0.5}, "attention_bias": True,
+        "use_qk_norm": True, "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+        "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+    },
+    "hunyuan_v1_dense": {
+        "attention_bias": True, "rope": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 20.0, "factor": 1.0},
+    },
     "gemma3_text": {
         "layers": 3, "sliding_window": 5, "sliding_window_pattern": 3, "query_pre_attn_scalar": 20, "tie": True,
         "rope": {"full_attention": ROPES["linear"], "sliding_attention": ROPES["default"]},
@@ -146,9 +154,11 @@ def make_model(
                 scale *= 5  # sinks that outweigh keys, and gates beyond the limit of the clamped SwiGLU
             drawn = scale * torch.randn(weight.shape, generator=noise, dtype=torch.float64)
             weight.copy_(1 + drawn if "norm" in name else drawn)
-        for name, scale in model.named_buffers():
+        for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
-                scale.fill_(0.8)
+                buffer.fill_(0.8)
+            elif name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=noise))
     return model
 
 

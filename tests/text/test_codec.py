@@ -1,11 +1,12 @@
 """Tokens to text and back: exact for any split into pieces."""
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -290,6 +291,14 @@ def damage(folder: Path, name: str, content: str) -> Path:
 def test_broken_tokenizers(tmp_path: Path) -> None:
     whole = Tokenizer.to_str(byte_level_tokenizer())
     folders = [
+        *(
+            damage(
+                tmp_path / f"map{at}",
+                "tokenizer.json",
+                json.dumps({**json.loads(whole), "normalizer": {"type": "Precompiled", "precompiled_charsmap": table}}),
+            )
+            for at, table in enumerate(("AAAA", "/////w==", ""))  # too short, of 4 GiB, none
+        ),
         damage(tmp_path / "cut", "tokenizer.json", whole[:500]),
         damage(tmp_path / "empty", "tokenizer.json", ""),
         damage(tmp_path / "config", "tokenizer_config.json", "{"),
@@ -300,3 +309,25 @@ def test_broken_tokenizers(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=reason) as caught:
             TextCodec(folder)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["x", [], {"a": 1}])
+def test_a_length_that_is_no_number(tmp_path: Path, value: object) -> None:
+    folder = write_tokenizer(tmp_path, byte_level_tokenizer(), model_max_length=value)
+    with pytest.raises(UserError) as caught:
+        TextCodec(folder).encode("def f")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast"])
+def test_the_pre_tokenizer_is_that_of_the_file(tmp_path: Path, kind: str) -> None:
+    """Whatever the class that tokenizer_config.json names, which can have a pre-tokenizer of its own."""
+    made = byte_level_tokenizer()
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("e", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    folder = write_tokenizer(tmp_path, made, tokenizer_class=kind)
+    (folder / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    codec = TextCodec(folder)
+    for text in ("def read", "\u0633\u0646\u0629 \u0662\u0660\u0662\u0664 e", "eee"):
+        assert codec.encode(text, add_special_tokens=False) == made.encode(text).ids

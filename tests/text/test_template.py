@@ -132,6 +132,7 @@ def test_an_endless_template(codecs: Any, template: str) -> None:
     assert ours(codec, [{"role": "user", "content": "b"}]) == "fine"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "template",
     ["{{ 'a' * (10**10) }}", "{{ '%1000000000d' % 5 }}", "{{ ('a' * 10**8) | list | length }}"],
@@ -150,6 +151,7 @@ def test_a_template_whose_text_exceeds_the_context(codecs: Any) -> None:
     assert len(codec.encode_chat([USER])) > 1000
 
 
+@pytest.mark.slow
 def test_a_process_that_exits(codecs: Any) -> None:
     """By itself, or killed."""
     codec = codecs(TEMPLATE, timeout_s=10.0)

@@ -2,15 +2,13 @@
 
 import contextlib
 import re
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from swiftspec.capabilities import EXECUTORS
 from swiftspec.errors import UserError
-from swiftspec.runtime.executors import FEATURES
 from tools import docs, execution_paths
 
 FOLDERS = "swiftspec|csrc|tests|bench|tools|docs|profiles"
@@ -24,44 +22,21 @@ def test_the_committed_page_is_current(name: str) -> None:
 @pytest.mark.parametrize("machine", execution_paths.MACHINES, ids=lambda machine: machine.name)
 def test_no_executor_supports_more_than_a_slower_one(machine: execution_paths.Machine) -> None:
     """docs/paths.md relies on it: for a request with several features the slowest row applies."""
-    populations = machine.population_executors()
-    for offer in (machine.expansion_executors(), machine.verification_executors(), populations):
-        taken = [frozenset(name for name in FEATURES if kind.supports(frozenset({name}))) for kind in offer]
-        assert all(kind.supports(all_of_them) for kind, all_of_them in zip(offer, taken))
-        assert all(faster <= slower for faster, slower in pairwise(taken))
-        assert taken[-1] == set(FEATURES) - ({"hidden states"} if offer is populations else set())
+    for offer in (machine.expansion_executors(), machine.verification_executors(), machine.population_executors()):
+        missing = [{name for column in kind.columns for name in EXECUTORS[column]} for kind in offer]
+        assert all(faster >= slower for faster, slower in pairwise(missing)) and not missing[-1]
 
 
-@dataclass(frozen=True)
-class FeatureRecorder(execution_paths.Machine):
-    """Offers executors that support everything and records the requested features."""
-
-    requested: set[str] = field(default_factory=set)
-    name: str = "recorder"
-
-    def supports(self, required: frozenset[str]) -> bool:
-        self.requested.update(required)
-        return True
-
-    def offer(self) -> list[Any]:
-        return [self]
-
-    expansion_executors = verification_executors = population_executors = offer
-
-
-def test_the_page_of_paths_covers_every_feature() -> None:
-    recorder = FeatureRecorder(group=True)
-    for _, select, requests in execution_paths.PHASES:
+def test_the_page_of_paths_covers_every_feature_and_every_executor() -> None:
+    required, columns = set[str](), set[str]()
+    for _, phase, requests in execution_paths.PHASES:
         for case in requests:
-            with contextlib.suppress(UserError):
-                select(recorder, case)
-    assert recorder.requested == set(FEATURES)
-
-
-def test_every_reason_for_eager_execution_occurs_on_the_page() -> None:
-    page = " ".join(docs.paths_page().split())
-    for reasons in execution_paths.EAGER_REASONS.values():
-        assert all(reason in page for reason in reasons.values())
+            for machine in execution_paths.MACHINES:
+                with contextlib.suppress(UserError):
+                    executors, features = phase(machine, case)
+                    required |= features
+                    columns |= {column for executor in executors for column in executor.columns}
+    assert columns == set(EXECUTORS) and required >= {name for column in EXECUTORS.values() for name in column}
 
 
 def test_a_stale_page_is_reported_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from tools import stubs
 
+pytestmark = pytest.mark.slow  # each test starts processes
+
 
 def test_the_types_of_the_extension_are_current() -> None:
     assert stubs.is_current(), "run python -m tools.stubs"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from swiftspec.backends.cpu.decoder import HostDecoder
-from swiftspec.runtime.executors.native import NativeTree
+from swiftspec.runtime.executors.native_tree import NativeTree
 from swiftspec.tree.replica import NodeIds, TreeDelta, TreeReplica, merge_deltas
 from swiftspec.tree.tree import NEG_INF, DraftTree
 
@@ -142,8 +141,7 @@ class ReplicaMachine(RuleBasedStateMachine):
 
 class NativeReplicaMachine(ReplicaMachine):
     def make(self) -> DraftTree:
-        native: Any = HostDecoder  # its trees need no model
-        return NativeTree(1 + SLOTS * CHILDREN, SLOTS, native)
+        return NativeTree(1 + SLOTS * CHILDREN, SLOTS, HostDecoder.tree)
 
 
 for _machine in (ReplicaMachine, NativeReplicaMachine):

@@ -56,6 +56,7 @@ def test_texts_follow_the_target(case: tuple[str, int, int, int, int, int, int])
     check(case, PLAIN, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -140,6 +141,7 @@ def test_pruning_by_sampled_likelihood_is_detected(monkeypatch: pytest.MonkeyPat
     assert apart > 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_independent_coins_with_the_longest_branch_are_detected(
     monkeypatch: pytest.MonkeyPatch, case: tuple[str, int, int, int, int, int, int]

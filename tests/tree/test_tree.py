@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from hypothesis import settings
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from swiftspec.backends.cpu.decoder import HostDecoder
-from swiftspec.runtime.executors.native import NativeTree
+from swiftspec.runtime.executors.native_tree import NativeTree
 from swiftspec.tree.tree import NEG_INF, DraftTree
 
 SLOTS, CHILDREN, VOCAB = 24, 3, 7
@@ -152,8 +151,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 class NativeTreeMachine(TreeMachine):
     def make(self) -> DraftTree:
-        native: Any = HostDecoder  # its trees need no model
-        return NativeTree(1 + SLOTS * CHILDREN, SLOTS, native)
+        return NativeTree(1 + SLOTS * CHILDREN, SLOTS, HostDecoder.tree)
 
 
 for _machine in (TreeMachine, NativeTreeMachine):

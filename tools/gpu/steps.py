@@ -69,7 +69,7 @@ def questions(output: Path, gpu: str) -> list[Step]:
     attention = (*ours, "--only", "Llama-3-(8B|70B) TP(1|4) attention", "--contexts", CONTEXTS, "--rows", "8")
     projections = (*ours, "--only", "TP1 (qkv|o|swiglu|down|head) ", "--rows", "8,1,16,32")
     step, chain = module("bench.gpu.step", "--pair"), module("bench.gpu.chain")
-    trees = ("--modes", "serial,ar", "--trees", TREES, "--rows", ROWS)
+    trees = ("--modes", "serial,adapt,ar", "--trees", TREES, "--rows", ROWS)
     long = ("--modes", "serial", "--prompts", "1", "--context", "32000")
     touched = with_stamps("bench.gpu.footprint", "--sizes", "36", "--touch")
     stamps = with_stamps("bench.gpu.stamps", "--models", MODELS, "--trace", str(SCRATCH / "trace.json"))

@@ -14,14 +14,15 @@ using namespace attention;
 
 constexpr int kListThreads = 256, kRopeThreads = 128;
 
-// Reduction over the rows of a group: minimum of the shared leading slots, maximum of the keys.
+// Reduction over the rows of a group: minimum of the shared leading slots, maximum of the keys; and over the rows of its
+// sequence: minimum of the slots that the forward writes.
 struct GroupExtent {
-  int base, keys;
+  int base, keys, appended;
 };
 
 // A block lists the keys of the rows of one group.
 __global__ void __launch_bounds__(kListThreads) list_keys_kernel(const __grid_constant__ AttentionSetup a) {
-  auto& [base, keys] = shared_variable<GroupExtent>();
+  auto& [base, keys, appended] = shared_variable<GroupExtent>();
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const int thread = static_cast<int>(threadIdx.x);
@@ -29,8 +30,13 @@ __global__ void __launch_bounds__(kListThreads) list_keys_kernel(const __grid_co
   if (thread == 0) {
     base = INT32_MAX;
     keys = 0;
+    appended = INT32_MAX;
   }
   __syncthreads();
+  const int64_t sequence = group.count > 0 ? sequence_of(a, group.first) : 0;
+  for (int row = thread; group.count > 0 && row < static_cast<int>(a.rows); row += kListThreads) {
+    atomicMin(&appended, appended_slot(a, row, sequence));
+  }
   for (int row = thread / 32; row < group.count; row += kListThreads / 32) {
     const int run = list_keys(a, group.first + row);
     if (thread % 32 == 0) {
@@ -42,7 +48,8 @@ __global__ void __launch_bounds__(kListThreads) list_keys_kernel(const __grid_co
   if (thread == 0) {
     group.base = base;
     group.keys = keys;
-    if (group.count > 0) group.window = window_start(a, sequence_of(a, group.first));
+    group.appended = appended;
+    if (group.count > 0) group.window = window_start(a, sequence);
     a.groups[blockIdx.x] = group;
   }
   for (int64_t head = thread; head < a.kv_heads; head += kListThreads) a.arrived[blockIdx.x * a.kv_heads + head] = 0;
@@ -69,27 +76,30 @@ __device__ bool is_last(const TileTask<F>& j, SharedMemory<F>& s, int rank, int 
 //
 // It starts early, but does not let dependents start before its end: with few heads it leaves many SMs idle, on which
 // the blocks of the next projection would be placed in pairs, and stay so for their whole stream of weights. Instead,
-// the projection before it has prefetched the first of these weights (Weights::next).
+// the projection before it has prefetched the first of these weights (Weights::next). So when it starts, an earlier
+// attention kernel has ended, and all kernels before that one. If that one followed list_keys_kernel (`prepared`), it
+// plans its first tile before it waits, and loads the units to which the forward does not append.
 template <int kDim, bool kLong, class Stored>
 __global__ void __launch_bounds__(DeviceShape<kDim, kLong, Stored>::kThreads, 1)
     attention_kernel(const __grid_constant__ AttentionSetup a, const Stored* keys, const Stored* values,
                      uint16_t* out) {
   using F = DeviceShape<kDim, kLong, Stored>;
   SWIFTSPEC_STAMP(a, kStart);
-  ptx::wait_for_dependencies();
-  SWIFTSPEC_STAMP(a, kWaited);
+  if (!a.prepared) ptx::wait_for_dependencies();
   auto& s = *reinterpret_cast<SharedMemory<F>*>(dynamic_shared());
   const int rank = static_cast<int>(ptx::cluster_rank()), thread = static_cast<int>(threadIdx.x);
   const int clusters = static_cast<int>(gridDim.x) / F::kCluster, entries = group_table_size(a);
   StageState stage_state;
   for (int entry = static_cast<int>(blockIdx.x) / F::kCluster; entry < entries; entry += clusters) {
-    TileTask<F> j{a, keys, values, out, static_cast<int>(blockIdx.y), a.groups[entry], entry,
+    TileTask<F> j{a, keys, values, out, static_cast<int>(blockIdx.y), load_group(a.groups + entry), entry,
                   static_cast<int>(blockIdx.z), 0};
     const int parts = j.parts();
     if (j.group.count == 0 || j.part >= parts) continue;
     load_key_counts(j, s, thread);
     SWIFTSPEC_STAMP(a, kCounts);
-    attend(j, s, stage_state, rank, [&](int mine) { load_queries(j, s, mine); });
+    attend(j, s, stage_state, rank,
+           BlockSteps{[] { ptx::wait_for_dependencies(); }, [&](int mine) { load_queries(j, s, mine); }});
+    ptx::wait_for_dependencies();  // a block without a tile has not waited yet
     ptx::cluster_sync();
     SWIFTSPEC_STAMP(a, kClusterBarrier);
     combine_blocks(j, rank, thread, parts == 1, [&](int i) { return ptx::in_block(&s, i); });
@@ -98,6 +108,7 @@ __global__ void __launch_bounds__(DeviceShape<kDim, kLong, Stored>::kThreads, 1)
     // no block reads another block's memory any more; at the end no written data has to be made visible
     entry + clusters < entries ? ptx::cluster_sync() : ptx::cluster_meet();
   }
+  ptx::wait_for_dependencies();  // nor has one without a task
   SWIFTSPEC_STAMP(a, kExit);
 }
 
@@ -106,9 +117,10 @@ template <int kDim, class Stored>
 __global__ void __launch_bounds__(kRopeThreads)
     rope_append_kernel(const __grid_constant__ AttentionSetup a, const uint16_t* qkv, Stored* keys, Stored* values) {
   ptx::launch_dependents();
-  ptx::wait_for_dependencies();
-  const int i = static_cast<int>(blockIdx.x * kRopeThreads + threadIdx.x);
-  if (i < row_pieces(a)) attention::rope_append<kDim>(a, qkv, keys, values, static_cast<int>(blockIdx.y), i);
+  if (!a.prepared) ptx::wait_for_dependencies();
+  const int i = static_cast<int>(blockIdx.x * kRopeThreads + threadIdx.x), row = static_cast<int>(blockIdx.y);
+  const int piece = min32(i, row_pieces(a) - 1);  // no branch around the wait: the last threads repeat a piece
+  attention::rope_append<kDim>(a, qkv, keys, values, row, piece, [] { ptx::wait_for_dependencies(); });
 }
 
 template <class F>
@@ -187,7 +199,11 @@ int attention_most_parts(int64_t kv_heads, int64_t capacity) {
 int64_t attention_clusters(int64_t dim, bool float8, int64_t capacity) {
   return with_shape(dim, float8, capacity, [](auto shape) {
     using F = decltype(shape);
-    allow_shared_memory("attention", attention_kernel<F::kDim, F::kLong, typename F::Stored>, sizeof(SharedMemory<F>));
+    using Stored = typename F::Stored;
+    allow_shared_memory("attention", attention_kernel<F::kDim, F::kLong, Stored>, sizeof(SharedMemory<F>));
+    // the same carveout for the kernels before it
+    allow_shared_memory("attention", rope_append_kernel<F::kDim, Stored>, 0);
+    allow_shared_memory("attention", list_keys_kernel, 0);
     return concurrent_clusters(shape);
   });
 }

@@ -37,11 +37,20 @@ struct PerWarp {
 };
 
 template <class F>
-SWIFTSPEC_HD void load(const TileTask<F>& j, SharedMemory<F>& s, int tile, Kind kind, int first, int count, int slot) {
+SWIFTSPEC_HD void load(const TileTask<F>& j, SharedMemory<F>& s, int tile, Kind kind, int first, int count, int slot,
+                       int listed) {
   SWIFTSPEC_EACH_THREAD(thread) {
-    load_units(j, s, tile, kind, first, count, slot, thread);
+    load_units(j, s, tile, kind, first, count, slot, listed, thread);
     commit_copies();
   }
+}
+
+// Prepares the loads of units first .. first + count - 1 of a tile.
+template <class F>
+SWIFTSPEC_HD void list_tile_slots(const TileTask<F>& j, SharedMemory<F>& s, int first, int count) {
+  if (s.units == s.shared_units) return;
+  SWIFTSPEC_EACH_THREAD(thread) { list_slots(j, s, first, count, thread); }
+  block_sync();
 }
 
 // Double buffer of the stage: ids of the tiles that it holds or that are being loaded, or -1. Only tiles whose units
@@ -76,7 +85,8 @@ SWIFTSPEC_HD void score_tile(const TileTask<F>& j, SharedMemory<F>& s, TilePlace
     const int count = min32(s.units - first, F::kStage);
     if (!placement.fits) {
       block_sync();
-      load(j, s, j.tile, Kind::keys, first, count, 0);
+      list_tile_slots(j, s, first, count);
+      load(j, s, j.tile, Kind::keys, first, count, 0, first);
       wait_for_copies<0>();
     } else {
       wait_for_tile<1>(placement.prefetching);  // for the keys; the values may be in flight
@@ -97,7 +107,8 @@ SWIFTSPEC_HD void accumulate_tile(const TileTask<F>& j, SharedMemory<F>& s, PerW
     const int count = min32(s.units - first, F::kStage);
     if (!placement.fits) {
       block_sync();
-      load(j, s, j.tile, Kind::values, first, count, 0);
+      list_tile_slots(j, s, first, count);
+      load(j, s, j.tile, Kind::values, first, count, 0, first);
     }
     wait_for_tile<0>(placement.prefetching);
     if (!placement.cached) widen(s, count, placement.value_slot);
@@ -130,40 +141,64 @@ SWIFTSPEC_HD TilePlacement place_tile(const TileTask<F>& j, const SharedMemory<F
 template <class F>
 SWIFTSPEC_HD void plan_prefetch(const TileTask<F>& j, StageState& stage_state, int next, TilePlacement& placement) {
   if constexpr (F::kStageBuffers > 1) {
-    if (stage_state.current < 0 || next < 0 || (next + 1) * F::kTile > j.group.base) return;
+    if (stage_state.current < 0 || next < 0 || j.units_within(next, j.group.base) < F::kUnits) return;
     stage_state.prefetched = j.tile_id(next);
     placement.prefetching = true;
   }
 }
 
-// Starts the loads of a tile and of the next one, each its keys and then its values. One loop, so that their code
-// exists once.
+// Number of leading units of a tile that the previous kernel does not write: all rows see them, and the forward appends
+// to none of them. A multiple of the units that the threads load together, so that each thread loads the same units as
+// without a wait in between. Requires AttentionSetup::prepared.
 template <class F>
+SWIFTSPEC_HD int settled_units(const TileTask<F>& j, const SharedMemory<F>& s) {
+  const int settled = min32(s.shared_units, j.units_within(j.tile, j.group.appended));
+  return j.setup.prepared ? settled - settled % Pieces<F>::kUnitsAtOnce : 0;
+}
+
+// Starts the loads of a tile and of the next one, each its keys and then its values. Units that the previous kernel does
+// not write are loaded before `await_previous`. One loop, so that the code of a load exists once.
+template <class F, class Await>
 SWIFTSPEC_HD void start_loads(const TileTask<F>& j, SharedMemory<F>& s, const StageState& stage_state, int next,
-                              const TilePlacement& placement) {
+                              const TilePlacement& placement, int settled, Await await_previous) {
   const int other_side = 2 * F::kUnits * (1 - stage_state.side);
   SWIFTSPEC_NO_UNROLL
-  for (int i = placement.loads ? 0 : 2; i < (placement.prefetching ? 4 : 2); ++i) {
-    const bool later = i >= 2, values = i % 2 != 0;
+  for (int i = settled > 0 ? 0 : 2; i < (placement.prefetching ? 6 : 4); ++i) {
+    if (i == 2) {
+      await_previous();
+      SWIFTSPEC_STAMP(j.setup, kWaited);
+    }
+    const bool later = i >= 4, values = i % 2 != 0;
+    if (!later && !placement.loads) continue;
+    const int first = later || i < 2 ? 0 : settled, end = later ? F::kUnits : i < 2 ? settled : s.units;
     const int slot = later ? other_side + (values ? F::kUnits : 0) : values ? placement.value_slot : placement.key_slot;
-    load(j, s, later ? next : j.tile, values ? Kind::values : Kind::keys, 0, later ? F::kUnits : s.units, slot);
+    load(j, s, later ? next : j.tile, values ? Kind::values : Kind::keys, first, end - first, slot + first, 0);
   }
 }
 
-// Adds a tile to the output, from `key_counts` on. `next` is the block's next tile, or -1. `overlapped_work` runs while
-// the keys of the first tile are loaded; it must load the queries.
-template <class F, class Work>
+// The work of a block apart from its tiles. `await_previous` waits for the previous kernel, before anything is read that it
+// may have written; `load_queries` runs after it, while the keys of the first tile are loaded.
+template <class Await, class Queries>
+struct BlockSteps {
+  Await await_previous;
+  Queries load_queries;
+};
+
+// Adds a tile to the output, from `key_counts` on. `next` is the block's next tile, or -1.
+template <class F, class Steps>
 SWIFTSPEC_HD void attend_tile(const TileTask<F>& j, SharedMemory<F>& s, StageState& stage_state, int next,
-                              bool first_tile, PerWarp<F, Output<F>>& out, Work overlapped_work) {
+                              bool first_tile, PerWarp<F, Output<F>>& out, const Steps& steps) {
   SWIFTSPEC_EACH_THREAD(thread) { plan_units(j, s, thread); }
   block_sync();
   SWIFTSPEC_STAMP(j.setup, kPlanned);
   TilePlacement placement = place_tile(j, s, stage_state);
   plan_prefetch(j, stage_state, next, placement);
-  start_loads(j, s, stage_state, next, placement);
+  if (placement.loads) list_tile_slots(j, s, 0, s.units);
+  const int settled = placement.loads && first_tile ? settled_units(j, s) : 0;
+  start_loads(j, s, stage_state, next, placement, settled, steps.await_previous);
   SWIFTSPEC_STAMP(j.setup, kRequested);
   if (first_tile) {
-    SWIFTSPEC_EACH_THREAD(thread) { overlapped_work(thread); }
+    SWIFTSPEC_EACH_THREAD(thread) { steps.load_queries(thread); }
   }
   SWIFTSPEC_STAMP(j.setup, kQueries);
   score_tile(j, s, placement);
@@ -178,14 +213,14 @@ SWIFTSPEC_HD void attend_tile(const TileTask<F>& j, SharedMemory<F>& s, StageSta
 
 // Computes the output of this block's tiles of the part, from `key_counts` on: one tile per turn. Without a tile the
 // maxima are -inf.
-template <class F, class Work>
-SWIFTSPEC_HD void attend(TileTask<F>& j, SharedMemory<F>& s, StageState& stage_state, int rank, Work overlapped_work) {
+template <class F, class Steps>
+SWIFTSPEC_HD void attend(TileTask<F>& j, SharedMemory<F>& s, StageState& stage_state, int rank, const Steps& steps) {
   SWIFTSPEC_EACH_THREAD(thread) {
     if (thread < kColumns) s.top[thread] = -INFINITY, s.total[thread] = 0;
   }
   const auto tile_of = [&](int turn) {
     const int tile = turn * F::kCluster + rank;
-    return j.first_key(tile) < j.group.keys ? tile : -1;
+    return j.unit_key(tile, 0) < j.group.keys ? tile : -1;
   };
   PerWarp<F, Output<F>> out = {};
   bool first_tile = true;
@@ -196,7 +231,7 @@ SWIFTSPEC_HD void attend(TileTask<F>& j, SharedMemory<F>& s, StageState& stage_s
     block_sync();  // `key_counts` are there, and no warp reads the tile before this one
     turn = next_turn<F>(turn, j.setup.most_parts);
     const int next = tile_of(turn);
-    attend_tile(j, s, stage_state, next, first_tile, out, overlapped_work);
+    attend_tile(j, s, stage_state, next, first_tile, out, steps);
     first_tile = false;
     j.tile = next;
   }

@@ -7,6 +7,7 @@
 
 #include "common/bfloat16.h"
 #include "common/ieee.h"
+#include "cuda/attention/load.h"
 #include "cuda/attention/tile.h"
 #include "cuda/mma.h"
 
@@ -116,15 +117,6 @@ SWIFTSPEC_HD void combine_blocks(const TileTask<F>& j, int rank, int thread, boo
   });
 }
 
-// Loads data that other blocks have written, bypassing L1.
-template <class T>
-SWIFTSPEC_HD T load_uncached(const T* p) {
-#ifdef __CUDA_ARCH__
-  return __ldcg(p);
-#else
-  return *p;
-#endif
-}
 SWIFTSPEC_HD Values load_uncached(const Values* p) {
 #ifdef __CUDA_ARCH__
   const float4 four = __ldcg(reinterpret_cast<const float4*>(p));

@@ -32,12 +32,17 @@ SWIFTSPEC_HD int group_table_size(const AttentionSetup& a) {
 // The rows of entry `i`; count is 0 if no group begins there.
 SWIFTSPEC_HD RowGroup group_rows_at(const AttentionSetup& a, int i) {
   const int full = a.group_rows, rows = static_cast<int>(a.rows);
-  if (a.sequence == nullptr) return {i * full, min32(full, rows - i * full), 0, 0, 0, {}};
+  if (a.sequence == nullptr) return {i * full, min32(full, rows - i * full), 0, 0, 0, 0, {}};
   int start = i, count = 1;
   while (start > 0 && a.sequence[start - 1] == a.sequence[i]) --start;
-  if ((i - start) % full != 0) return {i, 0, 0, 0, 0, {}};
+  if ((i - start) % full != 0) return {i, 0, 0, 0, 0, 0, {}};
   while (count < full && i + count < rows && a.sequence[i + count] == a.sequence[i]) ++count;
-  return {i, count, 0, 0, 0, {}};
+  return {i, count, 0, 0, 0, 0, {}};
+}
+
+// The slot that the forward writes for `row`, if the row belongs to `sequence`; otherwise no slot.
+SWIFTSPEC_HD int appended_slot(const AttentionSetup& a, int row, int64_t sequence) {
+  return sequence_of(a, row) == sequence ? static_cast<int>(a.slots[row]) : INT32_MAX;
 }
 
 // A warp lists the slots that a row sees in its window. Returns the number of leading slots of the sequence that the

@@ -37,11 +37,37 @@ SWIFTSPEC_HD void wait_for_copies() {
 #endif
 }
 
+// Loads what another kernel or other blocks have written, bypassing L1.
+template <class T>
+SWIFTSPEC_HD T load_uncached(const T* p) {
+#ifdef __CUDA_ARCH__
+  return __ldcg(p);
+#else
+  return *p;
+#endif
+}
+
+SWIFTSPEC_HD RowGroup load_group(const RowGroup* p) {
+#ifdef __CUDA_ARCH__
+  union {
+    int4 words[2];
+    RowGroup group;
+  } both;
+  static_assert(sizeof both == sizeof(RowGroup));
+  both.words[0] = __ldcg(reinterpret_cast<const int4*>(p));
+  both.words[1] = __ldcg(reinterpret_cast<const int4*>(p) + 1);
+  return both.group;
+#else
+  return *p;
+#endif
+}
+
 // Loads the number of keys of each column's row.
 template <class F>
 SWIFTSPEC_HD void load_key_counts(const TileTask<F>& j, SharedMemory<F>& s, int thread) {
   if (thread >= kColumns) return;
-  s.key_counts[thread] = thread < j.columns() ? j.setup.count[j.group.first + thread / j.heads()] : 0;
+  s.key_counts[thread] =
+      thread < j.columns() ? load_uncached(j.setup.count + j.group.first + thread / j.heads()) : 0;
 }
 
 template <class F>
@@ -75,46 +101,47 @@ template <class F>
 SWIFTSPEC_HD int slot_of_key(const TileTask<F>& j, const SharedMemory<F>& s, int row, int number) {
   if (number >= s.key_counts[row * j.heads()]) return -1;
   if (number < j.group.window) return number;
-  return j.setup.tail[(j.group.first + row) * static_cast<int>(j.setup.width) + number - j.group.window];
+  const int line = (j.group.first + row) * static_cast<int>(j.setup.width);
+  return load_uncached(j.setup.tail + line + number - j.group.window);
+}
+
+// Writes the slots of the keys of units first .. first + count - 1 to shared memory, unless they are shared: once for
+// keys and values, and all in one trip to L2.
+template <class F>
+SWIFTSPEC_HD void list_slots(const TileTask<F>& j, SharedMemory<F>& s, int first, int count, int thread) {
+  const int begin = max32(s.shared_units - first, 0);
+  for (int i = begin * kUnit + thread; i < count * kUnit; i += F::kThreads) {
+    const Unit unit = unit_at(j, s, first + i / kUnit);
+    s.slots[i / kUnit][i % kUnit] = slot_of_key(j, s, unit.row, j.unit_key(j.tile, unit.index) + i % kUnit);
+  }
 }
 
 // Loads units first .. first + count - 1 of a tile into the stage from `slot` on; keys beyond the end of a row are
-// zeros. The keys of shared units lie one after the other. Of the other units several entries of the key lists are read
-// before any is used, so that their latencies overlap.
+// zeros. The keys of a shared unit lie one after the other; those of others lie in `slots`, from unit `listed` on.
 template <class F>
 SWIFTSPEC_HD void load_units(const TileTask<F>& j, SharedMemory<F>& s, int tile, Kind kind, int first, int count,
-                             int slot, int thread) {
+                             int slot, int listed, int thread) {
   using P = Pieces<F>;
-  constexpr int kAbreast = 4;
-  const int piece = thread % P::kOfUnit;
-  const int key = j.first_key(tile) + piece / P::kOfKey;
+  constexpr int kStep = P::kUnitsAtOnce * F::kCluster * kUnit * F::kDim;  // elements between a thread's shared units
+  const int piece = thread % P::kOfUnit, key = piece / P::kOfKey;
   const typename F::Stored* cache =
       (kind == Kind::keys ? j.keys : j.values) + j.region() + piece % P::kOfKey * F::kVectorElements;
   const int shared = min32(s.shared_units - first, count);
   int begin = thread / P::kOfUnit;
-  const typename F::Stored* from = cache + static_cast<int64_t>(key + (first + begin) * kUnit) * F::kDim;
+  const typename F::Stored* from = cache + static_cast<int64_t>(j.unit_key(tile, first + begin) + key) * F::kDim;
+  SWIFTSPEC_UNROLL_BY(2)
   for (; begin < shared; begin += P::kUnitsAtOnce) {
     copy_async(P::place(s, slot + begin, piece), reinterpret_cast<const Vec8*>(from));
-    from += P::kUnitsAtOnce * kUnit * F::kDim;
+    from += kStep;
   }
-  SWIFTSPEC_NO_UNROLL
-  for (; begin < count; begin += kAbreast * P::kUnitsAtOnce) {
-    int source[kAbreast];
-    SWIFTSPEC_UNROLL
-    for (int p = 0; p < kAbreast; ++p) {
-      const Unit unit = unit_at(j, s, first + min32(begin + p * P::kUnitsAtOnce, count - 1));
-      source[p] = slot_of_key(j, s, unit.row, key + unit.index * kUnit);
-    }
-    SWIFTSPEC_UNROLL
-    for (int p = 0; p < kAbreast; ++p) {
-      const int i = begin + p * P::kUnitsAtOnce;
-      if (i >= count) continue;
-      Vec8* to = P::place(s, slot + i, piece);
-      if (source[p] >= 0) {
-        copy_async(to, reinterpret_cast<const Vec8*>(cache + static_cast<int64_t>(source[p]) * F::kDim));
-      } else {
-        *to = Vec8{};
-      }
+  SWIFTSPEC_UNROLL_BY(4)
+  for (; begin < count; begin += P::kUnitsAtOnce) {
+    const int source = s.slots[first + begin - listed][key];
+    Vec8* to = P::place(s, slot + begin, piece);
+    if (source >= 0) {
+      copy_async(to, reinterpret_cast<const Vec8*>(cache + static_cast<int64_t>(source) * F::kDim));
+    } else {
+      *to = Vec8{};
     }
   }
 }

@@ -27,16 +27,23 @@ SWIFTSPEC_HD void load_columns(mma::B (&b)[2], const uint16_t* lines, int stride
 }
 
 // Computes this warp's share of the scores of units first .. first + count - 1, which lie in the stage from `slot` on.
-// Two warps share a unit, each with half of the blocks of columns.
+// Two warps share a unit, each with half of the blocks of columns; of a unit of a single row, one warp computes the few
+// blocks of the row's columns.
 template <class F>
 SWIFTSPEC_HD void score_units(const TileTask<F>& j, SharedMemory<F>& s, int first, int count, int slot,
                               int warp_index) {
   constexpr int kMost = kColumns / 8 / 2;
-  const int half = (j.column_blocks() + 1) / 2;
-  for (int item = warp_index; item < 2 * count; item += F::kWarps) {
-    const int u = item / 2, begin = item % 2 * half;
+  const int half = (j.column_blocks() + 1) / 2, halves = 2 * max32(min32(s.shared_units - first, count), 0);
+  const int each = j.heads() <= 8 * (kMost - 1) ? 1 : 2;  // the columns of a row may begin within a block
+  for (int item = warp_index; item < halves + each * (count - halves / 2); item += F::kWarps) {
+    const int own = item - halves, u = own < 0 ? item / 2 : halves / 2 + own / each;
     const Unit unit = unit_at(j, s, first + u);
-    const int from = max32(unit.first / 8, begin), to = min32((unit.end + 7) / 8, begin + half);
+    int from = unit.first / 8, to = (unit.end + 7) / 8, begin = min32(from, kColumns / 8 - kMost);
+    if (own < 0 || each == 2) {
+      begin = item % 2 * half;  // `halves` is even
+      from = max32(from, begin);
+      to = min32(to, begin + half);
+    }
     if (from >= to) continue;
     mma::C sums[kMost] = {};
     SWIFTSPEC_UNROLL
@@ -60,7 +67,7 @@ SWIFTSPEC_HD void score_units(const TileTask<F>& j, SharedMemory<F>& s, int firs
       float* scores = &s.scores[8 * begin + fragment::c_column(lane, 0)][unit.index * kUnit + fragment::c_row(lane, 0)];
       SWIFTSPEC_UNROLL
       for (int n = 0; n < kMost; ++n) {
-        if (n >= half) break;
+        if (begin + n >= to) break;
         SWIFTSPEC_UNROLL
         for (int i = 0; i < 4; ++i) {
           const int column = 8 * (begin + n) + fragment::c_column(lane, i);
@@ -84,18 +91,19 @@ SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int war
   for (int first = warp_index; first < end; first += kUnrolled * F::kWarps) {
     warp::PerLane<warp::Regs<kKeysPerLane, float>> x[kUnrolled];
     warp::PerLane<float> top[kUnrolled], total[kUnrolled];
-    int keys[kUnrolled];
+    int keys[kUnrolled];     // of the row, from the tile's first one on
     float before[kUnrolled];  // maximum of the tiles before this one
     SWIFTSPEC_UNROLL
     for (int c = 0; c < kUnrolled; ++c) {
       const int column = first + c * F::kWarps;
-      keys[c] = column < end ? s.key_counts[column] - j.first_key() : 0;
+      keys[c] = column < end ? s.key_counts[column] - j.unit_key(j.tile, 0) : 0;
       before[c] = column < end ? s.top[column] : none;
       SWIFTSPEC_EACH_LANE(lane) {
         top[c](lane) = before[c];
+        const int first = lane / kUnit * F::kCluster * kUnit + lane % kUnit;
         for (int i = 0; i < kKeysPerLane; ++i) {
-          const int key = lane + 32 * i;
-          x[c](lane).r[i] = key < keys[c] ? ieee::mul(s.scores[column][key], j.setup.scale) : none;
+          const bool seen = first + i * 32 * F::kCluster < keys[c];
+          x[c](lane).r[i] = seen ? ieee::mul(s.scores[column][lane + 32 * i], j.setup.scale) : none;
           top[c](lane) = fmaxf(top[c](lane), x[c](lane).r[i]);
         }
       }
@@ -143,6 +151,11 @@ struct Output {
   mma::C sums[kMine];
   SWIFTSPEC_HD static int dimension(int warp_index) { return warp_index % kBlocks * 16; }
   SWIFTSPEC_HD static int columns(int warp_index, int i) { return i * kSplit + warp_index / kBlocks; }
+  // Whether the warp has one of the blocks of columns from `from` to `to` - 1.
+  SWIFTSPEC_HD static bool has_columns(int warp_index, int from, int to) {
+    static_assert((kSplit & (kSplit - 1)) == 0);
+    return from + ((warp_index / kBlocks - from) & (kSplit - 1)) < to;
+  }
 };
 
 // Multiplies the sums of the tiles before this one by the factors of their columns.
@@ -198,12 +211,14 @@ SWIFTSPEC_HD void accumulate_values(const TileTask<F>& j, const SharedMemory<F>&
   const int shared = min32(s.shared_units - first, count), blocks = j.column_blocks();
   const uint16_t* values = &s.stage[slot][0][out.dimension(warp_index)];
   int u = 0;
+  SWIFTSPEC_UNROLL_BY(4)
   for (; u < shared; ++u, values += kUnit * (F::kDim + kPad)) {
     accumulate_unit<true>(s, out, unit_at(j, s, first + u), 0, blocks, values, warp_index);
   }
   for (; u < count; ++u, values += kUnit * (F::kDim + kPad)) {
     const Unit unit = unit_at(j, s, first + u);
-    accumulate_unit<false>(s, out, unit, unit.first / 8, (unit.end + 7) / 8, values, warp_index);
+    const int from = unit.first / 8, to = (unit.end + 7) / 8;
+    if (out.has_columns(warp_index, from, to)) accumulate_unit<false>(s, out, unit, from, to, values, warp_index);
   }
 }
 

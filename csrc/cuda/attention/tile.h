@@ -19,6 +19,7 @@ struct SharedMemory {
   float rescale[kColumns];  // factor of the sums of the tiles before this one
   int32_t key_counts[kColumns];                        // keys of each column's row
   uint16_t own[F::kOwnUnits];                    // the units for single rows: row * kUnits + index in the tile
+  int32_t slots[F::kStage][kUnit];               // of the keys of such units, for the next load; -1: no key
   int32_t shared_units, units;
   int32_t last;  // this cluster was the last of its group
 };
@@ -40,9 +41,19 @@ struct TileTask {
   SWIFTSPEC_HD int capacity() const { return static_cast<int>(setup.capacity); }
   SWIFTSPEC_HD int columns() const { return group.count * heads(); }
   SWIFTSPEC_HD int column_blocks() const { return (columns() + 7) / 8; }
-  SWIFTSPEC_HD static int first_key(int tile) { return tile * F::kTile; }
-  SWIFTSPEC_HD int first_key() const { return first_key(tile); }
-  SWIFTSPEC_HD int tile_id(int which) const { return sequence() * ceil_div32(capacity(), F::kTile) + which; }
+  // Number of the first key of unit i of a tile. The units of a turn are dealt to the blocks one by one.
+  SWIFTSPEC_HD static int unit_key(int tile, int i) {
+    return (tile / F::kCluster * F::kUnits * F::kCluster + i * F::kCluster + tile % F::kCluster) * kUnit;
+  }
+  // Number of units of a tile that begin before key `end`.
+  SWIFTSPEC_HD static int units_before(int tile, int end) {
+    return min32(ceil_div32(max32(end - unit_key(tile, 0), 0), F::kCluster * kUnit), F::kUnits);
+  }
+  // Number of units of a tile whose keys lie in the first `slots` slots, which all rows see.
+  SWIFTSPEC_HD static int units_within(int tile, int slots) { return units_before(tile, slots / kUnit * kUnit); }
+  SWIFTSPEC_HD int tile_id(int which) const {
+    return sequence() * ceil_div32(capacity(), F::kTile * F::kCluster) * F::kCluster + which;
+  }
   SWIFTSPEC_HD int64_t region() const { return (sequence() * setup.kv_heads + head) * setup.capacity * F::kDim; }
   SWIFTSPEC_HD int parts() const { return part_count<F>(group.keys, setup.most_parts); }
   SWIFTSPEC_HD int max_parts() const { return part_count<F>(capacity(), setup.most_parts); }  // that a sequence may have
@@ -60,11 +71,8 @@ struct TileTask {
 // `key_counts`.
 template <class F>
 SWIFTSPEC_HD void plan_units(const TileTask<F>& j, SharedMemory<F>& s, int thread) {
-  const int first = j.first_key(), shared = min32(max32(j.group.base - first, 0) / kUnit, F::kUnits);
-  const auto own = [&](int row) {
-    const int keys = min32(max32(s.key_counts[row * j.heads()] - first, 0), F::kTile);
-    return max32(ceil_div32(keys, kUnit) - shared, 0);
-  };
+  const int shared = j.units_within(j.tile, j.group.base);
+  const auto own = [&](int row) { return max32(j.units_before(j.tile, s.key_counts[row * j.heads()]) - shared, 0); };
   if (thread >= j.group.count) return;
   int at = 0;
   for (int row = 0; row < thread; ++row) at += own(row);

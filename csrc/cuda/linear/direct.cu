@@ -18,7 +18,7 @@ struct DirectTask {
   tiles::DirectSmemLayout smem;
 };
 
-// The tiles of a warp: all of them are requested at once, each with its own mbarrier.
+// The tiles of a warp: all of them are requested before the first is awaited, each with its own mbarrier.
 template <int kWarps, int kStrips>
 class RequestedTiles {
  public:

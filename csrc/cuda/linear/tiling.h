@@ -28,7 +28,7 @@ constexpr int kVariantRows = 8;  // of a launch of kDirect or kStream
 // the order of the tiling, so that variants of one split are bitwise identical.
 enum Variant : int32_t {
   kRing,    // linear.cu: resident blocks, a pipeline of tiles per warp
-  kDirect,  // direct.cu: blocks that request all of their tiles at once, and end
+  kDirect,  // direct.cu: blocks that request all of their tiles first, and end
   kStream,  // stream.cu: resident blocks, whose strips no barrier separates
 };
 

@@ -20,11 +20,12 @@ SWIFTSPEC_HD constexpr ll::ProtocolParams protocol_params() { return {4}; }
 struct Channel {
   ll::Layout layout;  // one block
   int32_t rank;
-  uint32_t timeout_ms;         // a kernel that waits longer aborts
   ll::Line* inbox[kMaxPeers];  // inbox[r] is what rank r reads
   uint64_t* epoch;             // of the next launch; device memory, as is `done`
   uint32_t* done;              // number of CTAs of this launch that have finished
-  uint64_t* error_word;        // 0, or the fault that made a rank abort (ll::Fault); pinned memory that all ranks see
+  // [2], in pinned memory that all ranks see: 0, or the fault that made a rank abort (ll::Fault); the milliseconds after
+  // which a waiting kernel aborts, which hosts may change while graphs exist
+  uint64_t* error_word;
 };
 
 // A thread's part of an exchange. Lines are sent to all ranks including this one, so a thread does not have to keep its

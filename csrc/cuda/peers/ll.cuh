@@ -17,8 +17,9 @@ struct DeviceMemory {
   }
 };
 
-// Checks the clock and the error word every kPollsPerCheck polls. After the timeout it stores the fault in the error
-// word and traps, which the host sees as a device error.
+// One of the waiting lanes of a warp checks the clock and the error word, which is in the host's memory, every
+// kPollsPerCheck polls. After the timeout it stores the fault in the error word and traps, which the host sees as a
+// device error.
 class PollLoop {
  public:
   __device__ PollLoop(const Channel& channel, uint64_t epoch) : channel_(channel), epoch_(epoch) {}
@@ -27,7 +28,8 @@ class PollLoop {
     if (++polls_ % kPollsPerCheck != 0) return true;
     const uint64_t now = ptx::nanoseconds();
     if (start_ == 0) start_ = now;
-    const bool late = now - start_ > channel_.timeout_ms * 1000000ull;
+    if (!ptx::is_first_active_lane()) return true;
+    const bool late = now - start_ > ptx::load_system(channel_.error_word + 1) * 1000000ull;
     if (!late && ptx::load_system(channel_.error_word) == 0) return true;
     if (late) report_timeout(source);
     __trap();

@@ -202,10 +202,19 @@ SWIFTSPEC_HD float log_prob(float score, const LogSum& all) {
   return value <= 0.0f ? value : value > 0.0f ? 0.0f : -INFINITY;
 }
 
-// Reduces the results of the blocks of a cluster; the first warp of the first block runs this. `block(i)` is the memory
-// of block i. Writes k tokens and, unless `values` is null, their log-probabilities. If there are fewer than k
-// candidates, entry i gets token i and -inf. Without `values` this is a draw: the token is -1 if a score is NaN or the
-// largest is infinite.
+// Writes the token of a rank and, unless `values` is null, its log-probability. Without a candidate (kNoIndex) the token
+// is the rank itself. Without `values` this is a draw: the token is -1 if a score was NaN or the largest is infinite.
+SWIFTSPEC_HD void write_child(int rank, float value, int32_t token, const LogSum& all, int64_t* tokens, float* values) {
+  tokens[rank] = token == top_k::kNoIndex ? rank : token;
+  if (values != nullptr) {
+    values[rank] = log_prob(value, all);
+  } else if (!(fabsf(value) < INFINITY)) {
+    tokens[rank] = -1;
+  }
+}
+
+// Reduces the results of the blocks of a cluster, and writes them with `write_child`; the first warp of the first block
+// runs this. `block(i)` is the memory of block i.
 template <class Blocks>
 SWIFTSPEC_HD void reduce_blocks(int k, Blocks block, int64_t* tokens, float* values) {
   TopK<float> best(k);
@@ -217,15 +226,7 @@ SWIFTSPEC_HD void reduce_blocks(int k, Blocks block, int64_t* tokens, float* val
   SWIFTSPEC_EACH_LANE(lane) {
     for (int half = 0; half < 2; ++half) {
       const int rank = lane + 32 * half;
-      if (rank >= k) continue;
-      const float value = best.value[half](lane);
-      const int32_t token = best.index[half](lane);
-      tokens[rank] = token == top_k::kNoIndex ? rank : token;
-      if (values != nullptr) {
-        values[rank] = log_prob(value, all);
-      } else if (!(fabsf(value) < INFINITY)) {
-        tokens[rank] = -1;
-      }
+      if (rank < k) write_child(rank, best.value[half](lane), best.index[half](lane), all, tokens, values);
     }
   }
 }

@@ -32,6 +32,16 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) tree::count_children(tree, node, w, k);
 }
 
+__global__ void __launch_bounds__(kThreads)
+    root_kernel(const __grid_constant__ TreeState tree, const int64_t* token, const int64_t* slot, int64_t* region,
+                int32_t k, const int64_t* tokens, const float* values) {
+  ptx::wait_for_dependencies();
+  tree::write_root(tree, *token, k, tokens, values, static_cast<int>(threadIdx.x), kThreads);
+  if (threadIdx.x != 0) return;
+  region[0] = *slot;
+  region[1] = *slot + tree.slots;
+}
+
 }  // namespace
 
 void tree_leaves(const TreeState& tree, int32_t w, const int64_t* prefix, const Expansion& out, Stream stream) {
@@ -43,6 +53,12 @@ void tree_add(const TreeState& tree, int32_t w, const int32_t* node, int32_t k, 
               const float* values, Stream stream) {
   const Launch how{.grid = dim3(1), .threads = kThreads, .early = true};
   launch("tree_add", add_kernel, how, stream, tree, w, node, k, tokens, values);
+}
+
+void tree_root(const TreeState& tree, const int64_t* token, const int64_t* slot, int64_t* region, int32_t k,
+               const int64_t* tokens, const float* values, Stream stream) {
+  const Launch how{.grid = dim3(1), .threads = kThreads, .early = true};
+  launch("tree_root", root_kernel, how, stream, tree, token, slot, region, k, tokens, values);
 }
 
 }  // namespace swiftspec::cuda

@@ -94,4 +94,22 @@ SWIFTSPEC_HD void count_children(const TreeState& t, const int32_t* node, int w,
   t.used[0] += rows * k;
 }
 
+// One of `threads` threads that replace the tree by an expanded root, in slot 0, with k children.
+SWIFTSPEC_HD void write_root(const TreeState& t, int64_t root, int k, const int64_t* tokens, const float* values,
+                             int thread, int threads) {
+  for (int i = thread; i < k; i += threads) {
+    t.token[1 + i] = tokens[i];
+    t.parent[1 + i] = 0;
+    t.slot[1 + i] = kNoSlot;
+    t.weight[1 + i] = static_cast<double>(values[i]);
+  }
+  for (int i = thread; i < t.slots; i += threads) t.visible[i] = i == 0;
+  if (thread > 0) return;
+  t.token[0] = root;
+  t.parent[0] = t.slot[0] = 0;
+  t.weight[0] = 0;
+  t.used[0] = 1 + k;
+  t.used[1] = 1;
+}
+
 }  // namespace swiftspec::tree

@@ -48,6 +48,18 @@ const T* norm_head(const AttentionArgs& a, const T* x, int64_t row, int64_t head
   return normed;
 }
 
+// Query or key head number `head` of a row after RoPE and its norm, rounded to S. `x`: the head.
+template <class S, class T, class X>
+void rotate_head(const AttentionArgs& a, const T* x, int64_t row, int64_t head, X* out) {
+  const T *cos = static_cast<const T*>(a.cos) + row * a.dim, *sin = static_cast<const T*>(a.sin) + row * a.dim;
+  T normed[kMaxHeadDim];
+  if (!a.options.norm_after_rope) return rotate<S>(norm_head(a, x, row, head, normed), cos, sin, a.dim, out);
+  T rotated[kMaxHeadDim];
+  rotate<T>(x, cos, sin, a.dim, rotated);
+  const T* of = norm_head(a, rotated, row, head, normed);
+  for (int64_t i = 0; i < a.dim; i += kLanes) store_as(out + i, rounded<S>(load_as(of + i)));
+}
+
 template <class T>
 void projection_sums(const T* qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, const uint8_t* counted,
                      float* sums) {
@@ -75,12 +87,10 @@ template <class T, class S>
 void append(const AttentionArgs& a) {
   for (int64_t row = 0; row < a.rows; ++row) {
     const T* k = static_cast<const T*>(a.qkv) + row * a.stride + a.heads * a.dim;
-    const T *cos = static_cast<const T*>(a.cos) + row * a.dim,
-            *sin = static_cast<const T*>(a.sin) + row * a.dim;
     for (int64_t g = 0; g < a.kv_heads; ++g) {
       const int64_t at = (g * a.capacity + a.slots[row]) * a.dim;
+      rotate_head<S>(a, k + g * a.dim, row, a.heads + g, static_cast<S*>(a.keys) + at);
       T normed[kMaxHeadDim];
-      rotate<S>(norm_head(a, k + g * a.dim, row, a.heads + g, normed), cos, sin, a.dim, static_cast<S*>(a.keys) + at);
       const T* value = k + (a.kv_heads + g) * a.dim;
       if (a.norm.values) value = norm_head(a, value, row, a.heads + a.kv_heads + g, normed);
       S* to = static_cast<S*>(a.values) + at;
@@ -387,10 +397,7 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
   out.assign(static_cast<size_t>(queries * out_stride), 0.0f);
   for (int64_t q = 0; q < queries; ++q) {
     const int64_t r = row + q / group, head = g * group + q % group;
-    T normed[kMaxHeadDim];
-    const T* query = norm_head(a, static_cast<const T*>(a.qkv) + r * a.stride + head * dim, r, head, normed);
-    rotate<S>(query, static_cast<const T*>(a.cos) + r * dim, static_cast<const T*>(a.sin) + r * dim, dim,
-              x.data() + q * dim);
+    rotate_head<S>(a, static_cast<const T*>(a.qkv) + r * a.stride + head * dim, r, head, x.data() + q * dim);
   }
   const S* keys = static_cast<const S*>(a.keys) + g * a.capacity * dim;
   const S* values = static_cast<const S*>(a.values) + g * a.capacity * dim;

@@ -16,20 +16,24 @@ struct Routing {
   std::vector<ActiveExpert> active;  // the experts that have rows
 };
 
-// Chooses the `count` experts with the largest logits, the first one of equal ones, and computes their weights. NaN
-// counts as the largest value.
-inline void choose_experts(const float* logits, int64_t experts, int64_t count, bool norm_topk_prob, int64_t* chosen,
-                           float* weights) {
-  const auto exceeds = [logits](int64_t a, int64_t b) {
-    return logits[a] > logits[b] || (std::isnan(logits[a]) && !std::isnan(logits[b]));
+// Chooses the `count` largest values, in descending order, the first one of equal ones. NaN counts as the largest value.
+inline void choose_largest(const float* values, int64_t size, int64_t count, int64_t* chosen) {
+  const auto exceeds = [values](int64_t a, int64_t b) {
+    return values[a] > values[b] || (std::isnan(values[a]) && !std::isnan(values[b]));
   };
   int64_t found = 0;
-  for (int64_t expert = 0; expert < experts; ++expert) {
-    if (found == count && !exceeds(expert, chosen[count - 1])) continue;
+  for (int64_t i = 0; i < size; ++i) {
+    if (found == count && !exceeds(i, chosen[count - 1])) continue;
     int64_t at = found < count ? found++ : count - 1;
-    for (; at > 0 && exceeds(expert, chosen[at - 1]); --at) chosen[at] = chosen[at - 1];
-    chosen[at] = expert;
+    for (; at > 0 && exceeds(i, chosen[at - 1]); --at) chosen[at] = chosen[at - 1];
+    chosen[at] = i;
   }
+}
+
+// Chooses the experts with the largest logits, and computes their weights.
+inline void choose_experts(const Mlp& mlp, const float* logits, int64_t* chosen, float* weights) {
+  const int64_t experts = mlp.experts(), count = mlp.experts_per_token;
+  choose_largest(logits, experts, count, chosen);
   const float highest = logits[chosen[0]];
   std::sort(chosen, chosen + count);
   float total = 0.0f;
@@ -37,22 +41,58 @@ inline void choose_experts(const float* logits, int64_t experts, int64_t count, 
     weights[i] = std::exp(logits[chosen[i]] - highest);
     total += weights[i];
   }
-  if (!norm_topk_prob) {
+  if (!mlp.norm_topk_prob) {
     total = 0.0f;
     for (int64_t expert = 0; expert < experts; ++expert) total += std::exp(logits[expert] - highest);
   }
   for (int64_t i = 0; i < count; ++i) weights[i] /= total;
 }
 
+// Sets the ranks of the experts in the groups that a row does not use to minus infinity.
+inline void limit_to_groups(const Mlp& mlp, std::vector<float>& ranks) {
+  const int64_t size = static_cast<int64_t>(ranks.size()) / mlp.groups;
+  std::vector<float> sums(static_cast<size_t>(mlp.groups));
+  std::vector<int64_t> used(static_cast<size_t>(mlp.groups_per_token));
+  for (int64_t group = 0; group < mlp.groups; ++group) {
+    const float* own = ranks.data() + group * size;
+    int64_t largest[2];
+    choose_largest(own, size, 2, largest);
+    sums[static_cast<size_t>(group)] = own[largest[0]] + own[largest[1]];
+  }
+  choose_largest(sums.data(), mlp.groups, mlp.groups_per_token, used.data());
+  for (int64_t group = 0; group < mlp.groups; ++group) {
+    if (std::find(used.begin(), used.end(), group) != used.end()) continue;
+    std::fill_n(ranks.begin() + group * size, size, -std::numeric_limits<float>::infinity());
+  }
+}
+
+// Chooses experts by their sigmoid scores, and computes their weights; see Mlp.
+inline void choose_by_sigmoid(const Mlp& mlp, const float* logits, int64_t* chosen, float* weights) {
+  const int64_t experts = mlp.experts(), count = mlp.experts_per_token;
+  const auto score = [logits](int64_t expert) { return 1.0f / (1.0f + std::exp(-logits[expert])); };
+  std::vector<float> ranks(static_cast<size_t>(experts));
+  for (int64_t i = 0; i < experts; ++i) ranks[static_cast<size_t>(i)] = score(i) + mlp.correction[i];
+  if (mlp.groups_per_token < mlp.groups) limit_to_groups(mlp, ranks);
+  choose_largest(ranks.data(), experts, count, chosen);
+  std::sort(chosen, chosen + count);
+  float total = mlp.norm_topk_prob ? 1e-20f : 1.0f;  // as in transformers
+  for (int64_t i = 0; i < count; ++i) {
+    weights[i] = score(chosen[i]);
+    if (mlp.norm_topk_prob) total += weights[i];
+  }
+  for (int64_t i = 0; i < count; ++i) weights[i] = weights[i] / total * mlp.multiplier;
+}
+
 // Routes rows with the logits [rows, outputs of the router].
 inline void route(const Mlp& mlp, const float* logits, int64_t rows, Routing& to) {
   const int64_t experts = mlp.experts(), outputs = mlp.router->n, count = mlp.experts_per_token;
   const auto places = static_cast<size_t>(rows * count);
+  const auto choose = mlp.correction == nullptr ? choose_experts : choose_by_sigmoid;
   to.experts.resize(places), to.weights.resize(places), to.places.resize(places);
   to.counts.assign(static_cast<size_t>(experts), 0);
   for (int64_t row = 0; row < rows; ++row) {
     int64_t* chosen = to.experts.data() + row * count;
-    choose_experts(logits + row * outputs, experts, count, mlp.norm_topk_prob, chosen, to.weights.data() + row * count);
+    choose(mlp, logits + row * outputs, chosen, to.weights.data() + row * count);
     for (int64_t i = 0; i < count; ++i) ++to.counts[static_cast<size_t>(chosen[i])];
   }
   to.active.clear();

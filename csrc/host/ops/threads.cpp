@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -27,7 +28,11 @@ constexpr int kSpinsBeforeYield = 2000;                 // then the caller yield
 class ThreadPool {
  public:
   explicit ThreadPool(int workers) {
-    for (int i = 0; i < workers; ++i) threads_.emplace_back([this] { worker_loop(); });
+    threads_.reserve(workers);
+    try {
+      for (int i = 0; i < workers; ++i) threads_.emplace_back([this] { worker_loop(); });
+    } catch (const std::system_error&) {
+    }  // a limit on threads: the pool has fewer; a joinable thread that is destroyed would end the process
   }
 
   ~ThreadPool() {
@@ -115,7 +120,8 @@ class ThreadPool {
   std::condition_variable wake_;
 };
 
-// The pool of the process. A forked child has no worker threads: it abandons the pool, whose memory leaks, and runs
+// The pool of the process. It is never destroyed, since a thread of the interpreter may still run a loop when the process
+// exits. A forked child has no worker threads: it abandons the pool, whose memory leaks, and runs
 // everything on one thread.
 struct Process {
   std::unique_ptr<ThreadPool> pool;
@@ -127,8 +133,8 @@ struct Process {
   }
 
   static Process& process() {
-    static Process instance;
-    return instance;
+    static Process* const instance = new Process;
+    return *instance;
   }
 };
 

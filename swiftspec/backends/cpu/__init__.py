@@ -105,8 +105,9 @@ DELTA_HEAD_UNIT = 16  # elements
 # optional fields of a spec that these operators implement
 KNOWN_FIELDS = (
     "activation", "draft_head", "embedding_multiplier", "experts", "gated_delta", "logit_multiplier", "logit_softcap",
-    "norm_unit_offset", "norms", "output_gate", "output_scale", "per_layer_size", "qk_norm", "query_scale_beta",
-    "residual_multiplier", "scale", "shared_intermediate_size", "shares_kv", "sinks", "softcap", "v_norm", "window",
+    "norm_after_rope", "norm_unit_offset", "norms", "output_gate", "output_scale", "per_layer_size", "qk_norm",
+    "query_scale_beta", "residual_multiplier", "scale", "shared_intermediate_size", "shares_kv", "sigmoid", "sinks",
+    "softcap", "v_norm", "window",
 )  # fmt: skip
 
 level = _C.level  # returns the ISA level in use, such as "avx512_bf16"; "none" if the CPU supports none
@@ -313,9 +314,10 @@ def tree_attention(
     kv_heads) * head_dim] -> [rows, heads * head_dim]. With queries only (a shared KV layer), qkv [rows, heads *
     head_dim], the rows attend to the keys and values that an earlier layer has appended.
 
-    `layer`: index of the layer in the cache. `qk_norm`: RMSNorm of each query and key head before RoPE, with weight
-    [heads + kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim] also of each value head. `sinks`: [heads]
-    float32, a logit of each query head that adds its exponential to the denominator of the softmax (attention sink).
+    `layer`: index of the layer in the cache. `qk_norm`: RMSNorm of each query and key head before RoPE, or after it
+    with the option `norm_after_rope`, with weight [heads + kv_heads, head_dim]; with weight [heads + 2 * kv_heads,
+    head_dim] also of each value head. `sinks`: [heads] float32, a logit of each query head that adds its exponential to
+    the denominator of the softmax (attention sink).
     """
     qkv = qkv.contiguous()  # with an output gate it is a part of the product
     options, (weight, eps) = plan.options, (None, 0.0) if qk_norm is None else (qk_norm.weight, qk_norm.eps)
@@ -329,6 +331,7 @@ def tree_attention(
         _C.attention(
             mine, part.cos, part.sin, part.slots, part.mask, plan.cache, layer, part.sequence, part.length, result,
             weight, eps, options.window, options.scale, options.softcap, part.query_scale,
+            bool(options.norm_after_rope),
             sums if sums is None or part.rows is None else sums[part.rows], *sizes, sinks,
         )  # fmt: skip
         if part.rows is not None:

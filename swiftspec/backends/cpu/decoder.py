@@ -124,28 +124,38 @@ class HostDecoder:
 def _kind_args(
     kind: PackedAttention,
 ) -> tuple[
-    Tensor, Tensor, int | None, float | None, float | None, Tensor | None, int, int, Tensor | None, bool, int, int, int
+    Tensor, Tensor, int | None, float | None, float | None, Tensor | None, bool, int, int, Tensor | None, bool, int,
+    int, int,
 ]:  # fmt: skip
     """Returns the arguments of one kind of attention; see `_C.Decoder`."""
     options, whole = kind.options, kind.options.projection_norm
     q_size, k_size, counted = (0, 0, None) if whole is None else (whole.q_size, whole.k_size, whole.counted)
     return (
-        kind.cos, kind.sin, options.window, options.scale, options.softcap, options.query_scale, q_size, k_size,
-        counted, kind.gate_size > 0, kind.num_heads, kind.kv_heads, kind.cache,
+        kind.cos, kind.sin, options.window, options.scale, options.softcap, options.query_scale,
+        bool(options.norm_after_rope), q_size, k_size, counted, kind.gate_size > 0, kind.num_heads, kind.kv_heads,
+        kind.cache,
     )  # fmt: skip
 
 
-def mlp_args(
-    mlp: PackedMlp | PackedMixture,
-) -> tuple[_C.Weights, _C.Weights, str, _C.Weights | None, int, bool, _C.Weights | None, _C.Weights | None]:
+SigmoidArgs = tuple[Tensor, int, int, float]
+MlpArgs = tuple[
+    _C.Weights, _C.Weights, str, _C.Weights | None, int, bool, _C.Weights | None, _C.Weights | None, SigmoidArgs | None
+]  # fmt: skip
+
+
+def mlp_args(mlp: PackedMlp | PackedMixture) -> MlpArgs:
     """Returns the arguments of an MLP; see `_C.Decoder`."""
     projections = mlp.gate_up.native, mlp.down.native, mlp.activation
     if not isinstance(mlp, PackedMixture):
-        return *projections, None, 0, False, None, None
-    routing = mlp.router.native, mlp.experts.experts_per_token, mlp.experts.norm_topk_prob
+        return *projections, None, 0, False, None, None, None
+    experts = mlp.experts
+    routing, sigmoid = (mlp.router.native, experts.experts_per_token, experts.norm_topk_prob), None
+    if experts.sigmoid is not None and mlp.correction is not None:
+        by = experts.sigmoid
+        sigmoid = mlp.correction, by.groups, by.groups_per_token, by.multiplier
     if mlp.shared is None:
-        return *projections, *routing, None, None
-    return *projections, *routing, mlp.shared.gate_up.native, mlp.shared.down.native
+        return *projections, *routing, None, None, sigmoid
+    return *projections, *routing, mlp.shared.gate_up.native, mlp.shared.down.native, sigmoid
 
 
 def _delta_args(delta: PackedDelta) -> tuple[_C.Weights, Tensor, Tensor, Tensor, Tensor]:

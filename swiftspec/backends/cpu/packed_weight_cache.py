@@ -7,6 +7,7 @@ packed units are written in the background, in chunks, while no request runs.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -225,7 +226,7 @@ def _tensor(unit: PackedUnit, name: str, shape: tuple[int, ...] | None = None) -
 def _layer_of(unit: PackedUnit, hidden: int) -> LayerWeights:
     """Returns the weights of a layer. `hidden`: size of the hidden state."""
     shapes: dict[str, tuple[int, ...] | None] = dict.fromkeys((*NORMS, "per_layer_norm"), (hidden,))
-    shapes |= dict.fromkeys((*OPTIONAL_WEIGHTS, "sinks"))
+    shapes |= dict.fromkeys((*OPTIONAL_WEIGHTS, "sinks", "correction"))
     fields: dict[str, Any] = {
         name: _tensor(unit, name, shape) if name in unit.tensors else None for name, shape in shapes.items()
     }
@@ -248,6 +249,7 @@ def _unit_of(layer: PackedLayer, attention: PackedAttention) -> PackedUnit:
     if isinstance(layer.mlp, PackedMixture):
         shared = layer.mlp.shared
         matrices["router"] = layer.mlp.router
+        norms |= {} if layer.mlp.correction is None else {"correction": layer.mlp.correction}
         matrices |= {} if shared is None else {"shared_gate_up": shared.gate_up, "shared_down": shared.down}
     if layer.per_layer is not None:
         norms["per_layer_norm"] = layer.per_layer.norm.weight
@@ -283,7 +285,10 @@ WriteJob = Callable[[Callable[[], None]], None]
 
 class BackgroundWriter:
     """Background thread that writes packed units. It starts after the first request, pauses while a request runs, and
-    stops permanently after the first error."""
+    stops permanently after the first error.
+
+    The interpreter's shutdown waits for the thread, as it would end the process if native code then returned to it.
+    """
 
     def __init__(self) -> None:
         self.used: set[Path] = set()  # entries that this process maps or writes
@@ -306,6 +311,7 @@ class BackgroundWriter:
         self._free.set()
         if self._thread is None and self._work:
             self._thread = threading.Thread(target=self._run, name="packed cache", daemon=True)
+            atexit.register(self._finish)
             self._thread.start()
 
     def close(self, timeout_s: float = 0.8) -> None:
@@ -314,6 +320,11 @@ class BackgroundWriter:
         self._free.set()
         if self._thread is not None:
             self._thread.join(timeout_s + 0.2)
+
+    def _finish(self) -> None:
+        self.close()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -325,6 +336,9 @@ class BackgroundWriter:
             pass
         except OSError as error:  # a full disk or a read-only folder: the next start packs again
             self.error = error.strerror or type(error).__name__
+        finally:
+            self._work.clear()
+            atexit.unregister(self._finish)
 
     def _pause(self) -> None:
         self._free.wait()

@@ -164,9 +164,9 @@ class PeerCommunicator:
     """A rank's endpoint of a group of GPUs that all-reduce products in the kernel that computes them.
 
     `inboxes`: the addresses at which this rank sees the inbox of each rank, in rank order. `lines`: LL lines of the
-    longest product (`max_lines`). `error_word`: one int64 in pinned memory that all ranks can access; a kernel that
-    aborts writes the reason to it. `timeout_s`: seconds after which a kernel that waits for a peer aborts. All ranks
-    make the same calls in the same order, each on one stream.
+    longest product (`max_lines`). `error_word`: [2] int64 in pinned memory that all ranks can access: the reason of a
+    kernel that has aborted, and the time limit of all ranks. `timeout_s`: seconds after which a kernel that waits for a
+    peer aborts. All ranks make the same calls in the same order, each on one stream.
     """
 
     def __init__(
@@ -182,7 +182,12 @@ class PeerCommunicator:
         self._epoch = torch.zeros(1, dtype=torch.int64, device=device)
         self._done = torch.zeros(1, dtype=torch.int32, device=device)
         use_current_device()
-        self.native = _C.CudaChannel(rank, inboxes, lines, self._epoch, self._done, error_word, timeout_s)
+        self.set_timeout(timeout_s)
+        self.native = _C.CudaChannel(rank, inboxes, lines, self._epoch, self._done, error_word)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Sets the time after which a kernel that waits for a peer aborts, on all ranks, also in captured graphs."""
+        self._error_word[1] = math.ceil(seconds * 1000)
 
     @property
     def epoch(self) -> Tensor:

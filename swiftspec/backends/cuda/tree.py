@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,9 +51,12 @@ class DeviceTree:
     first, ties by node index. If there are fewer leaves, the last rows belong to no node, and no mask contains their
     slots.
 
+    The host uploads a tree that it has already, and `add_root` makes one that begins with its root.
+
     `slots`: number of tree slots. `children`: children per expanded leaf. Raises ValueError if `w` is out of range.
     """
 
+    region: Tensor  # [2] int64, cache slots before the tree region, which is the root's position, and up to its end
     token: Tensor  # [nodes] int64
     logprob: Tensor  # [nodes] float64, cumulative from the root
     parent: Tensor  # [nodes] int32
@@ -65,15 +69,16 @@ class DeviceTree:
             raise ValueError(f"w must lie in 1..{min(MAX_LEAVES, slots)}, not {w}")
         nodes = 1 + slots * children
         fields = {
+            "region": (torch.int64, (2,)),
             "token": (torch.int64, (nodes,)),
             "logprob": (torch.float64, (nodes,)),
             "parent": (torch.int32, (nodes,)),
             "slot": (torch.int32, (nodes,)),
             "used": (torch.int32, (2,)),  # nodes, tree slots
             "visible": (torch.bool, (slots, slots)),
-        }  # widest dtype first, so that all fields are aligned
+        }  # widest dtype first, so that all fields are aligned; `visible`, by far the largest, is copied in part
         size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields.values())
-        self.state, self._start = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+        self.state = torch.zeros(size, dtype=torch.uint8, device=device)
         self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=self.state.device.type == "cuda")
         for name, part in _fields_of(self.state, fields).items():
             setattr(self, name, part)
@@ -90,7 +95,6 @@ class DeviceTree:
             zeros(w, slots, dtype=torch.bool),
         )
         self.children, self.expansions_left = children, 0
-        self._first = torch.tensor([1, 0], dtype=torch.int32, device=device)
         use_current_device()
         self._native = _C.CudaTree(
             token=self.token,
@@ -107,41 +111,35 @@ class DeviceTree:
             children=children,
         )
 
-    def reset(self, token: Tensor) -> None:
-        """Resets the tree to an unexpanded root. `token`: [1] int64, token of the root."""
-        self.used.copy_(self._first)
-        self.slot[:1].fill_(-1)
-        self.logprob[:1].zero_()
-        self.token[:1].copy_(token)
-        self.expansions_left = self.visible.shape[0] // len(self.rows.nodes)
-
-    def upload(self, tree: HostTree) -> None:
-        """Copies a host tree with the same `slots` to a staging buffer on the device; `restore` makes it the current
-        tree."""
+    def upload(self, tree: HostTree, prefix: int) -> None:
+        """Makes a host tree with the same `slots` the current tree, by one copy. `prefix`: number of cache slots before
+        the tree region."""
         nodes, slots = tree.sizes.tolist()
         host = self._host
         host["token"][:nodes], host["parent"][:nodes] = tree.token[:nodes], tree.parent[:nodes]
         host["slot"][:nodes] = np.where(tree.slot[:nodes] == tree.slots, NO_SLOT, tree.slot[:nodes])
         host["logprob"][:nodes], host["visible"][:slots] = tree.logprob[:nodes], tree.visible[:slots]
-        host["used"][:] = nodes, slots
-        self._start.copy_(self._staged, non_blocking=True)
+        host["used"][:], host["region"][:] = (nodes, slots), (prefix, prefix + tree.slots)
+        part = self._bytes(slots)
+        self.state[:part].copy_(self._staged[:part], non_blocking=True)
+        self.expansions_left = (tree.slots - slots) // len(self.rows.nodes)
 
-    def restore(self) -> None:
-        """Replaces the current tree by the last uploaded one, with device operations only, so that a CUDA graph can
-        begin with it."""
-        self.state.copy_(self._start)
-        self.expansions_left = self.visible.shape[0] // len(self.rows.nodes)
-
-    def download(self, tree: HostTree) -> None:
-        """Copies the current tree to `tree`, the host tree that was uploaded. Waits for all earlier device
-        operations."""
-        self._staged.copy_(self.state)
+    def download(self, tree: HostTree, slots: int) -> None:
+        """Copies the current tree, which has `slots` tree slots in use, to `tree`, a host tree of the same size. Waits
+        for all earlier device operations."""
+        part = self._bytes(slots)
+        self._staged[:part].copy_(self.state[:part])
         host = self._host
-        nodes, slots = host["used"].tolist()
+        nodes, used = host["used"].tolist()
+        assert used == slots, "the host has counted other expansions"
         tree.token[:nodes], tree.parent[:nodes] = host["token"][:nodes], host["parent"][:nodes]
         tree.slot[:nodes] = np.where(host["slot"][:nodes] == NO_SLOT, tree.slots, host["slot"][:nodes])
         tree.logprob[:nodes], tree.visible[:slots] = host["logprob"][:nodes], host["visible"][:slots]
         tree.sizes[:] = nodes, slots
+
+    def _bytes(self, slots: int) -> int:
+        """Returns the bytes of `state` up to the mask row of the last of `slots` tree slots."""
+        return len(self.state) - (len(self.visible) - slots) * self.visible.shape[1]
 
     def best_leaves(self, prefix: Tensor) -> DeviceExpansion:
         """Assigns the next tree slots to the w best leaves and returns their rows. Raises ValueError if no tree slots
@@ -160,6 +158,19 @@ class DeviceTree:
         """Adds children to the leaves of the last expansion: `tokens` [w, children] int64, `logprobs` [w, children]
         float32."""
         self._native.add(tokens, logprobs, current_stream())
+
+    def add_root(self, token: Tensor, slot: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+        """Makes a root with its children the current tree; the root takes tree slot 0. `token`, `slot`: [1] int64, of
+        the root, the slot counted from the first one of the sequence. `tokens`, `logprobs`: as in `add_children`, of
+        one row."""
+        self._native.root(token, slot, self.region, tokens, logprobs, current_stream())
+        self.expansions_left = (self.visible.shape[0] - 1) // len(self.rows.nodes)
+
+    @staticmethod
+    def host_tree(arrays: Sequence[NDArray]) -> _C.Tree:
+        """Returns a native draft tree on the `arrays` of a `DraftTree`: token, parent, slot, logprob, visible,
+        sizes."""
+        return _C.Tree(*arrays)
 
 
 def device_tree(slots: int, children: int, leaves: int, vocab: int, device: torch.device) -> DeviceTree | None:

@@ -468,20 +468,24 @@ def check_tree(shape: TreeShape, vocab: int, ops: Any, at: TrialDevice) -> str |
     if tree is None:
         return None
     w, k, start = shape.leaves, shape.children, 17
-    prefix, dice = torch.tensor([start], device=at.device), torch.Generator().manual_seed(SEED)
-    tree.reset(torch.tensor([5], device=at.device))
-    weights, parents, seen, taken = [0.0], [0], dict[int, set[int]](), set[int]()
-    for step in range(min(shape.slots // w, 4)):
-        rows = tree.best_leaves(prefix)
+    dice = torch.Generator().manual_seed(SEED)
+    first = -(torch.randint(0, 9, (1, k), generator=dice) / 8)
+    token, slot = (torch.tensor([number], device=at.device) for number in (5, start))
+    tree.add_root(token, slot, torch.arange(k, device=at.device).view(1, k), first.to(at.device))
+    if tree.region.tolist() != [start, start + shape.slots]:
+        return "it lies in another part of the cache"
+    weights, parents, seen, taken = [0.0, *first[0].tolist()], [0] * (1 + k), {0: {0}}, {0}
+    for step in range(min((shape.slots - 1) // w, 4)):
+        rows = tree.best_leaves(tree.region[:1])
         leaves = sorted((n for n in range(len(weights)) if n not in taken), key=lambda n: (-weights[n], n))[:w]
         if rows.nodes.tolist() != leaves + [-1] * (w - len(leaves)):
             return "it expands other leaves"
         for row, node in enumerate(leaves):
-            slot = step * w + row
-            seen[node] = (seen[parents[node]] if node else set()) | {slot}
+            own = 1 + step * w + row
+            seen[node] = seen[parents[node]] | {own}
             if {*rows.mask[row].nonzero().flatten().tolist()} != seen[node]:
                 return "a mask row marks other slots"
-            if (int(rows.positions[row]), int(rows.slots[row])) != (start + len(seen[node]) - 1, start + slot):
+            if (int(rows.positions[row]), int(rows.slots[row])) != (start + len(seen[node]) - 1, start + own):
                 return "a node has another position or slot"
         taken.update(leaves)
         values = -(torch.randint(0, 9, (w, k), generator=dice) / 8)

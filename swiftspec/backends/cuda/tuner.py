@@ -38,7 +38,7 @@ from swiftspec.backends.cuda.trial_checks import (
 from swiftspec.backends.families import with_tilings
 
 TUNE_S = 2.0  # after this time, the shapes that remain keep their default tilings
-EACH_VARIANT = 4  # tilings that are timed beside the default one
+EACH_VARIANT = 4  # tilings that are timed besides the default one
 FINALISTS = 3  # of these, the ones that are timed with every number of rows
 CALLS, MIN_CALLS, GRAPH_S = 20, 3, 2e-3  # calls per measurement, fewer if these would take longer than GRAPH_S
 BYTES_PER_S = 3e12  # of memory, to estimate the duration of a call

@@ -185,8 +185,9 @@ def tree_attention(
     kv_heads) * head_dim] -> [rows, heads * head_dim]. With queries only (a shared KV layer), qkv [rows, heads *
     head_dim], the rows attend to the keys and values that an earlier layer has appended.
 
-    `layer`: index of the layer in the cache. `qk_norm`: RMSNorm of queries and keys before RoPE, with weight [heads +
-    kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim] also of the values. `sinks`: [heads], a logit of
+    `layer`: index of the layer in the cache. `qk_norm`: RMSNorm of queries and keys before RoPE, or after it with the
+    option `norm_after_rope`, with weight [heads + kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim]
+    also of the values. `sinks`: [heads], a logit of
     each query head that adds its exponential to the denominator of the softmax (attention sink).
     """
     rows, head_dim = qkv.shape[0], plan.cos.shape[-1]
@@ -198,10 +199,12 @@ def tree_attention(
         rotated = _norm_projections(rotated, qk_norm, plan.options.projection_norm, kv_heads)
     elif qk_norm is not None and qk_norm.weight.shape[0] == heads.shape[1]:
         rotated, v = rms_norm(heads, qk_norm).split(counts, 1)
-    elif qk_norm is not None:
+    elif qk_norm is not None and not plan.options.norm_after_rope:
         rotated = rms_norm(rotated, qk_norm)
     # three operations: roll by half a head, and multiply by the signed sine
     rotated = torch.addcmul(rotated * plan.cos, rotated.roll(head_dim // 2, -1), plan.sin)
+    if qk_norm is not None and plan.options.norm_after_rope:
+        rotated = rms_norm(rotated, qk_norm)
     q, k = rotated.split((plan.num_heads, kv_heads), 1)
     if plan.query_scale is not None:
         q = q * plan.query_scale

@@ -10,7 +10,7 @@ from torch import Tensor
 from swiftspec.backends.reference.linear import add_residual, linear_residual, norm_swiglu, rms_norm
 from swiftspec.backends.reference.packing import LinearFn, ReferenceNorm, pack
 from swiftspec.model.packed_model import PackedMixture, PackedMlp
-from swiftspec.model.spec import ExpertsSpec, MlpSpec
+from swiftspec.model.spec import SMALLEST_SUM, ExpertsSpec, MlpSpec, SigmoidRouting
 from swiftspec.model.weights import LayerWeights, Weight, split_experts
 
 
@@ -20,6 +20,12 @@ def pack_router(weight: Weight, dtype: torch.dtype, device: torch.device | str) 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     packed = pack(weight, wide, device)
     return lambda x: packed(x.to(wide))
+
+
+def pack_correction(weights: LayerWeights, dtype: torch.dtype, device: torch.device | str) -> Tensor | None:
+    """Returns the correction bias of sigmoid scores in the dtype of the router's products, or None if there is none."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return None if weights.correction is None else weights.correction.to(device, wide, copy=True)
 
 
 def pack_shared_expert(
@@ -40,18 +46,35 @@ def pack_mixture(weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, devic
         for weight in (weights.gate_up, weights.down)
     )
     router, shared = pack_router(weights.router, dtype, device), pack_shared_expert(weights, spec, dtype, device)
-    return PackedMixture(router, gate_up, down, spec.experts, spec.activation, shared)
+    correction = pack_correction(weights, dtype, device)
+    return PackedMixture(router, gate_up, down, spec.experts, spec.activation, shared, correction=correction)
 
 
-def choose_experts(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
+def choose_experts(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns the experts of each row, ascending, and their weights: each [rows, experts_per_token]. `logits`: outputs
-    of the router, [rows, router_rows]."""
-    probabilities = logits[:, : spec.num_experts].softmax(-1)
-    largest, chosen = probabilities.topk(spec.experts_per_token)
+    of the router, [rows, router_rows]. `correction`: see `SigmoidRouting`."""
+    logits = logits[:, : spec.num_experts]
+    if spec.sigmoid is None or correction is None:
+        scores = ranks = logits.softmax(-1)
+        multiplier, floor = 1.0, 0.0
+    else:
+        scores, multiplier, floor = logits.sigmoid(), spec.sigmoid.multiplier, SMALLEST_SUM
+        ranks = _within_groups(scores + correction, spec.sigmoid)
+    experts = ranks.topk(spec.experts_per_token)[1].sort(-1)[0]
+    weights = scores.gather(-1, experts)
     if spec.norm_topk_prob:
-        largest = largest / largest.sum(-1, keepdim=True)
-    experts, order = chosen.sort(-1)
-    return experts, largest.gather(-1, order)
+        weights = weights / (weights.sum(-1, keepdim=True) + floor)
+    return experts, weights * multiplier
+
+
+def _within_groups(ranks: Tensor, routing: SigmoidRouting) -> Tensor:
+    """Returns ranks [rows, experts] that are -inf outside the groups that a row may use."""
+    if routing.groups == routing.groups_per_token:
+        return ranks
+    grouped = ranks.unflatten(-1, (routing.groups, -1))
+    best = grouped.topk(2)[0].sum(-1).topk(routing.groups_per_token)[1]
+    used = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=ranks.device).scatter_(1, best, True)
+    return grouped.masked_fill(~used.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 def add_shared_expert(out: Tensor, x: Tensor, logits: Tensor, shared: PackedMlp | None) -> Tensor:
@@ -90,7 +113,7 @@ def _mixture(x: Tensor, weights: PackedMixture) -> Tensor:
     """Returns the weighted sum of the experts of each row, in the order of the experts, the shared one last: x [rows,
     hidden] -> [rows, hidden]. Reads on the host which experts have rows."""
     logits: Tensor = weights.router(x)
-    experts, shares = choose_experts(logits, weights.experts)
+    experts, shares = choose_experts(logits, weights.experts, weights.correction)
     out = torch.zeros_like(x, dtype=shares.dtype)
     for expert in experts.unique().tolist():
         rows, places = (experts == expert).nonzero(as_tuple=True)

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from swiftspec.backends import reference
 from swiftspec.backends.reference.linear import add_residual, apply_gate, rms_norm
-from swiftspec.backends.reference.mixture import add_shared_expert, choose_experts, pack_router, pack_shared_expert
+from swiftspec.backends.reference.mixture import (
+    add_shared_expert,
+    choose_experts,
+    pack_correction,
+    pack_router,
+    pack_shared_expert,
+)
 from swiftspec.backends.reference.packing import ReferenceNorm
 from swiftspec.model.packed_model import PackedMixture, PackedMlp
 from swiftspec.model.spec import MlpSpec
@@ -30,7 +36,17 @@ def pack_mixture(weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, devic
         None if bias is None else bias.to(device, dtype).view(spec.num_experts, -1)
         for bias in (weights.gate_up.bias, weights.down.bias)
     )
-    return PackedMixture(router, gate_up, down, spec.experts, spec.activation, shared, gate_up_bias, down_bias)
+    return PackedMixture(
+        router=router,
+        gate_up=gate_up,
+        down=down,
+        experts=spec.experts,
+        activation=spec.activation,
+        shared=shared,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        correction=pack_correction(weights, dtype, device),
+    )
 
 
 def _stack_experts(weight: Weight, count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -55,7 +71,7 @@ def mlp(
         return reference.mlp(hidden, norm, weights, residual, reduce, output_norm, multiplier)
     x = hidden if norm is None else rms_norm(hidden, norm)
     logits: Tensor = weights.router(x)
-    experts, shares = choose_experts(logits, weights.experts)
+    experts, shares = choose_experts(logits, weights.experts, weights.correction)
     gathers = GATHER_COST * experts.numel() < weights.experts.num_experts
     product = (_chosen_experts if gathers else _all_experts)(x, weights, experts, shares)
     product = add_shared_expert(product, x, logits, weights.shared)

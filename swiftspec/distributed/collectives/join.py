@@ -18,6 +18,18 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # longest wait for a blocked peer; o
 RankGroup = TorchDistGroup | PeerMemoryGroup | SharedMemoryGroup
 
 
+def end_startup(group: RankGroup | None) -> None:
+    """Called after the first round: from then on a rank that is late for `peers.PEER_TIMEOUT_S` counts as lost."""
+    if isinstance(group, PeerMemoryGroup):
+        group.end_startup()
+
+
+def count_exchanges(group: RankGroup | None) -> int:
+    """Returns how often the kernels of a group have exchanged data, which must be equal on all ranks; 0 for groups that
+    do not count."""
+    return group.exchanges if isinstance(group, PeerMemoryGroup) else 0
+
+
 def join_group(
     world: World, name: str, rank: int, size: int, *, device: torch.device, share_device: bool, width: int
 ) -> RankGroup:

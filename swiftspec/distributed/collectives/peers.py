@@ -20,6 +20,8 @@ from swiftspec.distributed.collectives.torch_dist import TorchDistGroup
 from swiftspec.errors import RankLost
 
 PEER_TIMEOUT_S = 10.0  # seconds that a kernel waits for a peer; ranks begin a forward within milliseconds of each other
+# The same until the first round has ended: before it, ranks capture graphs and load kernels, from a cold disk perhaps
+STARTUP_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 3.0  # seconds that a closing rank waits for its peers; shorter than leave.LEAVE_TIMEOUT_S
 
 
@@ -28,7 +30,8 @@ class PeerMemoryGroup:
 
     The kernels (csrc/cuda/peers/channel.h) sum in rank order and round as `sum_in_rank_order` does, so results are
     bitwise identical on all ranks, and identical to those of the NCCL path. If a peer does not arrive within
-    `PEER_TIMEOUT_S`, the waiting kernels abort, after which the process cannot use its GPU any more.
+    `PEER_TIMEOUT_S`, or STARTUP_TIMEOUT_S until `end_startup`, the waiting kernels abort, after which the process
+    cannot use its GPU any more.
     """
 
     memory = None
@@ -52,7 +55,7 @@ class PeerMemoryGroup:
             store.set(keys[group.rank], mine.hex())
             return [bytes.fromhex(store.get(key).decode()) for key in keys]
 
-        peers = PeerCollectives(group.rank, group.size, max_lines(width), device, exchange, PEER_TIMEOUT_S)
+        peers = PeerCollectives(group.rank, group.size, max_lines(width), device, exchange, STARTUP_TIMEOUT_S)
         return PeerMemoryGroup(store, group, peers)
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -62,6 +65,15 @@ class PeerMemoryGroup:
 
     def captures(self, x: Tensor) -> bool:
         return self._peers.communicator.supports(x) or self._group.captures(x)
+
+    @property
+    def exchanges(self) -> int:
+        """Number of exchanges so far. Waits for the device."""
+        return int(self._peers.communicator.epoch)
+
+    def end_startup(self) -> None:
+        """Shortens the time limit of waiting kernels to PEER_TIMEOUT_S, on all ranks."""
+        self._peers.communicator.set_timeout(PEER_TIMEOUT_S)
 
     def lost(self, error: Exception) -> RankLost | None:
         found = self._peers.communicator.describe_fault()

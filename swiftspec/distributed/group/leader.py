@@ -36,14 +36,15 @@ T = TypeVar("T")
 
 
 class FollowerGroup:
-    """The followers of one leader.
+    """The followers of one leader. `on_first_round`: called when the first round has ended.
 
     If a call fails on some ranks, their states differ from then on: the group is broken, and the leader raises RankLost
     for every later call.
     """
 
-    def __init__(self, followers: Sequence[Transport]) -> None:
-        self._followers = followers
+    def __init__(self, followers: Sequence[Transport], on_first_round: Callable[[], None] = lambda: None) -> None:
+        self._followers, self._on_first_round = followers, on_first_round
+        self._begun = False  # whether a round has ended
         self.broken: str | None = None  # why the group is broken
 
     def broadcast(self, call: Opcode, message: Message | None = None) -> None:
@@ -76,6 +77,12 @@ class FollowerGroup:
             return act()
         except BaseException as error:
             raise self.translate_error(call, error) from error
+
+    def end_round(self) -> None:
+        """Called at the end of a round of the leader."""
+        if not self._begun:
+            self._begun = True
+            self._on_first_round()
 
     def run_close(self, call: Opcode, act: Callable[[], None], message: Message | None = None) -> None:
         """Like `run`, for calls that end a request. In a broken group it executes the call on the leader only, instead
@@ -123,9 +130,11 @@ class LeaderVerification:
 
     def wait(self) -> VerifyResult:
         try:
-            return self._verifier.verify(self._proposal)
+            result = self._verifier.verify(self._proposal)
         except BaseException as error:
             raise self._team.translate_error(Opcode.VERIFY, error) from error
+        self._team.end_round()
+        return result
 
 
 class LeaderDrafter:
@@ -167,6 +176,7 @@ class LeaderDrafter:
 
     def observe(self, result: VerifyResult) -> None:
         self._team.run(Opcode.OBSERVE, result, partial(self.drafter.observe, result))
+        self._team.end_round()
 
     def close(self) -> None:
         self._team.run_close(Opcode.DRAFTER_CLOSE, self.drafter.close)
@@ -212,7 +222,9 @@ class LeaderScheduler:
         return self._team.run(Opcode.POPULATION_OPEN, start, partial(self.scheduler.admit, start, stops, limit))
 
     def step(self) -> bool:
-        return self._team.run(Opcode.POPULATION_ROUND, None, self.scheduler.step)
+        more = self._team.run(Opcode.POPULATION_ROUND, None, self.scheduler.step)
+        self._team.end_round()
+        return more
 
     def finish(self, group: SequenceGroup) -> GroupAnswer:
         return self.scheduler.finish(group)  # runs no forward

@@ -27,7 +27,8 @@ class AnswerQueue:
         self._closed = False
         self._error: Exception | None = None  # the exception that `answers` has raised
         self._ended = False
-        Thread(target=self._run, args=(answers,), name="growth", daemon=True).start()
+        # Not a daemon: the interpreter's shutdown waits for its forward.
+        Thread(target=self._run, args=(answers,), name="growth").start()
 
     def take(self) -> list[Answer]:
         """Blocks until there are new answers and returns them; tree deltas of one round are merged if they may be.

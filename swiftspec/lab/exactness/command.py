@@ -38,9 +38,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m swiftspec.exa
 
 
 def _run(argv: Sequence[str] | None, first: bool, prog: str) -> int:
+    from swiftspec.capabilities import features_in
     from swiftspec.serve.cli.arguments import CommandParser, parse_command
     from swiftspec.serve.cli.generate import read_prompt
-    from swiftspec.settings.settings import UsageError
+    from swiftspec.settings.settings import UsageError, check_usage
 
     parser = CommandParser(
         prog,
@@ -59,15 +60,13 @@ def _run(argv: Sequence[str] | None, first: bool, prog: str) -> int:
     for name in ("samples", "tokens", "greedy_tokens"):
         if getattr(own, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(own, name)}")
-    if settings.mode in ("ar", "smc"):
-        why = "does not use speculation" if settings.mode == "ar" else "is approximate by design"
-        raise UsageError(f"mode {settings.mode} {why}; use mode serial or async")
-    if settings.synthetic_acceptance_length is not None:
-        raise UsageError(
-            "--synthetic-acceptance-length is not supported here, since its output is not the target's; remove it"
-        )
-    if command.json:
-        raise UsageError("--json is not supported here; remove it (the result is a table and the exit code)")
+    found = {
+        "exactness test": True,
+        f"mode {settings.mode}": True,
+        "synthetic acceptance": settings.synthetic_acceptance_length is not None,
+        "JSON output": command.json,
+    }
+    check_usage(features_in(found))
     given = command.prompt is not None or command.prompt_file is not None
     prompt = (read_prompt(command) if given else None) or PROMPT
     if not first:

@@ -20,7 +20,9 @@ from swiftspec.model.architectures import (
     gemma3,
     gemma4,
     glm4,
+    glm4_moe,
     gpt_oss,
+    hunyuan,
     mistral,
     mixtral,
     olmo,
@@ -90,6 +92,10 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": Architecture("phi3", phi3.phi3_spec, phi3.NAMES, phi3.DEFAULTS),
     "GlmForCausalLM": Architecture("glm", glm4.glm_spec, glm4.GLM_NAMES, glm4.DEFAULTS),
     "Glm4ForCausalLM": Architecture("glm4", glm4.glm4_spec, glm4.GLM4_NAMES, glm4.DEFAULTS),
+    "Glm4MoeForCausalLM": Architecture("glm4_moe", glm4_moe.glm4_moe_spec, glm4_moe.NAMES, glm4_moe.DEFAULTS),
+    "HunYuanDenseV1ForCausalLM": Architecture(
+        "hunyuan_v1_dense", hunyuan.hunyuan_spec, hunyuan.NAMES, hunyuan.DEFAULTS
+    ),
     "MinistralForCausalLM": Architecture("ministral", mistral.ministral_spec, defaults=mistral.MISTRAL_DEFAULTS),
     "MixtralForCausalLM": Architecture("mixtral", mixtral.mixtral_spec, mixtral.NAMES, mixtral.DEFAULTS),
     "OlmoeForCausalLM": Architecture("olmoe", olmoe.olmoe_spec, defaults=olmoe.DEFAULTS),

@@ -63,6 +63,7 @@ def config_object(file: GgufFile) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": bias,
         "qkv_bias": bias,
+        "use_qk_norm": f"{names.layer(0)}.{names.q_norm}.weight" in tensors,
         "mlp_bias": f"{names.layer(0)}.{names.down}.bias" in tensors,
         "tie_word_embeddings": f"{names.head}.weight" not in tensors,
         "eos_token_id": [*dict.fromkeys(token for token in ends if token < embedding.shape[0])],

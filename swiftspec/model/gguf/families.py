@@ -40,11 +40,11 @@ def _with_experts(names: TensorNames) -> TensorNames:
     return replace(
         names, router="ffn_gate_inp", gate_experts="ffn_gate_exps", up_experts="ffn_up_exps",
         down_experts="ffn_down_exps", shared_gate="ffn_gate_inp_shexp", shared_gate_proj="ffn_gate_shexp",
-        shared_up_proj="ffn_up_shexp", shared_down_proj="ffn_down_shexp",
+        shared_up_proj="ffn_up_shexp", shared_down_proj="ffn_down_shexp", correction="exp_probs_b.bias",
     )  # fmt: skip
 
 
-SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3  # of `expert_gating_func`
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # of `expert_gating_func`
 MTP_LAYERS = "nextn_predict_layers"  # layers of multi-token prediction, after the others
 SECTIONS = "rope.dimension_sections"
 RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
@@ -194,6 +194,30 @@ def _gpt_oss(fields: GgufFields, rope: Json) -> Json:
     }
 
 
+def _glm4moe(fields: GgufFields, rope: Json) -> Json:
+    """The norms of query and key heads, which the larger models have, are known by their tensors."""
+    normed = fields.values.get("expert_weights_norm", False)
+    if not isinstance(normed, bool):
+        raise fields.unsupported("expert_weights_norm")
+    return {
+        "num_hidden_layers": _layers_without_mtp(fields),
+        "num_experts_per_tok": _experts_per_token(fields, SIGMOID),
+        "moe_intermediate_size": fields.scalar("expert_feed_forward_length"),
+        "n_shared_experts": fields.scalar("expert_shared_count"),
+        "first_k_dense_replace": fields.scalar("leading_dense_block_count") or 0,
+        "norm_topk_prob": normed,
+    }
+
+
+def _layers_without_mtp(fields: GgufFields) -> int:
+    """Returns the number of layers but those of multi-token prediction, which `block_count` includes."""
+    blocks = fields.number("block_count")
+    count = blocks - fields.number(MTP_LAYERS)
+    if not 0 < count <= blocks <= MAX_LAYERS or count % 1:
+        raise fields.unsupported("block_count")
+    return int(count)
+
+
 def _qwen35(fields: GgufFields, rope: Json) -> Json:
     """RoPE has one position per token: in a text those of all sections are equal."""
     sections = fields.values.get(SECTIONS)
@@ -201,6 +225,17 @@ def _qwen35(fields: GgufFields, rope: Json) -> Json:
     if sections is not None and not _sections_cover(sections, pairs):
         raise fields.unsupported(SECTIONS)
     return _delta(fields, rope)
+
+
+def _qwen_vl(fields: GgufFields, rope: Json) -> Json:
+    """RoPE as in `_qwen35`. llama.cpp does not rotate two of the 64 pairs of a Qwen3-VL in a text; transformers does,
+    and in the training all were rotated."""
+    sections = fields.values.get(SECTIONS)
+    if not isinstance(sections, np.ndarray) or len(sections) not in (3, 4) or sections[3:].any():
+        raise fields.unsupported(SECTIONS)
+    if 2 * sections[:3].sum() != fields.head_dim():
+        raise fields.unsupported(SECTIONS)
+    return {}
 
 
 def _sections_cover(sections: Any, pairs: float) -> bool:
@@ -219,12 +254,9 @@ def _delta(fields: GgufFields, rope: Json) -> Json:
     size = fields.number("ssm.inner_size")
     if not heads > 0 or size % heads:
         raise fields.unsupported("ssm.inner_size")
-    blocks = fields.number("block_count")
-    count = blocks - fields.number(MTP_LAYERS)
-    if not 0 < count <= blocks <= MAX_LAYERS or count % 1:
-        raise fields.unsupported("block_count")
+    count = _layers_without_mtp(fields)
     found: Json = {
-        "num_hidden_layers": int(count),
+        "num_hidden_layers": count,
         "linear_conv_kernel_dim": fields.scalar("ssm.conv_kernel"),
         "linear_key_head_dim": fields.scalar("ssm.state_size"),
         "linear_num_key_heads": fields.scalar("ssm.group_count"),
@@ -237,7 +269,7 @@ def _delta(fields: GgufFields, rope: Json) -> Json:
         return found
     if not isinstance(recurrent, np.ndarray):
         raise fields.unsupported(RECURRENT)
-    return {**found, "layer_types": [LINEAR if each else FULL for each in recurrent[: int(count)].tolist()]}
+    return {**found, "layer_types": [LINEAR if each else FULL for each in recurrent[:count].tolist()]}
 
 
 def _with_mixture(read: Callable[[GgufFields, Json], Json]) -> Callable[[GgufFields, Json], Json]:
@@ -273,6 +305,9 @@ GGUF_ARCHITECTURES = {
     ),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
+    "qwen2vl": GgufArchitecture("Qwen2VLTextModel", read=_qwen_vl, known=(SECTIONS,)),
+    "qwen3vl": GgufArchitecture("Qwen3VLTextModel", read=_qwen_vl, known=(SECTIONS,)),
+    "hunyuan-dense": GgufArchitecture("HunYuanDenseV1ForCausalLM"),
     "olmoe": GgufArchitecture("OlmoeForCausalLM", features=EXPERTS, read=_olmoe, names=_with_experts(GGUF_NAMES)),
     "seed_oss": GgufArchitecture("SeedOssForCausalLM", names=replace(GGUF_NAMES, mlp_norm="post_attention_norm")),
     "arcee": GgufArchitecture(
@@ -329,6 +364,14 @@ GGUF_ARCHITECTURES = {
     ),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", read=_olmo, features={WINDOW: "sliding_window"}),
     "glm4": GgufArchitecture("Glm4ForCausalLM", partial_rope=True, names=JOINED_MLP),
+    "glm4moe": GgufArchitecture(
+        "Glm4MoeForCausalLM", partial_rope=True, read=_glm4moe, known=(MTP_LAYERS,),
+        features={
+            "expert_count": "n_routed_experts", "expert_weights_scale": "routed_scaling_factor",
+            "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+        },
+        names=replace(_with_experts(GGUF_NAMES), mlp_norm="post_attention_norm"),
+    ),
     "mistral3": GgufArchitecture(
         "Ministral3ForCausalLM", rotates_pairs=True, read=_mistral3,
         features={"attention.temperature_scale": "llama_4_scaling_beta"},
@@ -343,6 +386,8 @@ def gguf_architecture(file: GgufFile) -> GgufArchitecture:
 
 def architecture_named(name: object) -> GgufArchitecture:
     """Returns the family of a name in the metadata. Raises UserError if it is not supported."""
+    if name == "clip":
+        raise UserError("the vision part (mmproj) of a multimodal model; use the file of its text model")
     found = GGUF_ARCHITECTURES.get(name) if isinstance(name, str) else None
     if found is None:
         known = relatives(name if isinstance(name, str) else "", GGUF_ARCHITECTURES)

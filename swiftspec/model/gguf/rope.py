@@ -14,11 +14,8 @@ from swiftspec.model.gguf.file import GgufFile
 ROPE_FREQS = "rope_freqs.weight"  # factors by which Llama 3.1 and later divide the frequencies of RoPE
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"  # of longrope
 ROPE_TENSORS = (ROPE_FREQS, SHORT_FACTORS, LONG_FACTORS)
-ROPE_FREQ_TOLERANCE = 1e-4  # relative
-DEFAULT_THETA, MAX_THETA = 10000.0, 1e15
+DEFAULT_THETA = 10000.0
 MAX_HEAD_DIM = 1 << 14
-LLAMA3_FACTORS = (8.0, 32.0)  # Llama 3.1 and 3.3; 3.2
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN_FIELDS = {  # of config.json, by the name after "rope.scaling."
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
@@ -55,7 +52,7 @@ def _scaling(file: GgufFile, fields: GgufFields, rotated: float) -> dict[str, An
     if LONG_FACTORS in own or SHORT_FACTORS in own or kind == "longrope":
         return _longrope(file, fields, rotated)
     if ROPE_FREQS in own:
-        return _llama3_rope(file, fields.number("rope.freq_base") or DEFAULT_THETA, rotated)
+        return {**_factor_fields(file, fields, rotated, (ROPE_FREQS, ROPE_FREQS)), "attention_factor": 1.0}
     if fields.number("rope.scale_linear") not in (0, 1):  # of old files
         raise fields.unsupported("rope.scale_linear")
     factor = 1.0 if fields.is_off("rope.scaling.factor") else fields.scalar("rope.scaling.factor")
@@ -90,14 +87,21 @@ def _trained_length(fields: GgufFields) -> Any:
 
 
 def _longrope(file: GgufFile, fields: GgufFields, rotated: float) -> dict[str, Any]:
-    found: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": _trained_length(fields)}
-    for tensor, name in ((SHORT_FACTORS, "short_factor"), (LONG_FACTORS, "long_factor")):
-        factors = _factors(file, tensor, rotated)
-        if factors is None:
-            raise UserError(f"RoPE type 'longrope' needs tensor {tensor} with half as many numbers as are rotated")
-        found[name] = [float(str(factor)) for factor in factors]
+    found = _factor_fields(file, fields, rotated, (SHORT_FACTORS, LONG_FACTORS))
     if not fields.is_off("rope.scaling.attn_factor"):
         found["attention_factor"] = fields.scalar("rope.scaling.attn_factor")
+    return found
+
+
+def _factor_fields(file: GgufFile, fields: GgufFields, rotated: float, tensors: tuple[str, str]) -> dict[str, Any]:
+    """Returns RoPE whose frequencies are divided by the factors in `tensors`, within the trained length and beyond it.
+    The factors of Llama 3 are the same for both."""
+    found: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": _trained_length(fields)}
+    for tensor, name in zip(tensors, ("short_factor", "long_factor"), strict=True):
+        factors = _factors(file, tensor, rotated)
+        if factors is None:
+            raise UserError(f"RoPE needs tensor {tensor} with half as many numbers as are rotated")
+        found[name] = [float(str(factor)) for factor in factors]
     return found
 
 
@@ -110,22 +114,3 @@ def _factors(file: GgufFile, name: str, rotated: float) -> np.ndarray | None:
         stream.seek(tensor.offset)
         found = np.frombuffer(stream.read(tensor.nbytes), "<f4")
     return found if found.shape == tensor.shape else None
-
-
-def _llama3_rope(file: GgufFile, theta: float, head_dim: float) -> dict[str, Any]:
-    """Returns the scaling of Llama 3 whose factors the file has as a tensor. Raises UserError if they are others."""
-    found = _factors(file, ROPE_FREQS, head_dim)
-    if found is not None and 1 < theta < MAX_THETA:
-        for factor in LLAMA3_FACTORS:
-            if np.allclose(found, _llama3_factors(theta, head_dim, factor), rtol=ROPE_FREQ_TOLERANCE, atol=0):
-                return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
-    raise UserError(f"the RoPE factors in tensor {ROPE_FREQS} are not those of Llama 3.1, 3.2 or 3.3")
-
-
-def _llama3_factors(theta: float, head_dim: float, factor: float) -> np.ndarray:
-    """Returns the divisors of the frequencies of RoPE [head_dim / 2], as llama.cpp's converter computes them."""
-    low, high, original = LLAMA3_ROPE.values()
-    wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = (original / wavelength - low) / (high - low)
-    between = 1 / ((1 - smooth) / factor + smooth)
-    return np.where(wavelength < original / high, 1.0, np.where(wavelength > original / low, factor, between))

@@ -10,54 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.errors import UserError
+from swiftspec.capabilities import Features, why_slower
 from swiftspec.messages import Proposal
-from swiftspec.params import SamplingParams
 from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.acceptance import Accepted, AcceptFn
 from swiftspec.tree.tree import DraftTree, Leaves
 
-# feature that an executor must support -> the setting of a request or of the engine that requires it
-FEATURES = {
-    "greedy": "temperature 0",
-    "sampled": "temperature above 0",
-    "logit bias": "logit_bias, allowed_token_ids, or a bad word that is one token",
-    "filters": "top_k, top_p or min_p, at a temperature above 0",
-    "deep top-k": "top_k above what the ranks of a group exchange, 64 tokens each",
-    "penalties": "repetition, presence or frequency penalty",
-    "guidance": "guidance_scale other than 1",
-    "drawn proposals": "proposal sample",
-    "rejection": "verify reject, at a temperature above 0",
-    "log-probabilities": "logprobs",
-    "grammar": "a grammar",
-    "token rules": "min_tokens, or a bad word of several tokens",
-    "population": "sequence groups: max_num_seqs above 1, or mode smc",
-    "hidden states": "a target that keeps hidden states",
-}
-Features = frozenset[str]  # keys of FEATURES: the properties of a request that decide which executors support it
 # as `ChildSelector.rank`
 RankChildren = Callable[[Tensor, Leaves, Paths | None, Tensor], tuple[NDArray[np.int64], NDArray[np.floating]]]
-
-
-def features_of(sampling: SamplingParams, *more: str) -> Features:
-    """Returns the features that an executor must support to run a request. `more`: features that do not follow from
-    the sampling parameters, such as `rejection`."""
-    found = {
-        "greedy": sampling.greedy,
-        "sampled": not sampling.greedy,
-        "logit bias": bool(sampling.logit_bias) or sampling.excludes_tokens,
-        "filters": sampling.filtered,
-        "penalties": sampling.penalised,
-        "grammar": sampling.grammar is not None,
-        "token rules": sampling.has_path_rules,
-    }
-    return frozenset(name for name, requested in found.items() if requested) | frozenset(more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +54,13 @@ class ExecutorRequest:
 
 
 class Executor(Protocol):
-    """Base protocol of executors: a name, and the features by which `select_executor` selects."""
+    """Base protocol of executors. `columns`: the columns of `capabilities.EXECUTORS` that describe what it does not
+    run."""
 
     @property
     def name(self) -> str: ...
-    def supports(self, required: Features) -> bool: ...  # whether it can run a request with these features
+    @property
+    def columns(self) -> Sequence[str]: ...
 
 
 class TreeExecutor(Executor, Protocol):
@@ -126,21 +94,13 @@ class TreeExecutor(Executor, Protocol):
     def settle(self, path: Sequence[int]) -> None:
         """Commits the accepted path's KV to the prefix, unless `verify` has already done so."""
 
-    def fast_reply(self, tree: DraftTree, *where: Any) -> Any:
-        """Returns a native object that answers the next result without Python, or None if the executor has none.
-        `where`: request number, position of the root, bs, w, d, and `lookahead_drafter.EXPANSION_YIELD`, or 0 to ignore
-        whether another expansion pays."""
-
 
 T = TypeVar("T", bound=Executor)
 
 
 def select_executor(kinds: Sequence[T], required: Features, named: str = "") -> T:
-    """Returns the first executor that supports the `required` features, or the one with the name `named`, which a
-    leader has selected. Raises UserError if there is none."""
-    for kind in kinds:
-        if kind.name == named or (not named and kind.supports(required)):
-            return kind
-    alone = sorted(name for name in required if not any(kind.supports(frozenset((name,))) for kind in kinds))
-    causes = ", ".join(FEATURES[name] for name in alone or sorted(required))
-    raise UserError(f"no executor of this mode supports {causes}; choose another mode")
+    """Returns the first executor that runs a request with the `required` features, or the one with the name `named`,
+    which a leader has selected. The last one, which is eager, runs all of them."""
+    if named:
+        return next(kind for kind in kinds if kind.name == named)
+    return next((kind for kind in kinds if why_slower(kind.columns, required) is None), kinds[-1])

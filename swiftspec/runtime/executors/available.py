@@ -24,8 +24,9 @@ from swiftspec.runtime.executors.graph import (
 )
 from swiftspec.runtime.executors.graph_expansions import DeviceTreeLike, GraphExpansionExecutor
 from swiftspec.runtime.executors.graph_verifications import GraphVerificationExecutor
-from swiftspec.runtime.executors.native import NativeExecutor, NativeModel, NativeTree
+from swiftspec.runtime.executors.native import NativeExecutor, NativeModel
 from swiftspec.runtime.executors.native_population import NativePopulationExecutor
+from swiftspec.runtime.executors.native_tree import NativeTree
 from swiftspec.runtime.executors.population_rounds import (
     EagerPopulationExecutor,
     GraphPopulationExecutor,
@@ -83,13 +84,14 @@ def draft_executors(runner: Runner, deps: ExecutorDeps, config: EngineConfig) ->
     slots, leaves, children = runner.tree_slots, config.leaves_per_expansion, config.children_per_leaf
     tree = DraftTree(1 + slots * children, slots)
     if deps.fused is not None:
-        tree = NativeTree(1 + slots * children, slots, deps.fused)
+        tree = NativeTree(1 + slots * children, slots, deps.fused.tree)
         executors.append(NativeExecutor(runner, deps.fused))
     graphs = deps.graphs
     if graphs is not None and _captures(runner, 1):
         on_device = deps.ops.device_tree(slots, children, leaves, runner.vocab, runner.model.device)
         # message of `VocabShard.log_top_k`: per leaf the children, their scores and one sum
         if on_device is not None and _captures(runner, leaves, 2 * children + 1, dtype=torch.float64):
+            tree = NativeTree(1 + slots * children, slots, on_device.host_tree)
             executors.append(GraphExpansionExecutor(runner, graphs, on_device))
         executors.append(GraphForwardExecutor(runner, graphs))
     return [*executors, EagerExecutor(runner)], tree
@@ -99,7 +101,7 @@ def target_captures(executors: Sequence[TreeExecutor], config: EngineConfig) -> 
     """Returns functions that capture the CUDA graphs of all verifications, one each; see
     `GraphForwardExecutor.forward_captures`. Requests with guidance, and rejection sampling, capture theirs when they
     need them."""
-    shapes, found = chain_shapes(config.verify_batch), list[Callable[[], None]]()
+    shapes, found = chain_shapes(config.max_nodes), list[Callable[[], None]]()
     for kind in executors:
         if isinstance(kind, GraphVerificationExecutor):
             found += kind.verification_captures(shapes)
@@ -111,12 +113,12 @@ def target_captures(executors: Sequence[TreeExecutor], config: EngineConfig) -> 
 def draft_captures(executors: Sequence[TreeExecutor], config: EngineConfig, slots: int) -> list[Callable[[], None]]:
     """As `target_captures`, for the expansions of a draft tree of `slots` tree slots."""
     leaves, found = config.leaves_per_expansion, list[Callable[[], None]]()
+    roots = chain_shapes(leaves + 1)  # a root is expanded with up to `leaves` pending tokens
     for kind in executors:
         if isinstance(kind, GraphExpansionExecutor):
-            found += kind.expansion_captures(config.max_draft_steps)
+            found += kind.expansion_captures(config.max_draft_steps, roots)
         elif isinstance(kind, GraphForwardExecutor):
-            # a root is expanded with up to `leaves` pending tokens
-            shapes = {*chain_shapes(leaves + 1), *tree_shapes(leaves, slots)}
+            shapes = {*roots, *tree_shapes(leaves, slots)}
             found += kind.forward_captures(sorted(shapes))
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from swiftspec.messages import Proposal
 from swiftspec.model.batch import HostBatch, Ints
-from swiftspec.runtime.executors import FEATURES, Accepted, ExecutorRequest, Features
+from swiftspec.runtime.executors import Accepted, ExecutorRequest
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree import mask as tree_mask
 from swiftspec.tree.tree import DraftTree
@@ -21,13 +20,10 @@ class EagerExecutor:
     """Eager executor of expansions and verifications. The host waits for the logits of each forward."""
 
     name = "eager"
-    SUPPORTED = frozenset(FEATURES)
+    columns: Sequence[str] = ()
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-
-    def supports(self, required: Features) -> bool:
-        return True
 
     def open(self, request: ExecutorRequest) -> None:
         self._request = request
@@ -102,9 +98,6 @@ class EagerExecutor:
 
     def settle(self, path: Sequence[int]) -> None:
         self.runner.cache.commit(path)
-
-    def fast_reply(self, tree: DraftTree, *where: Any) -> Any:
-        return None
 
     def forward(self, batch: HostBatch) -> Tensor:
         """Runs a forward and returns its logits [rows, vocab]."""

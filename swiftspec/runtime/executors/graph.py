@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from swiftspec.model.batch import Batch, HostBatch
-from swiftspec.runtime.executors import FEATURES, ExecutorRequest, Features
+from swiftspec.runtime.executors import ExecutorRequest
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.noise import PositionNoise
@@ -259,18 +259,14 @@ class GraphForwardExecutor(EagerExecutor):
     """Executor whose forwards are CUDA graphs; sampling and acceptance follow operator by operator."""
 
     name = "graph forwards"
-    SUPPORTED: Features = frozenset(FEATURES) - {"guidance", "population"}
 
-    def __init__(self, runner: Runner, graphs: GraphCache, guided: bool = False) -> None:
+    def __init__(self, runner: Runner, graphs: GraphCache, guided: bool = True) -> None:
         """`guided`: whether graphs over two sequences are possible, so that guided requests are supported too."""
         super().__init__(runner)
         self.graphs = graphs
-        self._supported = self.SUPPORTED | {"guidance"} if guided else self.SUPPORTED
+        self.columns = (*self.columns, *(() if guided else ("graph of one sequence",)))
         # guidance scale s, read by graphs over two sequences
         self._scale = torch.ones((), dtype=torch.float64, device=runner.model.device)
-
-    def supports(self, required: Features) -> bool:
-        return required <= self._supported
 
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)

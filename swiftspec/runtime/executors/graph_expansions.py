@@ -1,35 +1,44 @@
 """Graph executor of expansions: several expansions of a draft tree as one CUDA graph.
 
 The tree is copied to the device, expanded there and copied back: two copies and one wait of the host instead of one
-wait per expansion. In a tensor-parallel group the collectives must be kernels on peer memory; each rank then has its
-own graph and computes the same tree.
+wait per expansion. After a reset the batch of the root and the pending tokens is copied instead, and a graph makes the
+tree from it. In a tensor-parallel group the collectives must be kernels on peer memory; each rank then has its own
+graphs and computes the same tree.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.backends.reference import Scores
 from swiftspec.backends.reference.sampling import calibrated_scores
 from swiftspec.model.batch import Batch
-from swiftspec.runtime.executors import ExecutorRequest, Features
+from swiftspec.runtime.executors import ExecutorRequest
 from swiftspec.runtime.executors.graph import (
+    CAPTURED_ROWS,
+    BatchShape,
     CapturedGraph,
     GraphCache,
     GraphForwardExecutor,
+    RowOutputs,
     StaticNoiseBuffer,
+    blank_batch,
     load_bias,
 )
+from swiftspec.runtime.executors.native_tree import NativeTreeHandle
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.logits_params import PROCESSED, RAW, LogitsParams
 from swiftspec.sampling.noise import PositionNoise
 from swiftspec.tree.tree import DraftTree
+
+ROOT_GRAPHS = "roots"  # graph set: expansions of a root together with its pending tokens
 
 
 class ExpansionRows(Protocol):
@@ -51,29 +60,28 @@ class DeviceTreeLike(Protocol):
     children: int
     expansions_left: int
     rows: Any
-    state: Tensor  # the whole tree
+    state: Tensor  # the whole tree, `region` and `logprob` included
+    region: Tensor
     logprob: Tensor
 
-    def upload(self, tree: Any, /) -> None: ...
-    def restore(self) -> None: ...
-    def download(self, tree: Any, /) -> None: ...
+    def host_tree(self, arrays: Sequence[NDArray], /) -> NativeTreeHandle: ...
+    def upload(self, tree: Any, prefix: int, /) -> None: ...
+    def download(self, tree: Any, slots: int, /) -> None: ...
+    def add_root(self, token: Tensor, slot: Tensor, tokens: Tensor, logprobs: Tensor, /) -> None: ...
     def best_leaves(self, prefix: Tensor, /) -> ExpansionRows: ...
     def add_children(self, tokens: Tensor, logprobs: Tensor, /) -> None: ...
 
 
 class GraphExpansionExecutor(GraphForwardExecutor):
-    """Graph executor of expansions. The root is expanded by a separate forward, because its batch contains the pending
-    tokens."""
+    """Graph executor of expansions. The root has graphs of its own, because its batch contains the pending tokens."""
 
     name = "graph"
-    SUPPORTED: Features = frozenset({"greedy", "sampled", "logit bias"})
+    columns = ("graph of expansions",)
 
     def __init__(self, runner: Runner, graphs: GraphCache, tree: DeviceTreeLike) -> None:
         super().__init__(runner, graphs)
         self._tree = tree
         device = runner.model.device
-        self._numbers = torch.zeros(2, dtype=torch.int64, device=device)  # prefix length, end of the tree region
-        self._staged = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._sequence = torch.zeros(len(tree.rows.tokens), dtype=torch.int64, device=device)
         self._noise = StaticNoiseBuffer(runner.vocab, torch.float32, device)
         self._values, self._bias = LogitsParams(device), torch.zeros(runner.vocab, device=device)
@@ -86,57 +94,74 @@ class GraphExpansionExecutor(GraphForwardExecutor):
         self._values.load(sampler.params, noisy=self._noisy, tau=shape.tau)
         load_bias(self._bias, sampler)
 
-    def expansion_captures(self, steps: int) -> list[Callable[[], None]]:
-        """Returns functions that each capture a graph of at most `steps` expansions. See `forward_captures`."""
-        slots = self._tree.rows.mask.shape[1]
+    def expansion_captures(self, steps: int, roots: Sequence[BatchShape]) -> list[Callable[[], None]]:
+        """Returns functions that each capture the expansion of a root whose batch has one of the shapes `roots`, or at
+        most `steps` expansions after it. See `forward_captures`."""
+        slots, lengths = self._tree.rows.mask.shape[1], self.captured_lengths()
+
+        def capture_root(shape: BatchShape, kv_len: int) -> None:
+            self.open_cache()
+            self.run_batch(ROOT_GRAPHS, blank_batch(*shape, kv_len), self._expand_root)
+            if (shape, kv_len) == (roots[-1], lengths[-1]):
+                self.graphs.mark_complete(ROOT_GRAPHS)
 
         def capture(count: int) -> None:
             self.open_cache()
             # an empty prefix and the whole tree region, as in a request: attention over no slot has no result
-            self._numbers.copy_(torch.tensor([0, slots]))
+            self._tree.region.copy_(torch.tensor([0, slots]))
             self._graph(count)
 
-        return [partial(capture, count) for count in powers_of_two(steps)]
+        root_captures = [partial(capture_root, shape, kv_len) for kv_len in lengths for shape in roots]
+        return [*root_captures, *(partial(capture, count) for count in powers_of_two(steps))]
 
     def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
-        if tree.expanded == 0 and count > 0:
-            super().expand(tree, pending, 1)
-            count -= 1
-        if tree.expanded > 0 and 0 < count <= self.expansions_that_fit(tree):
-            self._expand_on_device(tree, count)
+        fits = 0 < count <= self.expansions_that_fit(tree, len(pending))
+        if fits and len(pending) < CAPTURED_ROWS[-1] and self.has_room(tree, pending):
+            self._expand_on_device(tree, pending, count)
         else:
             super().expand(tree, pending, count)
 
-    def expansions_that_fit(self, tree: DraftTree) -> int:
+    def expansions_that_fit(self, tree: DraftTree, pending: int) -> int:
         """Returns the number of expansions for which tree and KV cache have space, and after which the tree is not
-        deeper than a block of noise (PositionNoise.BLOCK_POSITIONS)."""
-        slots = min(tree.expandable_leaves(self._tree.children), self.runner.cache.free_slots)
-        return min(slots // len(self._sequence), PositionNoise.BLOCK_POSITIONS - _depth(tree))
+        deeper than a block of noise (PositionNoise.BLOCK_POSITIONS). `pending`: number of pending tokens."""
+        root = int(tree.expanded == 0)  # takes one slot, each further expansion w
+        free = self.runner.cache.free_slots - pending
+        slots = min(tree.expandable_leaves(self._tree.children), free) - root
+        return min(slots // len(self._sequence) + root, PositionNoise.BLOCK_POSITIONS - _depth(tree))
 
-    def _expand_on_device(self, tree: DraftTree, count: int) -> None:
-        cache, sampler, began = self.runner.cache, self._request.sampler, time.perf_counter()
-        prefix = cache.prefix_len[0]
+    def _expand_on_device(self, tree: DraftTree, pending: list[int], count: int) -> None:
+        runner, began, w = self.runner, time.perf_counter(), len(self._sequence)
+        batch = runner.chain_batch([*pending, int(tree.token[0])]) if tree.expanded == 0 else None
+        pending.clear()
+        prefix, further = runner.cache.prefix_len[0], count - (batch is not None)
         if self._noisy:
-            self._noise.ensure(sampler.noise, prefix + 1, prefix + 1 + _depth(tree) + count)
-        self._staged[:] = torch.tensor([prefix, prefix + tree.slots])
-        self._numbers.copy_(self._staged, non_blocking=True)
-        self._tree.upload(tree)
-        with self.runner.translate_peer_errors():
-            self._tree.restore()
-            for power in binary_parts(count):
+            self._noise.ensure(self._request.sampler.noise, prefix + 1, prefix + 1 + _depth(tree) + count)
+        with runner.translate_peer_errors():
+            if batch is None:
+                self._tree.upload(tree, prefix)
+            else:
+                self.run_batch(ROOT_GRAPHS, batch, self._expand_root)
+            for power in binary_parts(further):
                 self._graph(power).replay()
-            self._tree.download(tree)
-        cache.append_tree(count * len(self._sequence))
-        for _ in range(count):
-            self.runner.record_step(began, len(self._sequence))
+            runner.cache.append_tree(further * w)
+            self._tree.download(tree, runner.cache.tree_len)
+        for rows in [*([] if batch is None else [len(batch)]), *[w] * further]:
+            runner.record_step(began, rows)
             began = time.perf_counter()
+
+    def _expand_root(self, batch: Batch) -> RowOutputs:
+        """Makes a tree of the root, the last row of a batch with the pending tokens, and its children."""
+        logits, last = self.model_forward(batch)[0], slice(len(batch) - 1, len(batch))
+        children = self._children(logits[last], batch.positions[last] + 1)
+        self._tree.add_root(batch.tokens[last], batch.slots[last], *children)
+        return self._tree.logprob, None
 
     def _graph(self, count: int) -> CapturedGraph:
         """Returns the graph of `count` expansions."""
         return self.graphs.ensure("expansions", count, lambda: self._expansions(count), (self._tree.state,))
 
     def _expansions(self, count: int) -> Tensor:
-        prefix, end = self._numbers.split(1)
+        prefix, end = self._tree.region.split(1)
         self._tree.expansions_left = count  # `expansions_that_fit` has checked the real number
         for _ in range(count):
             rows = self._tree.best_leaves(prefix)

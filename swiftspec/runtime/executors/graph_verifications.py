@@ -25,8 +25,8 @@ from torch import Tensor
 from swiftspec.messages import Proposal
 from swiftspec.model.batch import Batch, HostBatch
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.async_copy import AsyncCopy
-from swiftspec.runtime.executors import Accepted, ExecutorRequest, Features
+from swiftspec.runtime.async_copy import HostCopies
+from swiftspec.runtime.executors import Accepted, ExecutorRequest
 from swiftspec.runtime.executors.graph import (
     CAPTURED_ROWS,
     BatchKey,
@@ -53,15 +53,14 @@ class GraphVerificationExecutor(GraphForwardExecutor):
     """Graph executor of verifications: one CUDA graph and one wait of the host each."""
 
     name = "graph"
-    SUPPORTED: Features = frozenset(
-        {"greedy", "sampled", "logit bias", "filters", "penalties", "rejection", "hidden states"}
-    )
+    columns = ("graph of a verification",)
 
-    def __init__(self, runner: Runner, graphs: GraphCache, guided: bool = False) -> None:
+    def __init__(self, runner: Runner, graphs: GraphCache, guided: bool = True) -> None:
         super().__init__(runner, graphs, guided)
         # of the logits and the noise
         dtype = torch.float64 if runner.model.dtype == torch.float64 else torch.float32
         self._noise = StaticNoiseBuffer(runner.vocab, dtype, runner.model.device)
+        self._copies = HostCopies()
         self._samplers: dict[bool, GraphSampler] = {}  # by whether it applies penalties and filters
 
     def open(self, request: ExecutorRequest) -> None:
@@ -113,7 +112,7 @@ class GraphVerificationExecutor(GraphForwardExecutor):
             first, last = int(batch.positions[0]), int(batch.positions[:count].max())
             self._noise.ensure(noise, first + 1, last + 2)
         with runner.translate_peer_errors():
-            found = AsyncCopy(self._drawn(proposal, batch)).read()
+            found = self._copies.start(self._drawn(proposal, batch)).read()
             runner.record_step(began, len(batch))
             if found.min() == UNDECIDED:
                 return self.accept(proposal, depths, self._draws.logits[self._key(batch)][:count])

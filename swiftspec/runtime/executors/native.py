@@ -18,14 +18,15 @@ from torch import Tensor
 from swiftspec.config import NativeRoundParams
 from swiftspec.messages import Proposal
 from swiftspec.model.packed_model import FusedModel, LayerCaches
-from swiftspec.runtime.executors import Accepted, ExecutorRequest, Features
+from swiftspec.runtime.executors import Accepted, ExecutorRequest
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.native_population import NativePopulation
+from swiftspec.runtime.executors.native_tree import NativeTree, NativeTreeHandle
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.noise import TARGET_STREAM
 from swiftspec.tree import mask as tree_mask
 from swiftspec.tree.synthetic_acceptance import SyntheticAcceptance
-from swiftspec.tree.tree import DraftTree, SubTree
+from swiftspec.tree.tree import DraftTree
 
 AllowedTokenBits = Callable[[list[int]], NDArray]  # leaf nodes -> uint8 bitmasks [leaves, bytes] of the allowed tokens
 
@@ -77,8 +78,8 @@ class NativeModel(FusedModel, Protocol):
         """Returns the phases of a round on a cache with one sequence."""
         ...
 
-    def tree(self, arrays: Sequence[NDArray], /) -> Any:
-        """Returns a `NativeTreeHandle` on the arrays of a `DraftTree`: token, parent, slot, logprob, visible, sizes."""
+    def tree(self, arrays: Sequence[NDArray], /) -> NativeTreeHandle:
+        """Returns a native tree on the arrays of a `DraftTree`; see `NativeTree`."""
         ...
 
     def population(
@@ -90,56 +91,16 @@ class NativeModel(FusedModel, Protocol):
         ...
 
 
-class NativeTreeHandle(Protocol):
-    """The methods of a `DraftTree` in native code, on its arrays: `prospects` is `expected_mass`, `walk` is
-    `match_prefix`. `fast_reply`: see `TreeExecutor.fast_reply`."""
-
-    def best_subtree(self, bs: int, root: int, /) -> SubTree: ...
-    def prospects(self, bs: int, w: int, root: int, /) -> tuple[float, float]: ...
-    def walk(self, tokens: Sequence[int], /) -> list[int]: ...
-    def reroot(self, node: int, /) -> tuple[list[int], list[int]]: ...
-    def fast_reply(self, request: int, prefix_len: int, bs: int, w: int, steps: int, worth: float, /) -> Any: ...
-
-
-class NativeTree(DraftTree):
-    """A `DraftTree` whose methods run in native code on the same arrays. `NativeExecutor` expands only such trees."""
-
-    def __init__(self, nodes: int, slots: int, fused: NativeModel) -> None:
-        super().__init__(nodes, slots)
-        arrays = (self.token, self.parent, self.slot, self.logprob, self.visible, self.sizes)
-        self.native: NativeTreeHandle = fused.tree(arrays)
-
-    def best_subtree(self, bs: int, root: int = 0, first: int = 0) -> SubTree:
-        if first > 0:
-            return super().best_subtree(bs, root, first)
-        return self.native.best_subtree(bs, root)
-
-    def expected_mass(self, bs: int, w: int, root: int = 0) -> tuple[float, float]:
-        return self.native.prospects(bs, w, root)
-
-    def match_prefix(self, tokens: Sequence[int]) -> list[int]:
-        return self.native.walk(tokens)
-
-    def reroot(self, node: int) -> tuple[list[int], list[int]]:
-        return self.native.reroot(node)
-
-
 class NativeExecutor(EagerExecutor):
     """Native executor of expansions and verifications. The draft tree must be a `NativeTree`."""
 
     name = "native"
-    SUPPORTED = frozenset({
-        "greedy", "sampled", "logit bias", "filters", "deep top-k", "penalties", "log-probabilities", "grammar",
-        "token rules", "guidance", "hidden states",
-    })  # fmt: skip
+    columns = ("native",)
 
     def __init__(self, runner: Runner, fused: NativeModel) -> None:
         super().__init__(runner)
         self._fused, self._group = fused, runner.model.group
         self._bound: Tensor | None = None  # the cache's keys, whose address `_rounds` holds
-
-    def supports(self, required: Features) -> bool:
-        return required <= self.SUPPORTED
 
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)
@@ -229,7 +190,3 @@ class NativeExecutor(EagerExecutor):
 
     def settle(self, path: Sequence[int]) -> None:
         pass  # `verify` has already committed it
-
-    def fast_reply(self, tree: DraftTree, *where: Any) -> Any:
-        assert isinstance(tree, NativeTree)
-        return tree.native.fast_reply(*where)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from swiftspec.config import NativeRoundParams
 from swiftspec.model.packed_model import LayerCaches
-from swiftspec.runtime.executors import FEATURES, Features
 from swiftspec.runtime.executors.population_rounds import RoundProgram, SamplingSpan
 from swiftspec.runtime.runner import Runner
 
@@ -57,7 +56,7 @@ class NativePopulationExecutor:
     """Native executor of rounds of sequence groups; both models must be in native code."""
 
     name = "native"
-    SUPPORTED: Features = frozenset(FEATURES) - {"guidance", "hidden states"}
+    columns = ("native round",)
 
     def __init__(
         self, target: Runner, draft: Runner, models: tuple[NativePopulationModel, Any], params: NativeRoundParams
@@ -66,9 +65,6 @@ class NativePopulationExecutor:
         self._program: RoundProgram | None = None  # `_native` was made for this program and these caches
         self._target: Tensor | None = None
         self._draft: Tensor | None = None
-
-    def supports(self, required: Features) -> bool:
-        return required <= self.SUPPORTED
 
     def window(self, slots: int) -> int:
         """See `PopulationExecutor.window`. Native rounds need no padding."""

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.runtime.async_copy import AsyncCopy
-from swiftspec.runtime.executors import FEATURES, Executor, Features
+from swiftspec.runtime.async_copy import HostCopies
+from swiftspec.runtime.executors import Executor
 from swiftspec.runtime.executors.graph import ROUND_GRAPHS, GraphCache
 from swiftspec.tree.mask import MASK_WIDTHS
 
@@ -105,13 +105,14 @@ class PopulationExecutor(Executor, Protocol):
 
 
 class EagerPopulationExecutor:
-    """Eager executor of rounds of sequence groups: launches operator by operator; supports every request of a target
-    that keeps no hidden states, and every device."""
+    """Eager executor of rounds of sequence groups: launches operator by operator; supports every request and
+    device."""
 
     name = "eager"
+    columns: Sequence[str] = ()
 
-    def supports(self, required: Features) -> bool:
-        return "hidden states" not in required
+    def __init__(self) -> None:
+        self._copies = HostCopies()
 
     def window(self, slots: int) -> int:
         return -(-slots // EAGER_WINDOW_SLOTS) * EAGER_WINDOW_SLOTS
@@ -120,7 +121,7 @@ class EagerPopulationExecutor:
         return live
 
     def round(self, program: RoundProgram, width: int, groups: int) -> RoundResult:
-        return AsyncCopy(program(width, groups))
+        return self._copies.start(program(width, groups))
 
     def compact(self, program: RoundProgram, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
         program.compact(group, path, keep)
@@ -131,14 +132,12 @@ class GraphPopulationExecutor(EagerPopulationExecutor):
     between them. The time of each model cannot be measured, so `Runner.busy` does not include it."""
 
     name = "graph"
-    SUPPORTED: Features = frozenset(FEATURES) - {"guidance", "hidden states"}
+    columns = ("graph of a round",)
 
     def __init__(self, graphs: GraphCache) -> None:
+        super().__init__()
         self.graphs = graphs
         self._key: Hashable = None
-
-    def supports(self, required: Features) -> bool:
-        return required <= self.SUPPORTED
 
     def window(self, slots: int) -> int:
         """See `PopulationExecutor.window`. Returns one of a few widths, because a graph is captured for each."""
@@ -157,4 +156,4 @@ class GraphPopulationExecutor(EagerPopulationExecutor):
             self.graphs.evict(ROUND_GRAPHS)  # the tensors that its graphs hold no longer exist
             self._key = program.key
         key = width, groups, program.buckets(width)
-        return AsyncCopy(self.graphs.run(ROUND_GRAPHS, key, partial(program, width, groups), program.state))
+        return self._copies.start(self.graphs.run(ROUND_GRAPHS, key, partial(program, width, groups), program.state))

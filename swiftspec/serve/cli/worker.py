@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
+from swiftspec.capabilities import features_in
 from swiftspec.config import EngineConfig
 from swiftspec.errors import RankLost, UserError
 from swiftspec.extras import require_extra
@@ -20,7 +21,7 @@ from swiftspec.model.gguf.file import is_gguf
 from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
 from swiftspec.serve.signals import GracefulStop, ignore_signals
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.settings.settings import Settings, UsageError
+from swiftspec.settings.settings import Settings, UsageError, check_usage
 from swiftspec.startup.built_in_models import built_in_models
 from swiftspec.startup.model_resolution import check_before_download
 from swiftspec.startup.session import MemoryCheck, WeightProgress, load_options
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from swiftspec.model.vocabulary import VocabularyIdentity
 
 DEFAULT_PORTS = {"target": 7070, "draft": 7071}  # ports of 127.0.0.1 that are used without --listen
+PAIR_SETTINGS = (  # of target and draft together, or of requests
+    "port", "draft_model", "draft_url", "target_url", "target_tp", "draft_tp", "chat_template", "system_prompt",
+)  # fmt: skip
 JoinFn = Callable[[], "World | None"]
 
 
@@ -49,17 +53,16 @@ def run_worker_command(argv: Sequence[str], join: JoinFn) -> int:
     if side not in ("draft", "target"):
         raise UsageError("specify the model of the worker: `swiftspec worker draft` or `swiftspec worker target`")
     command = parse_command(argv[1:], page=HELP_PAGES["worker"])
-    if command.prompt is not None or command.prompt_file is not None or command.json:
-        raise UsageError("--prompt, --prompt-file and --json are not supported by a worker; remove them")
     settings = command.settings
-    unsupported = ("port", "draft_model", "draft_url", "target_url", "target_tp", "draft_tp")
-    for name in (*unsupported, "chat_template", "system_prompt"):
-        if name in settings.model_fields_set and getattr(settings, name) is not None:
-            raise UsageError(
-                f"--{name.replace('_', '-')} is not supported by a worker, which runs only --model; remove it"
-            )
-    if settings.synthetic_acceptance_length is not None:
-        raise UsageError("--synthetic-acceptance-length is not supported by a worker: set it on the clients; remove it")
+    given = [name for name in PAIR_SETTINGS if name in settings.model_fields_set]
+    names = ", ".join(f"{{{name}}}" for name in given if getattr(settings, name) is not None)
+    found = {
+        "worker": True,
+        "prompt flags": command.has_prompt_flags,
+        "pair settings": bool(names),
+        "synthetic acceptance": settings.synthetic_acceptance_length is not None,
+    }
+    check_usage(dict.fromkeys(features_in(found), "") | ({"pair settings": names} if names else {}))
     return run_worker(side, settings, join)
 
 

@@ -63,13 +63,14 @@ class AppContext:
         return f"fp_{hashlib.sha256(state.encode()).hexdigest()[:10]}"
 
     def resolve_model_name(self, requested: str | None) -> str:
-        """Returns the requested model name, or the default one. Raises ApiError (404) if the name is not served."""
+        """Returns the requested model name, or the default one. Raises ApiError (404), in the words by which clients
+        recognise it, if the name is not served."""
         if not requested or requested in self.model_names:
             return requested or self.model_names[0]
         served = ", ".join(self.model_names)
-        raise ApiError(
-            404, f"the model {requested[:100]!r} is not served by this server: use {served}", "model", "model_not_found"
-        )
+        name = repr(requested[:100])
+        message, anthropic = f"The model {name} does not exist: use {served}", f"model: {name}; use {served}"
+        raise ApiError(404, message, "model", "model_not_found", anthropic_message=anthropic)
 
     async def run_in_tokenizer_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs `call` in a thread, one call at a time, since the tokenizer and the template renderer are not

@@ -13,12 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
+from swiftspec.capabilities import NotSupported, check_features
 from swiftspec.errors import UserError
 from swiftspec.serve.http.engine_link.engine_client import (
     GenerationFailedError,
     InvalidRequestError,
     RequestRejectedError,
 )
+from swiftspec.settings.settings import flag_name
 from swiftspec.text.template import PromptTooLong
 
 ERROR_TYPES = {
@@ -70,6 +72,14 @@ class ApiError(Exception):
 def unsupported(param: str, message: str) -> ApiError:
     """Returns the error for a field that the API defines but this server does not support."""
     return ApiError(400, f"{param}: {message}", param, "unsupported_parameter")
+
+
+def check_request_fields(param: str, *found: str) -> None:
+    """Raises ApiError for the field `param` if two of these features are not supported together (capabilities.py)."""
+    try:
+        check_features(found)
+    except NotSupported as error:
+        raise unsupported(param, error.shown(flag_name)) from None
 
 
 def unavailable_error(message: str, retry_after: float | None, status: int = 503) -> ApiError:

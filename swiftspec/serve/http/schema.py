@@ -9,22 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
 from swiftspec.params import MAX_LOGPROBS, MAX_TOKEN_COUNT
 from swiftspec.serve.http.errors import ApiError
 
-
-def _integral(value: object) -> object:
-    """Converts 4.0 to 4: JSON does not distinguish integers from floats."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-INTEGRAL = BeforeValidator(_integral)
-Token = Annotated[int, Field(ge=0, le=MAX_TOKEN_COUNT)]
-Count = Annotated[int, Field(ge=0, le=MAX_TOKEN_COUNT), INTEGRAL]
-Positive = Annotated[int, Field(ge=1, le=MAX_TOKEN_COUNT), INTEGRAL]
+# Strict: the prompt ["1", "2"] is two texts, and [1, 2] is one list of token ids.
+Token = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKEN_COUNT)]
+Count = Annotated[int, Field(ge=0, le=MAX_TOKEN_COUNT)]
+Positive = Annotated[int, Field(ge=1, le=MAX_TOKEN_COUNT)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Stops = Annotated[list[Stop], Field(max_length=16)]
 Text = Annotated[str, Field(max_length=8 << 20)]
@@ -32,7 +26,7 @@ ShortText = Annotated[str, Field(max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[dict[ShortText, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
-LogprobCount = Annotated[int, Field(ge=-1, le=MAX_LOGPROBS), INTEGRAL]
+LogprobCount = Annotated[int, Field(ge=-1, le=MAX_LOGPROBS)]
 JsonObject = dict[str, Any]
 Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=1024)]
 Variables = Annotated[dict[str, Any], Field(max_length=32)]
@@ -51,13 +45,14 @@ def _fail_fast(schema: Any) -> None:
 
 
 class Body(BaseModel):
-    """Base of request models. Strict: numbers in strings, NaN and infinities are rejected.
+    """Base of request models. As in vLLM, numbers and booleans can be strings, such as "0.7", and integers can be
+    floats, such as 4.0. NaN and infinities are rejected.
 
     The validation of each list and object ends at its first invalid item. pydantic would otherwise collect an error for
     each item, which takes seconds and a kilobyte per item, although only one error is returned.
     """
 
-    model_config = ConfigDict(extra="ignore", protected_namespaces=(), allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(extra="ignore", protected_namespaces=(), allow_inf_nan=False)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -75,11 +70,11 @@ class ExtensibleBody(Body):
 class Smc(Body):
     """Parameters of the particle population in mode smc. Each must have the value that the server was started with."""
 
-    particles: Annotated[int, Field(ge=1, le=1024), INTEGRAL] | None = None
-    smc_draft_tokens: Annotated[int, Field(ge=1, le=64), INTEGRAL] | None = None
+    particles: Annotated[int, Field(ge=1, le=1024)] | None = None
+    smc_draft_tokens: Annotated[int, Field(ge=1, le=64)] | None = None
     ess_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     power: Annotated[float, Field(gt=0, le=100)] | None = None
-    smc_exact: Annotated[int, Field(ge=0, le=64), INTEGRAL] | None = None
+    smc_exact: Annotated[int, Field(ge=0, le=64)] | None = None
 
 
 class SamplingFields(ExtensibleBody):
@@ -90,13 +85,13 @@ class SamplingFields(ExtensibleBody):
         None, description="0 is greedy; values between 0 and 0.001 become 0.001."
     )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_COUNT), INTEGRAL] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_COUNT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Bias | None = Field(None, description="Added to the logits; the keys are token ids.")
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1), INTEGRAL] | None = Field(
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = Field(
         None, description="Seed of the noise; random by default. A negative seed is reduced modulo 2^64."
     )
     guidance_scale: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -130,7 +125,7 @@ class SamplingFields(ExtensibleBody):
     )
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN_COUNT), INTEGRAL] | None = Field(
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN_COUNT)] | None = Field(
         None, description="Maximum number of prompt tokens; -1: as many as the context holds with room for max_tokens."
     )
     truncation_side: Literal["left", "right"] | None = Field(

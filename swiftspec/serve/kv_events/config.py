@@ -53,12 +53,7 @@ def kv_events_config(settings: Settings) -> KvEventsConfig | None:
             )
     if replay_endpoint == endpoint:
         raise UsageError("--kv-events-replay-endpoint must differ from --kv-events-endpoint")
-    if settings.prefix_cache_memory == 0:
-        raise UsageError("--kv-events-endpoint is not supported with --prefix-cache-memory 0; remove one of them")
-    if settings.target_url is not None:
-        raise UsageError(
-            "--kv-events-endpoint is not supported with --target-url, whose worker has the prefix cache; remove it"
-        )
+    settings.check_features(None)
     require_extra("kv-events", "--kv-events-endpoint")
     name = next(iter(settings.served_model_name), None) or default_served_name(settings.model)
     return KvEventsConfig(endpoint, replay_endpoint, settings.kv_events_topic, settings.kv_block_size, name)

@@ -70,7 +70,7 @@ class SupervisedProcess:
         self._restart_policy = RestartPolicy()
         self._receive_buffer = b""
         self._last_heartbeat = self._timers_reset_at = 0.0
-        self._cpu_waits: dict[int, float] = {}  # seconds by thread, at the latest heartbeat
+        self._cpu_waits: dict[int, float] = {}  # seconds by thread, at the latest heartbeat or the start
         self._busy_since: float | None = None
         self._ready_at: float | None = None
         self._exit_requested = False
@@ -80,7 +80,6 @@ class SupervisedProcess:
         program = self.program
         self.incarnation, self.restart_at, self.kill_reason, self._receive_buffer = self.incarnation + 1, None, "", b""
         self._last_heartbeat = self._timers_reset_at = now
-        self._cpu_waits = {}
         self._busy_since = self._ready_at = None
         self._exit_requested = False
         self.control, remote_end = socket.socketpair()
@@ -94,6 +93,7 @@ class SupervisedProcess:
             except OSError:
                 self._close_control()
                 raise
+        self._cpu_waits = self._read_cpu_waits()
         with suppress(OSError):  # it may have exited already
             self.control.sendall(control_protocol.encode_first_message(program.first_message))
         self.control.setblocking(False)
@@ -155,7 +155,8 @@ class SupervisedProcess:
         return {thread: cpu_wait_s(self.process.pid, thread) for thread in (self.process.pid, *threads)}
 
     def _cpu_wait_since_heartbeat(self) -> float:
-        """Returns the longest time that one of the threads has waited for a CPU since the latest heartbeat."""
+        """Returns the longest time that one of the threads has waited for a CPU since the latest heartbeat or the
+        start."""
         waits = self._read_cpu_waits(*self._cpu_waits)
         return max((waits[thread] - before for thread, before in self._cpu_waits.items()), default=0.0)
 

@@ -46,6 +46,7 @@ def test_advice_is_for_cpus_with_amx() -> None:
     assert crash_advice(AVX2) == ""
 
 
+@pytest.mark.slow
 def test_a_failed_step_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pip").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "pip").chmod(0o755)

@@ -12,6 +12,8 @@ from bench.baselines.llama_server import LlamaServer, find_server
 from bench.workload import Work
 from swiftspec.errors import UserError
 
+pytestmark = pytest.mark.slow  # each test starts processes
+
 WORK = Work(long=[[5] * 40], short=[[1, 2], [3, 4]], tokens=6)
 PROGRAM = """#!{python}
 import json, os, signal, sys

@@ -13,6 +13,8 @@ import torch
 from bench.gpu import constants
 from bench.gpu.targets import Constants
 
+pytestmark = pytest.mark.slow  # each test starts processes
+
 REPORTED = (
     "gpu NVIDIA H200\ngap 1.1000 us\nplain_gap 1.9 us\nexchange 0.7 us\ncopy 4200.0 GB/s\nread_139kB 4410.0 GB/s\n"
 )

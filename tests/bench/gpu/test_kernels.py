@@ -234,6 +234,7 @@ def test_measurement_continues_after_a_crash_and_a_hang(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["done"] == ["a", "dies", "b", "hangs", "c"]
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_to_start_is_not_restarted_for_ever(tmp_path: Path) -> None:
     code = "import os; os.abort()"
     assert watch([sys.executable, "-c", code], tmp_path / "none.json", 30.0, 5.0, kernels.give_up) == 1

@@ -44,6 +44,7 @@ def arguments(**changed: Any) -> Namespace:
     return Namespace(**usual | changed)
 
 
+@pytest.mark.slow
 def test_every_mode_decodes_with_the_roles_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """On shared models. On a CPU the streams of the overlapped mode do nothing, and the check for a GPU is left out."""
     create, loaded, roles = ModelPair.create, [], dict[str, tuple[str, str]]()
@@ -71,7 +72,8 @@ def test_every_mode_decodes_with_the_roles_of_the_product(monkeypatch: pytest.Mo
         "async": ("OverlappedDrafter", "ThreadedVerifier"),
     }  # fmt: skip
     assert loaded == [("target", "int4"), ("draft", "int4")]
-    assert found["tree equals ar"] == found["async equals ar"] == 1.0
+    assert found["tree equals ar"] == found["adapt equals ar"] == found["async equals ar"] == 1.0
+    assert found["adapt"].keys() - found["serial"].keys() == {"d", "bs"}
     assert {*step.MODES, "step ms", "ops"} <= set(found) and "ar" not in parts[0]
 
 

@@ -77,7 +77,7 @@ class Machine:
 
     def CudaWord(self, name: str, rank: int, size: int, seconds: float) -> Any:
         self.fail_at("pin")
-        word = bytearray(8)
+        word = bytearray(16)
         return SimpleNamespace(name=name, view=lambda: memoryview(word))
 
     def CudaChannel(self, rank: int, *rest: Any) -> str:
@@ -175,16 +175,16 @@ def test_every_rank_sees_every_inbox_in_rank_order(machine: Machine, size: int) 
     def work(group: Gloo, store: Any) -> bool:
         joined = join(group, store)
         gathered = joined.all_gather(torch.tensor([group.rank]))
+        assert machine.channels[group.rank][-1].tolist() == [0, 1000 * peers.STARTUP_TIMEOUT_S]
+        joined.end_startup()
         joined.close()
         return group.closed and gathered.flatten().tolist() == list(range(size))
 
     assert on_gpus(machine, size, work) == [True] * size
     for rank in range(size):
-        inboxes, lines, *_, timeout_s = machine.channels[rank]
-        assert inboxes == [1000 * rank + owner for owner in range(size)] and (lines, timeout_s) == (
-            64,
-            peers.PEER_TIMEOUT_S,
-        )
+        inboxes, lines, *_, error_word = machine.channels[rank]
+        assert inboxes == [1000 * rank + owner for owner in range(size)]
+        assert lines == 64 and error_word.tolist() == [0, 1000 * peers.PEER_TIMEOUT_S]
     assert machine.freed == {str(rank): set() for rank in range(size)}, "each when all others had closed it"
     assert not any(map(any, machine.memory.values())), "the messages that tried the links are cleared"
 
@@ -314,7 +314,7 @@ def test_short_messages_are_gathered_by_a_kernel(monkeypatch: pytest.MonkeyPatch
 def test_a_peer_that_never_arrives_is_named(machine: Machine, tmp_path: Path, word: int) -> None:
     make_checkpoint(tmp_path)
     model = load_model(tmp_path, dtype=torch.float32, ops=unfused, max_positions=64)
-    sums = cuda_linear.PeerCommunicator(0, [1, 2, 3], 64, torch.tensor([word]), CPU)
+    sums = cuda_linear.PeerCommunicator(0, [1, 2, 3], 64, torch.tensor([word, 0]), CPU)
     group, ends, store = (
         SimpleNamespace(name="target", rank=0, size=3, all_reduce=None, communicator=sums) for _ in range(3)
     )

@@ -55,6 +55,7 @@ def test_an_invalid_value_is_one_line_that_names_the_variable(values: dict[str, 
     assert own_rank(JOB | values) == 0, "somebody must say so"
 
 
+@pytest.mark.slow
 def test_the_launcher_imports_no_torch() -> None:
     code = "import sys, swiftspec.distributed.launch.launcher; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -90,6 +90,7 @@ def test_synthetic_acceptance_on_workers(pair: tuple[Path, Path], target: Starte
     assert {*counts} == {1, 2} and abs(sum(counts) - 1.7 * len(counts)) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sides_may_compute_in_different_dtypes(pair: tuple[Path, Path], target: StartedWorker, shape: str) -> None:
     """Like draft and target on different devices: a draft that rounds differently proposes different tokens."""
@@ -173,6 +174,7 @@ def test_sessions_are_independent(pair: tuple[Path, Path]) -> None:
             assert len(target.worker.sessions) == len(draft.worker.sessions) == 0, "whoever leaves says so"
 
 
+@pytest.mark.slow
 def test_a_drafter_that_restarts_costs_speed_only(pair: tuple[Path, Path], target: StartedWorker) -> None:
     draft = StartedWorker("draft", pair[1]).start()
     params = replace(GREEDY, max_tokens=120)

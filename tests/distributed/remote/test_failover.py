@@ -171,7 +171,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestPatience = Machine.TestCase
-TestPatience.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestPatience.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 
 
 def decoded(machine: Machine, rounds: int) -> float:

@@ -114,6 +114,7 @@ def test_decoding_continues_after_a_target_was_silent_for_a_while(
         assert [*text, *(token for chunk in stream for token in chunk.token_ids)] == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_silent_target_is_an_error_within_the_timeout_and_can_be_retried(
     both: dict[str, StartedWorker], plain: list[int], mode: str
@@ -131,6 +132,7 @@ def test_a_silent_target_is_an_error_within_the_timeout_and_can_be_retried(
         assert running.generate(PROMPT, SAMPLED).token_ids == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_slow_draft_costs_speed_only(
     pair: tuple[Path, Path], both: dict[str, StartedWorker], plain: list[int], impatient: None, mode: str
@@ -142,6 +144,7 @@ def test_a_slow_draft_costs_speed_only(
         assert running.generate(PROMPT, SAMPLED).token_ids == plain and running.outages
 
 
+@pytest.mark.slow
 def test_a_target_that_is_too_slow_is_an_error_within_the_timeout(
     pair: tuple[Path, Path], both: dict[str, StartedWorker], plain: list[int]
 ) -> None:

@@ -202,6 +202,7 @@ def test_clients_without_credentials_are_refused(target: StartedWorker) -> None:
             Endpoint.parse(text, "--listen")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
 def test_a_worker_over_tls(target: StartedWorker, tmp_path: Path) -> None:
     made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=worker"

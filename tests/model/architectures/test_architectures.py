@@ -59,12 +59,30 @@ def test_an_unknown_architecture_is_refused_with_its_relatives(name: str, known:
     assert str(caught.value) == f"architecture {name!r} is not supported; {known}"
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "Glm4ForCausalLM"])
+@pytest.mark.parametrize(
+    "name",
+    ["LlamaForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "Glm4ForCausalLM", "HunYuanDenseV1ForCausalLM"],
+)
 def test_sliding_windows_are_refused_by_families_without_them(name: str) -> None:
     for fields in ({"use_sliding_window": True}, {"layer_types": ["full_attention", "sliding_attention"]}):
         with pytest.raises(UserError, match="sliding window attention is not supported in this architecture"):
             layer(name, **fields)
     assert layer(name, use_sliding_window=False, sliding_window=4096, layer_types=["full_attention"] * 2)
+
+
+def test_alpha_scales_the_base_of_rope() -> None:
+    """Of Hunyuan, in the forms of both versions of transformers."""
+    found = [
+        layer("HunYuanDenseV1ForCausalLM", head_dim=128, **fields).attention
+        for fields in (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0}},
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0}},
+            {"rope_theta": 1e4 * 1000 ** (128 / 126)},
+        )
+    ]
+    assert found[0] == found[1] == found[2] and found[0].norm_after_rope and round(found[0].rope.theta) == 11158840
+    with pytest.raises(UserError, match="RoPE type 'dynamic' is not supported"):
+        layer("HunYuanDenseV1ForCausalLM", rope_scaling={"type": "dynamic", "factor": 2.0})
 
 
 def windows(name: str, count: int = 8, **fields: Any) -> list[int | None]:

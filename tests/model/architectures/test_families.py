@@ -49,7 +49,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 @contextmanager
 def float64_throughout() -> Iterator[None]:
     """transformers computes its norms and routers in float32 whatever the dtype of the model; here in float64."""
-    narrow, narrow_to, softmax = Tensor.float, Tensor.to, functional.softmax
+    narrow, narrow_to, narrow_type, softmax = Tensor.float, Tensor.to, Tensor.type, functional.softmax
 
     def to(x: Tensor, *args: Any, **options: Any) -> Tensor:
         wanted = args[0] if args else options.get("dtype")
@@ -58,6 +58,7 @@ def float64_throughout() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else narrow(x))
         patch.setattr(Tensor, "to", to)
+        patch.setattr(Tensor, "type", lambda x, kind: x if x.dtype == torch.float64 else narrow_type(x, kind))
         patch.setattr(functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
         yield
 

@@ -1,4 +1,4 @@
-"""gpt-oss: what config.json determines, what is read from a checkpoint, and which operators take it."""
+"""gpt-oss: what config.json determines, and what is read from a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swiftspec.backends import cpu, cuda, reference, unfused
+from swiftspec.backends import cpu, reference
 from swiftspec.backends.reference.linear import apply_gate
-from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
 from swiftspec.lab.quantize import quantize
-from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.architectures import architecture_of
 from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.checkpoint_files import open_tensors, read_config
@@ -24,11 +22,10 @@ from swiftspec.model.config_json import parse_config
 from swiftspec.model.formats import format_of
 from swiftspec.model.spec import ExpertsSpec, MlpSpec, ModelSpec, RopeSpec
 from swiftspec.model.weights import LayerWeights
-from swiftspec.params import SamplingParams
-from tests.model.architectures.test_families import TOKENS, expected, greedy_text, logits, text_by_transformers
+from tests.model.architectures.test_families import TOKENS, expected, logits
 from tests.model.architectures.test_native_families import logits as native_logits
 from tests.support.thread_group import on_ranks
-from tests.support.tiny_checkpoints import make_checkpoint, make_model, make_pair
+from tests.support.tiny_checkpoints import make_checkpoint
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 # that of gpt-oss-120b, without what the model does not depend on
@@ -135,34 +132,6 @@ def test_experts_in_tensors_of_their_own(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(tmp_path, reference), expected(theirs, TOKENS), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("shape", [{}, {"num_attention_heads": 6, "head_dim": 8, "intermediate_size": 40}])
-def test_logits_on_ranks(tmp_path: Path, shape: dict[str, Any]) -> None:
-    """Heads and inner dimensions that the ranks do not divide equally, too; the text is longer than the window."""
-    theirs = make_checkpoint(tmp_path, family="gpt_oss", dtype=F64, **shape)
-    want = expected(theirs, TOKENS)
-    for ops in (reference, unfused):
-        for size in (2, 3):
-            ranks = on_ranks(size, lambda group, ops=ops: logits(tmp_path, ops, group))
-            assert all(torch.equal(each, ranks[0]) for each in ranks)
-            torch.testing.assert_close(ranks[0], want, rtol=0, atol=1e-9)
-
-
-def test_greedy_text(tmp_path: Path) -> None:
-    """64 tokens as transformers generates them, from a window of 6 tokens and a context of 84: token by token, with a
-    draft tree, and on two ranks."""
-    theirs = make_model(family="gpt_oss", dtype=F64, seed=1)
-    target, draft = make_pair(tmp_path, family="gpt_oss")
-    want = text_by_transformers(theirs, 64)
-    assert len(set(want)) > 5
-    greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    options: dict[str, Any] = {"dtype": F64, "max_model_len": 96}
-    for ops in ("reference", "unfused"):
-        assert LLMEngine(target, ops=ops, **options).generate(TOKENS, greedy).token_ids == want
-        answer = LLMEngine(target, draft, EngineConfig("serial"), ops=ops, **options).generate(TOKENS, greedy)
-        assert answer.token_ids == want and answer.stats.accepted > 5
-    assert on_ranks(2, lambda group: greedy_text(target, group, 64)) == [want, want]
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_quantised_experts(tmp_path: Path, dtype: torch.dtype) -> None:
     """`swiftspec quantize` writes the experts in tensors of their own, which the native operators read as int4."""
@@ -191,15 +160,3 @@ def test_quantised_experts(tmp_path: Path, dtype: torch.dtype) -> None:
 def first_layer(path: Path) -> LayerWeights:
     config = read_config(path)
     return Checkpoint(config.spec, open_tensors(path), format_of(config), config.names).read().layers[0]()
-
-
-def test_which_operators_take_it(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, family="gpt_oss", hidden_size=128, head_dim=64, dtype=BF16)
-    model = read_config(tmp_path).spec
-    cpu.check_spec(model, BF16)
-    with pytest.raises(UserError) as caught:
-        cuda.check_spec(model, BF16)
-    assert str(caught.value) == (
-        "the CUDA operators have no sliding window (window), no attention sinks (sinks), no activation other than SiLU"
-        " (activation), no mixture of experts (experts); use ops unfused"
-    )

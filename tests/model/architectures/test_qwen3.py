@@ -58,9 +58,16 @@ def test_the_native_and_the_cuda_operators_have_the_norm(native_head: Path, monk
         assert select_operators("auto", spec, torch.bfloat16, torch.device(device)) is library
 
 
-def test_the_cuda_operators_decline_a_norm_of_whole_projections(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, family="olmo2", hidden_size=128, head_dim=64, dtype=torch.bfloat16)
-    with pytest.raises(UserError, match="no norm of whole query and key projections; use ops unfused"):
+@pytest.mark.parametrize(
+    ("family", "missing"),
+    [
+        ("olmo2", "no norm of whole query and key projections"),
+        ("hunyuan_v1_dense", r"no norm of query and key heads after RoPE \(norm_after_rope\)"),
+    ],
+)
+def test_the_cuda_operators_decline_other_norms(tmp_path: Path, family: str, missing: str) -> None:
+    make_checkpoint(tmp_path, family=family, hidden_size=128, head_dim=64, dtype=torch.bfloat16)
+    with pytest.raises(UserError, match=f"{missing}; use ops unfused"):
         cuda.check_spec(read_config(tmp_path).spec, torch.bfloat16)
 
 

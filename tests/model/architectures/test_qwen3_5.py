@@ -101,6 +101,7 @@ def test_a_draft_does_not_change_the_text(pair: tuple[Path, Path], texts: Texts,
         assert answer.token_ids == want and answer.stats.accepted > 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [FAMILY], indirect=True)
 def test_a_draft_that_is_always_rejected(tmp_path: Path, pair: tuple[Path, Path], texts: Texts) -> None:
     make_checkpoint(tmp_path, family=FAMILY, dtype=torch.float64, seed=9)
@@ -109,6 +110,7 @@ def test_a_draft_that_is_always_rejected(tmp_path: Path, pair: tuple[Path, Path]
         assert answer.token_ids == want and answer.stats.accepted < 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", FAMILY])
 def test_one_model_may_be_a_hybrid_and_the_other_not(tmp_path: Path, family: str) -> None:
     other = FAMILY if family == "qwen3" else "qwen3"
@@ -121,6 +123,7 @@ def test_one_model_may_be_a_hybrid_and_the_other_not(tmp_path: Path, family: str
     assert answer.token_ids == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [FAMILY], indirect=True)
 def test_the_last_token_of_the_context(pair: tuple[Path, Path]) -> None:
     for length in (63, 64, 65, 97):
@@ -131,6 +134,7 @@ def test_the_last_token_of_the_context(pair: tuple[Path, Path]) -> None:
         assert answer.token_ids == want.token_ids and len(want.token_ids) == length - len(PROMPT)
 
 
+@pytest.mark.slow
 def test_a_batch_of_requests(pair: tuple[Path, Path], texts: Texts) -> None:
     """Requests that start and end at different times; cache sequences are used again."""
     llm = LLMEngine(*pair, EngineConfig("serial", max_num_seqs=3), **OPTIONS)
@@ -166,6 +170,7 @@ def test_ranks(pool: Pool, pair: tuple[Path, Path], texts: Texts, plan: dict[str
     assert all(answer["lost"] is None and answer["rounds"] < 100 for answer in answers)
 
 
+@pytest.mark.slow
 def test_prefixes_of_batches_and_particles(pair: tuple[Path, Path], texts: Texts) -> None:
     """A sequence of a scheduler is reused only where its folded state allows it."""
     llm, prompt = LLMEngine(*pair, EngineConfig("serial", max_num_seqs=2), **OPTIONS), [*PROMPT, *texts[GREEDY][:70]]
@@ -279,6 +284,7 @@ def test_20_000_tokens_in_bfloat16_on_the_native_operators(tmp_path: Path) -> No
     assert answer.token_ids == want and answer.stats.accepted > 2_000
 
 
+@pytest.mark.slow
 @NATIVE
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_batches_on_the_native_operators(tmp_path: Path, dtype: str) -> None:
@@ -306,6 +312,7 @@ def test_a_grammar_that_forbids_every_draft(tmp_path: Path, native: bool) -> Non
     assert answer.stats.accepted == 0 and answer.stats.drafted > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [FAMILY], indirect=True)
 @pytest.mark.parametrize("mode", ["serial", pytest.param("async", marks=pytest.mark.slow)])
 def test_workers(pair: tuple[Path, Path], texts: Texts, mode: str) -> None:

@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE: its fields, and the two forms that the experts have in checkpoints.
+"""Qwen3.5-MoE: its fields. test_mixtures.py reads the forms that its experts have in checkpoints, and
 tests/model/architectures/test_qwen3_5.py compares its text in every mode."""
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftspec.backends import reference, unfused
+from swiftspec.backends import reference
 from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
 from swiftspec.lab.pair import parameters
 from swiftspec.model.architectures import architecture_of, text_model_fields
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.spec import AttentionSpec, ExpertsSpec, GatedDeltaSpec, ModelSpec
-from tests.model.architectures.test_families import TOKENS, expected, logits
-from tests.support.thread_group import on_ranks
+from tests.model.architectures.test_families import logits
 from tests.support.tiny_checkpoints import make_checkpoint
 
 FAMILY, F64 = "qwen3_5_moe_text", torch.float64
@@ -59,25 +58,6 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], messag
         spec(**fields)
     assert "\n" not in str(caught.value)
     assert spec(mlp_only_layers=[], decoder_sparse_step=1) == spec()
-
-
-@pytest.mark.parametrize("joined", [False, True], ids=["each expert", "all experts"])
-def test_both_forms_of_experts(tmp_path: Path, joined: bool) -> None:
-    """The matrices of each expert, or tensors of all experts, [num_experts, outputs, inputs]."""
-    theirs = make_checkpoint(tmp_path, family=FAMILY, dtype=F64)
-    theirs.save_pretrained(tmp_path, save_original_format=not joined)
-    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
-    prefix = "model.layers.0.mlp.experts"
-    if joined:
-        assert shapes[f"{prefix}.gate_up_proj"] == (6, 32, 32) and shapes[f"{prefix}.down_proj"] == (6, 32, 16)
-    else:
-        assert shapes[f"{prefix}.5.down_proj.weight"] == (32, 16)
-    want = expected(theirs, TOKENS)
-    for ops in (reference, unfused):
-        torch.testing.assert_close(logits(tmp_path, ops), want, rtol=0, atol=1e-9)
-    one, two = on_ranks(2, lambda group: logits(tmp_path, reference, group))
-    assert torch.equal(one, two)
-    torch.testing.assert_close(one, want, rtol=0, atol=1e-9)
 
 
 def test_experts_of_another_orientation_take_one_line(tmp_path: Path) -> None:

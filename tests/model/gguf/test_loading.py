@@ -120,12 +120,13 @@ def test_the_rope_of_llama_3(tmp_path: Path) -> None:
     built = make_model(family="llama", rope=rope, **SHAPE)
     path, factors = tmp_path / "llama3.gguf", llama3_factors(64).numpy()
     assert len({*factors.tolist()}) > 3
-    write_gguf(path, built, metadata=lambda writer: writer.add_tensor(ROPE_FREQS, factors))
-    found = read_config(path).spec.layer.attention.rope
-    assert (found.kind, found.factor, found.theta, found.original_max_position) == ("llama3", 32.0, 500000.0, 8192)
-    logits(path, dtype=torch.float32)  # the tensor of factors is not left over
+    values = write_gguf(path, built, metadata=lambda writer: writer.add_tensor(ROPE_FREQS, factors))
+    twin = write_twin(tmp_path / "twin", built, values)
+    torch.testing.assert_close(logits(path, dtype=torch.float32), logits(twin, dtype=torch.float32), **TOLERANCE)
     write_gguf(path, built, metadata=lambda writer: writer.add_tensor(ROPE_FREQS, 2 * factors))
-    with pytest.raises(UserError, match="not those of Llama 3"):
+    assert read_config(path).spec.layer.attention.rope.long_factors == pytest.approx(2 * factors)
+    write_gguf(path, built, metadata=lambda writer: writer.add_tensor(ROPE_FREQS, factors[1:]))
+    with pytest.raises(UserError, match="half as many numbers as are rotated"):
         read_config(path)
 
 
@@ -133,6 +134,7 @@ def test_the_rope_of_llama_3(tmp_path: Path) -> None:
     ("key", "value", "words"),
     [
         ("general.architecture", "mamba", "architecture 'mamba' is not supported; docs/guides/families.md"),
+        ("general.architecture", "clip", "the vision part (mmproj) of a multimodal model; use the file of its text"),
         ("llama.rope.dimension_count", 16, "RoPE of 16 of 64 dimensions"),
         ("llama.rope.scaling.type", "su", "RoPE type 'su' is not supported in GGUF files; none, linear, yarn and long"),
         ("llama.rope.scale_linear", 0.5, "rope.scale_linear 0.5 is not supported"),

@@ -31,6 +31,7 @@ TEXTS = [
     "Hello world! It's 12345 things, don't you think?", "def f(x):\n    return x + 1\n\n\n", "  two  spaces\t\ttabs ",
     "Gr\u00f6\u00dfe \u6771\u4eac \U0001f600 1a2b", "HELLO'S we'Ll", "", " ", "\r\n", "a\u0301",
     "\u0939\u093f\u0928\u094d\u0926\u0940 x\u0301!\u0301", "path/to\n//\n",
+    "x=[1]; //TODO(me): \u3042\u30ab\u4e00 \uac00\uff01  ", "#include <a.h>\r\n\r\n  \u00bd\u00b2 3.14159",
 ]  # fmt: skip
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -45,6 +46,19 @@ QWEN35_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )  # as in the tokenizer.json of Qwen3.5
+SEED_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # as in the tokenizer.json of Seed-Coder
+DEEPSEEK_V3_SPLITS = (
+    r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)  # as in the tokenizer.json of DeepSeek-V3  # fmt: skip
+DEEPSEEK_LLM_SPLITS = (
+    r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+)  # as in the tokenizer.json of DeepSeek LLM, which lists the letters  # fmt: skip
 SPLITS: dict[str, list[Any]] = {
     "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
@@ -58,6 +72,22 @@ SPLITS: dict[str, list[Any]] = {
     ],
     "qwen35": [
         pre_tokenizers.Split(Regex(QWEN35_SPLIT), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+    "seed-coder": [
+        pre_tokenizers.Split(Regex(SEED_SPLIT), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+    **{
+        name: [
+            *(pre_tokenizers.Split(Regex(split), "isolated") for split in DEEPSEEK_V3_SPLITS),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+        for name in ("deepseek-v3", "hunyuan-dense")
+    },
+    "deepseek-llm": [
+        *(pre_tokenizers.Split(Regex(split), "isolated") for split in DEEPSEEK_LLM_SPLITS),
+        pre_tokenizers.Digits(individual_digits=True),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ],
 }

@@ -22,6 +22,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.model.batch import Batch
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.executors.graph import BatchShape, GraphInputs
 from swiftspec.runtime.executors.graph_expansions import GraphExpansionExecutor, binary_parts, powers_of_two
 from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
@@ -76,6 +77,16 @@ class CudaTree:
             self.weight[new] = self.weight[parent] + values[row].numpy()
             self.used[0] += self.children
 
+    @inside_kernel()
+    def root(self, token: Tensor, slot: Tensor, region: Tensor, tokens: Tensor, values: Tensor, _: int) -> None:
+        assert tokens.shape == values.shape == (1, self.children)
+        start, new = int(slot[0]), slice(1, 1 + self.children)
+        self.token[0], self.parent[0], self.slot[0], self.weight[0] = int(token[0]), 0, 0, 0.0
+        self.token[new], self.parent[new], self.slot[new] = tokens[0].numpy(), 0, -1
+        self.weight[new], self.used[:] = values[0].numpy(), (1 + self.children, 1)
+        self.visible[0] = np.arange(len(self.visible)) == 0
+        region.numpy()[:] = start, start + len(self.visible)
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -86,7 +97,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_tree, "_C", SimpleNamespace(CudaTree=CudaTree))
+    monkeypatch.setattr(cuda_tree, "_C", SimpleNamespace(CudaTree=CudaTree, Tree=cuda_tree._C.Tree))
     monkeypatch.setattr(cuda_tree, "current_stream", lambda: 0)
     monkeypatch.setattr(cuda_tree, "use_current_device", lambda: None)
 
@@ -107,13 +118,16 @@ def grown(drafter: LocalDrafter) -> list[int]:
     return sorted(counts)
 
 
-def expansions(drafter: LocalDrafter) -> list[str]:
-    """Records the batches that the drafter's runner makes."""
-    calls: list[str] = []
-    for name in ("chain_batch", "tree_batch"):
-        whole = getattr(drafter.runner, name)
-        setattr(drafter.runner, name, lambda *a, whole=whole, name=name: (calls.append(name), whole(*a))[1])
-    return calls
+def copies(drafter: LocalDrafter, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Returns a list to which every phase of expansions appends its copies between host and device."""
+    phases: list[list[str]] = []
+    [executor] = [kind for kind in drafter.executors if isinstance(kind, GraphExpansionExecutor)]
+    for owner, name in ((executor._tree, "upload"), (executor._tree, "download"), (GraphInputs, "fill")):
+        whole: Any = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, whole=whole, name=name: (phases[-1].append(name), whole(*a))[1])
+    expand: Any = executor.expand
+    monkeypatch.setattr(executor, "expand", lambda *a: (phases.append([]), expand(*a))[1])
+    return phases
 
 
 SAMPLING = [
@@ -135,15 +149,16 @@ ROUNDS = [
 
 @pytest.mark.parametrize(("sampling", "mode", "proposal"), fast_first(ROUNDS, 4, unpack=True))
 def test_rounds_equal_those_that_synchronise_with_the_host(
-    checkpoint: Path, sampling: SamplingParams, mode: Any, proposal: Any
+    checkpoint: Path, sampling: SamplingParams, mode: Any, proposal: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = EngineConfig(mode=mode, verify_batch=K, draft_leaves=W, draft_steps=D, proposal=proposal)
     host, ours, capture = drafters(checkpoint, plan)
-    calls = expansions(ours)
+    moved = copies(ours, monkeypatch)
     same_rounds(host, ours, sampling, 64)
     assert ours.executor.name == "graph" and grown(ours) and capture.captures > 0
-    if mode == "serial":
-        assert "tree_batch" not in calls[:10], "after the root no expansion has the host"
+    assert {"upload", "fill", "download"} == {name for calls in moved for name in calls}
+    for calls in moved:
+        assert len(calls) == 2 and calls[1] == "download", "one copy to the device and one back, in every phase"
 
 
 @pytest.mark.slow
@@ -212,7 +227,7 @@ def test_captures_at_the_start_run_over_the_tree_region(checkpoint: Path, monkey
 
     monkeypatch.setattr(GraphExpansionExecutor, "model_forward", noted)
     [executor] = [kind for kind in ours.executors if isinstance(kind, GraphExpansionExecutor)]
-    for capture in executor.expansion_captures(2):
+    for capture in executor.expansion_captures(2, [BatchShape(1, 1)]):
         capture()
     assert {int(length) for length in lengths} == {ours.tree.slots}
 

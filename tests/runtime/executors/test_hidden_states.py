@@ -13,17 +13,15 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference, unfused
-from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.errors import UserError
+from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
 from swiftspec.runtime.verifier import LocalVerifier
 from tests.support.fake_cuda_graphs import Recorder
-from tests.support.history_models import HistoryModel
 from tests.support.proposals import draft_proposal
-from tests.support.roles import make_runner, make_scheduler, make_verifier, request_start, restrict_executors
+from tests.support.roles import make_runner, make_verifier, request_start, restrict_executors
 from tests.support.same_rounds import folded_counts, same_verifications
 from tests.support.tiny_checkpoints import chain, make_checkpoint
 
@@ -127,16 +125,6 @@ def test_guided_verifications_provide_the_conditional_rows(checkpoint: Path) -> 
     want, got = verifier.runner.model.forward(chain([3, 1, 4]), cache).hidden, verifier.accepted_hidden()
     assert want is not None and got is not None
     torch.testing.assert_close(got, want[-1:])
-
-
-def test_populations_refuse_a_target_that_keeps_hidden_states() -> None:
-    target, draft = HistoryModel(4, 1), HistoryModel(4, 2)
-    runners = [make_runner(model, reference, context=20, tree_slots=64) for model in (target, draft)]
-    scheduler = make_scheduler(runners[0], runners[1], PopulationConfig(2, 2), max_tokens=8)
-    assert scheduler.select_executor(request_start([1, 2], SAMPLED)).name == "eager"
-    target.hidden_layers = (0,)
-    with pytest.raises(UserError, match="no executor of this mode supports a target that keeps hidden states"):
-        scheduler.select_executor(request_start([1, 2], SAMPLED))
 
 
 def test_the_load_option_applies_to_the_target(checkpoint: Path) -> None:

@@ -50,6 +50,7 @@ def test_help_lists_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"  {name}" in page and text in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [None, "chat", "serve", "generate"])
 def test_help_imports_no_torch(name: str | None) -> None:
     argv = ["--help"] if name is None else [name, "--help"]
@@ -163,6 +164,7 @@ def test_profile_and_exactness_get_their_arguments(monkeypatch: pytest.MonkeyPat
     assert calls == [(["--dry-run"], "swiftspec profile"), (["--samples", "9"], "swiftspec exactness")]
 
 
+@pytest.mark.slow
 def test_the_module_is_the_same_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "swiftspec", "--help"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -39,6 +39,8 @@ def test_the_same_request_without_and_with_the_draft(chat_room: ChatRoom) -> Non
     assert plain[0] == fast[0] == f"{first[0]}return a + b, read<|end|><|user|>two<|end|><|bot|>"
     assert plain[0].replace("two", "three") == last[0], "the conversation is as it was"
     assert (plain[1].verify_batch, fast[1].verify_batch, last[1].verify_batch) == (1, None, None)
+    suffix_memory = [run[1].suffix_memory for run in (plain, fast, last)]
+    assert suffix_memory == [False, False, True], "suffix lookup does not copy the answer of the plain run"
     assert plain[1].max_tokens == fast[1].max_tokens == MAX_ANSWER_TOKENS and last[1].max_tokens is None
     assert (plain[1].temperature, plain[1].seed) == (fast[1].temperature, fast[1].seed) == (0.7, last[1].seed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -105,36 +106,134 @@ def test_codex(player: Player, client: TestClient) -> None:
     assert named == [("shell", None, '{"command": "ls -l"}'), ("find", "mcp__docs", '{"command": "3"}')]
     assert [event["name"] for event in done if event["type"].endswith("arguments.done")] == ["shell", "find"]
     assert done[-1]["response"]["usage"]["input_tokens_details"]["cache_write_tokens"] == 0
-    results = [{"type": "function_call_output", "call_id": item["call_id"], "output": "a"} for item in output[2:]]
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": result}
+        for item, result in zip(output[2:], ("a", [{"type": "input_image", "image_url": "data:image/png;base64,AA"}]))
+    ]
+    output[0]["encrypted_content"] = None
     player.text = "Done.</think>ok"
     post(client, RESPONSES, {**body, "input": [*body["input"], *output, *results]})
     text = f"Sure.{call('shell', command='ls -l')}{call('mcp__docs__find', command='3')}"
-    assert prompt(player) == (
-        f"{start}[assistant]<think>\nI list.\n</think>\n\n{text}[end][tool]a[end][tool]a[end][assistant]<think>\n"
+    image = "[input_image omitted: this model reads text only]"
+    history = f"{start}[assistant]<think>\nI list.\n</think>\n\n{text}[end][tool]a[end][tool]{image}[end]"
+    assert prompt(player) == f"{history}[assistant]<think>\n"
+    elsewhere: list[dict[str, Any]] = [  # calls of a model of OpenAI, whose session is resumed here
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "patched"},
+        {"type": "local_shell_call", "call_id": "c2", "action": {"command": ["ls"]}, "status": "completed"},
+        {"type": "local_shell_call_output", "id": "c2", "output": "b"},
+    ]
+    post(client, RESPONSES, {**body, "input": [*body["input"], *elsewhere]})
+    calls = call("apply_patch", input="*** Begin"), call("local_shell", command='["ls"]')
+    assert prompt(player).startswith(
+        f"{start}[assistant]{calls[0]}[end][tool]patched[end][assistant]{calls[1]}[end][tool]b[end]"
     )
 
 
-def test_ai_sdk_refers_to_stored_items(player: Player, client: TestClient) -> None:
-    player.text = "hm</think>Hello."
-    first = post(client, RESPONSES, {"input": [{"role": "user", "content": "hi"}]})
-    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
-    later = {"input": [{"role": "user", "content": "hi"}, *references, {"role": "user", "content": "more"}]}
-    post(client, RESPONSES, later)
-    assert "[assistant]<think>\nhm\n</think>\n\nHello.[end][user]more" in prompt(player)
+def test_ai_sdk(player: Player, client: TestClient) -> None:
+    """Its default provider refers to stored reasoning and messages, and repeats calls."""
+    hello = {"role": "user", "content": [{"type": "input_text", "text": "hi"}]}
+    tool = {"type": "function", "name": "f", "description": "d", "parameters": SCHEMA}
+    asked = {"model": "toy", "tools": [tool, {"type": "web_search"}], "tool_choice": "auto"}
+    player.text = f"hm</think>Hello.{call('f', command='ls')}"
+    first = post(client, RESPONSES, {**asked, "input": [hello], "include": ["web_search_call.action.sources"]})
+    start = prompt(player)
+    references = [{"type": "item_reference", "id": first["output"][0]["id"]}, {"id": first["output"][1]["id"]}]
+    repeated = {name: first["output"][2][name] for name in ("type", "call_id", "name", "arguments")}
+    result = {"type": "function_call_output", "call_id": repeated["call_id"], "output": "{}"}
+    later = {**asked, "input": [hello, *references, repeated, result]}
+    events(client, RESPONSES, later)
+    assert (
+        prompt(player)
+        == f"{start}hm\n</think>\n\nHello.{call('f', command='ls')}[end][tool]{{}}[end][assistant]<think>\n"
+    )
+    message = {"role": "assistant", "content": [{"type": "output_text", "text": "Hello."}], "id": references[1]["id"]}
+    unstored = {"store": False, "parallel_tool_calls": False, "input": [hello, message, repeated, result]}
+    assert post(client, RESPONSES, {**asked, **unstored})["store"] is False
     client.delete(f"{RESPONSES}/{first['id']}")
     missing = client.post(RESPONSES, json=later)
     assert missing.status_code == 400 and "not found" in missing.json()["error"]["message"]
 
 
+def test_openai_agents_sdk(player: Player, client: TestClient) -> None:
+    """The result of a call follows by the id of the response; a handoff is a call, whose history goes to an agent
+    without tools."""
+    handoff = {"name": "transfer_to_b", "parameters": {"type": "object", "properties": {}}, "strict": True}
+    body = {
+        "model": "toy", "include": [], "instructions": "A", "parallel_tool_calls": True, "temperature": 0.5,
+        "truncation": "auto", "tools": [
+            {**handoff, "type": "function", "description": "d"},
+            {"type": "web_search", "filters": None, "user_location": None, "search_context_size": "medium"},
+        ],
+    }  # fmt: skip
+    player.text = f"t</think>{call('transfer_to_b')}"
+    first = post(client, RESPONSES, {**body, "input": [{"content": "x", "role": "user"}]})
+    start = prompt(player)
+    result = {"call_id": first["output"][1]["call_id"], "output": "B", "type": "function_call_output"}
+    post(client, RESPONSES, {**body, "input": [result], "previous_response_id": first["id"]})
+    followed = prompt(player)
+    assert followed == f"{start}t\n</think>\n\n{call('transfer_to_b')}[end][tool]B[end][assistant]<think>\n"
+    plain = {"model": "toy", "include": [], "instructions": "A"}
+    post(client, RESPONSES, {**plain, "input": [{"content": "x", "role": "user"}, *first["output"], result]})
+    assert prompt(player) == followed.removeprefix("[tools]transfer_to_b ")
+
+
+AGENTS_OF_CHAT_COMPLETIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # fields, those of sent answers
+    "aider": ({"temperature": 0}, ("content",)),
+    "Continue": ({"max_tokens": 500, "stream_options": {"include_usage": True}}, ("content", "tool_calls")),
+    "opencode": (
+        {"max_tokens": 500, "tool_choice": "auto", "stream_options": {"include_usage": True}},
+        ("content", "reasoning_content", "tool_calls"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AGENTS_OF_CHAT_COMPLETIONS)
+def test_agents_of_chat_completions(player: Player, client: TestClient, name: str) -> None:
+    """Two calls at once in a stream, whose answer the client puts together and sends back with the results."""
+    more, fields = AGENTS_OF_CHAT_COMPLETIONS[name]
+    has_tools = "tool_calls" in fields
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "S"}, {"role": "user", "content": "u"}]
+    tools = [{"type": "function", "function": {"name": each, "parameters": SCHEMA}} for each in ("sh", "read")]
+    body = {"model": "toy", **more, **({"tools": tools} if has_tools else {})}
+    calls = f"{call('sh', command='ls')}{call('read', command='a')}" if has_tools else ""
+    player.text = f"hm</think>I call.{calls}"
+    chunks = events(client, CHAT, {**body, "messages": messages})
+    assert ("usage" in chunks[-1] and not chunks[-1]["choices"]) == ("stream_options" in more)
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    assert choices[-1]["finish_reason"] == ("tool_calls" if has_tools else "stop")
+    deltas = [choice["delta"] for choice in choices]
+    answer: dict[str, Any] = {"role": deltas[0]["role"]}
+    for field in fields:
+        parts = [delta[field] for delta in deltas if delta.get(field)]
+        answer[field] = "".join(parts) if field != "tool_calls" else [each for part in parts for each in part]
+    results = [
+        {"role": "tool", "tool_call_id": each["id"], "content": "r"} for each in answer.get("tool_calls", ())
+    ] or [{"role": "user", "content": "r"}]
+    start = prompt(player).removesuffix("<think>\n")
+    events(client, CHAT, {**body, "messages": [*messages, answer, *results]})
+    thought = "<think>\nhm\n</think>\n\n" if "reasoning_content" in fields else ""
+    role = "tool" if has_tools else "user"
+    assert (
+        prompt(player) == f"{start}{thought}I call.{calls}[end]{f'[{role}]r[end]' * len(results)}[assistant]<think>\n"
+    )
+
+
 def test_claude_code(player: Player, client: TestClient) -> None:
     """Five turns with a system block that changes, reminders between turns, and a tool of Anthropic's server."""
     tools = [{"name": "Bash", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}]
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
     messages: list[dict[str, Any]] = []
     prompts: list[str] = []
+    body: dict[str, Any] = {}
     for turn in range(5):
-        content = [{"type": "text", "text": f"q{turn}"}]
+        content: list[dict[str, Any]] = [{"type": "text", "text": f"q{turn}"}]
         if turn:
-            content.insert(0, {"type": "tool_result", "tool_use_id": messages[-1]["content"][-1]["id"], "content": "r"})
+            result: dict[str, Any] = {"type": "tool_result", "tool_use_id": messages[-1]["content"][-1]["id"]}
+            parts = [image] if turn == 2 else [{"type": "text", "text": "r"}]
+            content.insert(0, {**result, "content": parts, "is_error": turn == 3})
         messages += [
             {"role": "user", "content": content},
             {"role": "system", "content": [{"type": "text", "text": "now"}]},
@@ -146,7 +245,7 @@ def test_claude_code(player: Player, client: TestClient) -> None:
             "thinking": {"type": "adaptive"}, "context_management": {"edits": []}, "output_config": {"effort": "high"},
         }  # fmt: skip
         player.text = f"t</think>Ok{call('Bash', command=f'ls {turn}')}"
-        got = events(client, MESSAGES, body)
+        got = events(client, f"{MESSAGES}?beta=true", body)
         prompts.append(prompt(player))
         start, last = got[0]["message"]["usage"], next(one for one in got if one["type"] == "message_delta")
         assert {**start, "output_tokens": last["usage"]["output_tokens"]} == last["usage"]
@@ -158,8 +257,16 @@ def test_claude_code(player: Player, client: TestClient) -> None:
             {"type": "thinking", "thinking": "t", "signature": ""}, {"type": "text", "text": "Ok"},
             {**opened[-1], "input": arguments},
         ]})  # fmt: skip
-    assert all(text.startswith("[tools]Bash [system]You code.\n\nnow") and "billing" not in text for text in prompts)
-    assert prompts[-1].count("<parameter=command>") == 4 and prompts[-1].count("[tool]r[end]") == 4
+    assert prompts[0].startswith("[tools]Bash [system]You code.[end][user]q0\n\nnow[end]")
+    begin = "[assistant]<think>\n"
+    assert all(later.startswith(text.removesuffix(begin)) for text, later in pairwise(prompts))  # for the prefix cache
+    assert prompts[-1].count("<parameter=command>") == 4 and prompts[-1].count("[tool]r[end]") == 3
+    assert "[tool][image omitted: this model reads text only][end]" in prompts[-1]
+    counted = {name: body[name] for name in ("model", "messages", "tools", "system", "thinking")}
+    assert post(client, f"{MESSAGES}/count_tokens?beta=true", counted)["input_tokens"] >= len(prompts[-1])
+    body["messages"] = [{"role": "user", "content": [image]}]
+    refused = client.post(MESSAGES, json=body)
+    assert refused.status_code == 400 and "'image' are not supported; use text" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
@@ -190,8 +297,10 @@ def test_a_call_that_was_cut_can_be_sent_back(player: Player, client: TestClient
     with pytest.raises(ValueError, match="Expecting"):
         json.loads(cut["function"]["arguments"])
     result = {"role": "tool", "tool_call_id": cut["id"], "content": "error"}
-    post(client, CHAT, {**asked, "messages": [*asked["messages"], message, result]})
-    assert "<function=f>\n</function>" in prompt(player)
+    for arguments in (cut["function"]["arguments"], "", "[1]", "null", {}, None):
+        cut["function"]["arguments"] = arguments
+        post(client, CHAT, {**asked, "messages": [*asked["messages"], message, result]})
+        assert "<function=f>\n</function>" in prompt(player)
 
 
 def test_what_other_clients_send(player: Player, client: TestClient) -> None:
@@ -203,15 +312,37 @@ def test_what_other_clients_send(player: Player, client: TestClient) -> None:
     post(client, RESPONSES, {"input": "a", "tools": offered, "tool_choice": allowed, "max_tool_calls": 3})
     assert prompt(player).startswith("[tools]g [user]") and "grammar" in player.requests[-1].sampling
     post(client, MESSAGES, {**hello, "max_tokens": 5, "tool_choice": {"type": "any"}})
+    post(client, CHAT, {**hello, "tool_choice": "required"})
+    post(client, RESPONSES, {"input": "a", "tools": [], "tool_choice": "required"})
     post(client, CHAT, {**hello, "thinking": {"type": "disabled"}, "reasoning": {"effort": "low"}})
+    text = {"temperature": "0.7", "max_tokens": "5", "stream": "false", "top_k": 4.0, "logit_bias": {"3": "1"}}
+    post(client, CHAT, {**hello, **text})
+    assert {"temperature": 0.7, "max_tokens": 5, "top_k": 4}.items() <= player.requests[-1].sampling.items()
+    custom = {"type": "custom", "custom": {"name": "patch", "format": {"type": "text"}}}
+    called = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "+ a"}}
+    used = [{"role": "assistant", "tool_calls": [called]}, {"role": "tool", "tool_call_id": "c", "content": "r"}]
+    function = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+    post(client, CHAT, {"messages": [*hello["messages"], *used], "tools": [custom, function]})
+    assert prompt(player).startswith(f"[tools]f [user]hi[end][assistant]{call('patch', input='+ a')}[end][tool]r[end]")
     parts = [{"type": "thinking", "thinking": "hm"}, {"type": "refusal", "refusal": "I cannot."}]
     post(client, CHAT, {"messages": [*hello["messages"], {"role": "assistant", "content": parts}, *hello["messages"]]})
     assert "[assistant]I cannot.[end]" in prompt(player)
     schema = {"type": "object", "properties": {"s": {"type": "array", "items": {}, "uniqueItems": True}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     post(client, CHAT, {**hello, "response_format": form})
+    decimal = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]}
+    schema["properties"] |= {"pattern": {"type": "string"}, "price": decimal}  # type: ignore[operator]
+    post(client, CHAT, {**hello, "response_format": form})
     form["json_schema"]["strict"] = True  # type: ignore[index]
     assert client.post(CHAT, json={**hello, "response_format": form}).status_code == 400
-    for path in ("/health", "/v1/models", "/v1/models/toy"):
+    searched = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "text", "text": "b"},
+    ]
+    turns = [*hello["messages"], {"role": "assistant", "content": searched}, *hello["messages"]]
+    post(client, MESSAGES, {"max_tokens": 5, "messages": turns})
+    assert "[assistant]b[end]" in prompt(player)
+    for path in ("/health", "/live", "/ready", "/version", "/v1/models", "/v1/models/toy"):
         assert client.head(path).status_code == 200
     assert client.get("/v1/models/").json()["object"] == "list"

@@ -211,7 +211,7 @@ def test_langchain(player: Player, plain_url: str) -> None:
 
 def test_errors_have_the_types_of_the_libraries(player: Player, plain_url: str) -> None:
     client = theirs(plain_url, max_retries=0)
-    with pytest.raises(openai.NotFoundError, match="'gpt' is not served by this server: use toy, other"):
+    with pytest.raises(openai.NotFoundError, match="The model 'gpt' does not exist: use toy, other"):
         client.chat.completions.create(model="gpt", messages=HELLO)
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="toy", messages=HELLO, extra_body={"use_beam_search": True})
@@ -224,6 +224,8 @@ def test_errors_have_the_types_of_the_libraries(player: Player, plain_url: str) 
     player.prepare(raises=GenerationFailedError("rank 1 is gone", "engine_error"), after=1)
     with pytest.raises(openai.APIError, match="rank 1 is gone"):
         list(client.chat.completions.create(model="toy", messages=HELLO, stream=True))
+    with pytest.raises(anthropic.NotFoundError, match="model: 'gpt'"):
+        anthropics(plain_url).messages.create(model="gpt", max_tokens=5, messages=HELLO)
     with (
         pytest.raises(anthropic.APIStatusError, match="rank 1 is gone"),
         anthropics(plain_url).messages.stream(model="toy", max_tokens=9, messages=HELLO) as stream,

@@ -172,6 +172,7 @@ class RemoteClock:
         monkeypatch.setattr(WorkerServer, "_timed", shifted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["serial", "async"])
 def test_the_clock_offset_of_a_late_or_restarted_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str

@@ -27,6 +27,7 @@ def node() -> str:
     return found
 
 
+@pytest.mark.slow
 def test_unit_tests_of_the_modules(node: str) -> None:
     done = subprocess.run([node, "--test", HERE / "modules.test.mjs"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

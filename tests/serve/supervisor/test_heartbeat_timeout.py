@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from swiftspec.capabilities import TABLE
 from swiftspec.config import DRAFT, LOOKAHEAD, MODES, POPULATION, TREE
 from swiftspec.errors import UserError
 from swiftspec.profiles import store
@@ -15,7 +16,7 @@ from swiftspec.serve.__main__ import main
 from swiftspec.serve.cli import generate
 from swiftspec.serve.cli.config_sources import load_settings, unknown_variable_warnings
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.settings.flags import FLAGS, IGNORED_PARTS, UNSUPPORTED_PARTS
+from swiftspec.settings.flags import FLAGS
 from swiftspec.settings.settings import UsageError, env_name, flag_name
 from swiftspec.startup.model_resolution import ResolvedModels
 from tests.support import profiles
@@ -46,7 +47,9 @@ def test_every_setting_is_used_refused_or_named_as_ignored(mode: str, name: str)
     has = {"ar": (), "serial": (DRAFT, TREE), "async": (DRAFT, TREE, LOOKAHEAD), "smc": (DRAFT, POPULATION)}
     settings = load_settings({"mode": mode, name: VALUES.get(name, FLAGS[name].default)})
     part = PARTS[name]
-    if part in UNSUPPORTED_PARTS[mode]:
+    conflict = TABLE[f"mode {mode}"].get(str(part))
+    ignored, refused = (conflict is not None and conflict.ignored is kind for kind in (True, False))
+    if refused:
         with pytest.raises(
             UsageError, match=f"{flag_name(name)} is not supported in mode {mode}, which has no .*; remove it"
         ):
@@ -54,20 +57,20 @@ def test_every_setting_is_used_refused_or_named_as_ignored(mode: str, name: str)
     else:
         settings.make_plan(True, ranks=2)
         lines = settings.ignored_settings(mode)
-        assert [flag_name(name) in line for line in lines] == [True] * (part in IGNORED_PARTS[mode])
-    assert (part in has[mode]) + (part in UNSUPPORTED_PARTS[mode]) + (part in IGNORED_PARTS[mode]) == 1
+        assert [flag_name(name) in line for line in lines] == [True] * ignored
+    assert (part in has[mode]) + refused + ignored == 1
 
 
 def test_several_settings_are_named_in_one_line() -> None:
     settings = load_settings({"mode": "ar", "draft_steps": 2, "verify_batch": 4})
     assert settings.ignored_settings("ar") == [
-        "mode ar has no draft tree: --verify-batch, --draft-steps have no effect"
+        "--verify-batch, --draft-steps have no effect in mode ar, which has no draft tree"
     ]
     assert (
         load_settings({}).ignored_settings("ar") == load_settings({"draft_steps": 2}).ignored_settings("serial") == []
     )
     fixed = load_settings({"adapt": True, "draft_steps": 2, "verify_batch": 4})
-    assert fixed.ignored_settings("serial") == ["--adapt has no effect: --draft-steps and --verify-batch are set"]
+    assert fixed.ignored_settings("serial") == ["--adapt has no effect with --draft-steps and --verify-batch"]
     assert load_settings({"adapt": False, "draft_steps": 2, "verify_batch": 4}).ignored_settings("serial") == []
 
 
@@ -103,7 +106,7 @@ def test_a_named_plan_is_used_or_refused(pair: tuple[Path, Path], tmp_path: Path
         ({**draft, "verify_batch": 5}, "p.json has no lossless run with --verify-batch 5; remove one"),
         ({**draft, "mode": "ar"}, "is not supported in mode ar, which has no draft tree; remove it"),
         ({**draft, "mode": "smc"}, "is not supported in mode smc, which has no draft tree"),
-        ({}, "requires a draft model: specify one with --draft-model, or remove --plan"),
+        ({}, "--plan is not supported without a draft model; remove it, or specify one"),
     ):
         with pytest.raises(UserError, match=why):
             found(**given)
@@ -122,8 +125,8 @@ def test_messages_of_a_run(
     given = ["--mode", "ar", "--share-gpus", "--device", "cpu", "--threads", "1000"]
     assert main([*flags(pair), *given]) == 0
     err = capsys.readouterr().err
-    assert "swiftspec: mode ar has no draft: --draft-model has no effect\n" in err
-    assert "swiftspec: --share-gpus has no effect: the models run on the CPU\n" in err
+    assert "swiftspec: --draft-model has no effect in mode ar, which has no draft\n" in err
+    assert "swiftspec: --share-gpus has no effect on a CPU\n" in err
     assert err.count("swiftspec: warning: --threads 1000 exceeds the ") == 1
     stray = "warning: the environment variable SWIFTSPEC_TOPP is not a setting (did you mean 'SWIFTSPEC_TOP_P'?)\n"
     assert err.startswith(f"swiftspec: {stray}") and "WERROR" not in err

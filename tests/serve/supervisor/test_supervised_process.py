@@ -60,6 +60,7 @@ def exit_code(process: SupervisedProcess) -> int | None:
     return process.poll_exit()
 
 
+@pytest.mark.slow
 def test_a_process_stays_ready_whatever_heartbeat_arrives_last(processes: list[SupervisedProcess]) -> None:
     """Two threads of a process send heartbeats: one that was built before the process was ready may arrive last."""
     beats = "control.encode_heartbeat(True, None) + control.encode_heartbeat(False, None)"
@@ -76,6 +77,7 @@ def test_a_process_stays_ready_whatever_heartbeat_arrives_last(processes: list[S
     assert process.kill_reason == "sent no heartbeat for 3 s"
 
 
+@pytest.mark.slow
 def test_a_process_without_heartbeats_is_killed(processes: list[SupervisedProcess]) -> None:
     process, now = started(processes, "client.set_ready()"), time.monotonic()
     receive_heartbeats(process, now, 2)
@@ -86,6 +88,7 @@ def test_a_process_without_heartbeats_is_killed(processes: list[SupervisedProces
     assert (exit_code(process), process.process, process.control) == (-9, None, None)
 
 
+@pytest.mark.slow
 def test_the_heartbeat_timeout_is_longer_once_the_process_is_to_exit(processes: list[SupervisedProcess]) -> None:
     process, now = started(processes, "client.set_ready()"), time.monotonic()
     receive_heartbeats(process, now, 2)
@@ -96,6 +99,7 @@ def test_the_heartbeat_timeout_is_longer_once_the_process_is_to_exit(processes: 
     assert process.kill_reason == f"sent no heartbeat for {EXIT_HEARTBEAT_TIMEOUT_S:g} s"
 
 
+@pytest.mark.slow
 def test_the_heartbeat_timeout_is_longer_during_startup(processes: list[SupervisedProcess]) -> None:
     process, now = started(processes, "client.heartbeat.mark_busy()"), time.monotonic()
     receive_heartbeats(process, now)
@@ -107,6 +111,7 @@ def test_the_heartbeat_timeout_is_longer_during_startup(processes: list[Supervis
     assert process.kill_reason != ""
 
 
+@pytest.mark.slow
 def test_an_operation_that_takes_too_long(processes: list[SupervisedProcess]) -> None:
     process, now = started(processes, "client.heartbeat.mark_busy(); client.set_ready()"), time.monotonic()
     receive_heartbeats(process, now, 2)
@@ -118,6 +123,7 @@ def test_an_operation_that_takes_too_long(processes: list[SupervisedProcess]) ->
     assert process.kill_reason == "did not finish an operation within 300 s" and exit_code(process) == -9
 
 
+@pytest.mark.slow
 def test_an_idle_process_has_no_time_limit(processes: list[SupervisedProcess]) -> None:
     process, now = (
         started(processes, "client.heartbeat.mark_busy(); client.heartbeat.mark_idle(); client.set_ready()"),
@@ -129,6 +135,7 @@ def test_an_idle_process_has_no_time_limit(processes: list[SupervisedProcess]) -
     assert process.kill_reason == ""
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_was_suspended_kills_no_process(processes: list[SupervisedProcess]) -> None:
     process, now = started(processes, "client.heartbeat.mark_busy(); client.set_ready()"), time.monotonic()
     receive_heartbeats(process, now, 2)
@@ -142,6 +149,7 @@ def test_a_supervisor_that_was_suspended_kills_no_process(processes: list[Superv
     assert process.kill_reason != ""
 
 
+@pytest.mark.slow
 def test_a_process_exits_when_its_supervisor_is_gone(processes: list[SupervisedProcess]) -> None:
     process = started(processes, "client.set_ready()")
     receive_heartbeats(process, 0.0)
@@ -151,6 +159,7 @@ def test_a_process_exits_when_its_supervisor_is_gone(processes: list[SupervisedP
     assert exit_code(process) == EXIT_PEER_LOST
 
 
+@pytest.mark.slow
 def test_a_stopped_supervisor_does_not_block_a_process(processes: list[SupervisedProcess]) -> None:
     """Heartbeats that fill the socket are dropped."""
     read_fd, write_fd = os.pipe()
@@ -160,6 +169,7 @@ def test_a_stopped_supervisor_does_not_block_a_process(processes: list[Supervise
         assert "done" in [*json.loads(next(lines)), *json.loads(next(lines))]
 
 
+@pytest.mark.slow
 def test_shared_memory_of_a_dead_process_is_removed(processes: list[SupervisedProcess]) -> None:
     code = 'import os, pathlib; pathlib.Path(f"/dev/shm/swiftspec-{os.getpid()}-test").touch(); os._exit(3)'
     process = started(processes, code)
@@ -191,6 +201,7 @@ def test_final_exits(ready: bool, incarnation: int, code: int, final: bool) -> N
     assert process.is_final_exit(code) == final
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_for_a_cpu_is_not_hung(
     processes: list[SupervisedProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +217,21 @@ def test_a_process_that_waits_for_a_cpu_is_not_hung(
     assert process.kill_reason == "sent no heartbeat for 3 s"
 
 
+@pytest.mark.slow
+def test_waiting_for_a_cpu_does_not_count_before_the_first_heartbeat(
+    processes: list[SupervisedProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = 0.0
+    monkeypatch.setattr(supervised_process, "cpu_wait_s", lambda process, thread: waited)
+    process, now = started(processes, ""), time.monotonic()
+    waited = 60.0
+    process.kill_if_hung(now + STARTUP_HEARTBEAT_TIMEOUT_S + 59.9)
+    assert process.kill_reason == ""
+    process.kill_if_hung(now + STARTUP_HEARTBEAT_TIMEOUT_S + 60.1)
+    assert process.kill_reason == f"sent no heartbeat for {STARTUP_HEARTBEAT_TIMEOUT_S:g} s"
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no scheduling statistics")
 def test_the_time_without_a_cpu_is_read_from_the_system() -> None:
     """It grows when two threads share a CPU."""

@@ -18,6 +18,8 @@ from tests.support.http import until
 from tests.support.server_process import restore_signals
 from tests.support.tiny_supervisor import FOREVER
 
+pytestmark = pytest.mark.slow  # each test starts processes
+
 ROOT = Path(__file__).parents[3]
 UP = f"client.set_ready(); report(up=1); {FOREVER}"
 ECHO = "from tests.support.tiny_supervisor import echo; client.set_ready(); echo(client, report, {!r})"

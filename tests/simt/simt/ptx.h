@@ -361,4 +361,6 @@ inline uint64_t nanoseconds() {
   return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
 }
 
+inline bool is_first_active_lane() { return true; }  // lanes run one at a time
+
 }  // namespace swiftspec::ptx

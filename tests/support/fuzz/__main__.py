@@ -1,25 +1,40 @@
 """`python -m tests.support.fuzz --minutes 60`: hostile input for all targets alternately; reports how many of each were
-accepted and refused. Exit code 1 after a fault; its smallest example is printed."""
+accepted and refused, and the most memory that one input took. Exit code 1 after a fault; its smallest example is
+printed."""
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import re
 import sys
 import time
 import traceback
 from collections import Counter
+from pathlib import Path
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Flaky
 
-from tests.support.fuzz import Target, attempt, files, messages, requests, services
+from tests.support.fuzz import Target, attempt, files, http, hub, messages, requests, services
 
 HANGS = 120.0  # seconds: a run that lasts longer ends the command, with a traceback of all threads
+MAX_MIB = 256  # that one input may take; its files have at most some MiB
+STATUS = Path("/proc/self/status")
 TURN = 40  # examples of a target at a time, for cost 1
 CHECKS: list[HealthCheck] = list(HealthCheck)  # pyright: ignore[reportAssignmentType]
-TARGETS = (*files.TARGETS, *messages.TARGETS, *requests.TARGETS, *services.TARGETS)
+TARGETS = (*files.TARGETS, *messages.TARGETS, *requests.TARGETS, *services.TARGETS, *http.TARGETS, *hub.TARGETS)
+
+
+def memory_mib(peak: bool = False) -> int:
+    """The memory of this process in MiB, or its peak since the last call without `peak`. Linux only; 0 elsewhere."""
+    if not STATUS.exists():
+        return 0
+    if not peak:
+        STATUS.with_name("clear_refs").write_text("5", encoding="utf-8")
+    found = re.search(r"VmHWM:\s+(\d+)", STATUS.read_text(encoding="utf-8"))
+    return 0 if found is None else int(found[1]) >> 10
 
 
 def one_turn(target: Target, number: int, count: Counter[str]) -> str | None:
@@ -33,10 +48,14 @@ def one_turn(target: Target, number: int, count: Counter[str]) -> str | None:
     @given(target.strategy)
     def run(value: object) -> None:
         faulthandler.dump_traceback_later(HANGS, exit=True)
+        before = memory_mib()
         try:
             count["taken" if attempt(target, value) == "taken" else "refused"] += 1
         finally:
             faulthandler.cancel_dump_traceback_later()
+        grown = memory_mib(peak=True) - before
+        count["MiB"] = max(count["MiB"], grown)
+        assert grown <= MAX_MIB, f"{grown} MiB of memory for one input"
 
     try:
         run()
@@ -63,9 +82,9 @@ def main() -> int:
                 print(f"== {target.name}, seed {number}\n{fault}", flush=True)
             if time.monotonic() >= end:
                 break
-    print(f"{'target':32}{'taken':>10}{'refused':>10}{'faults':>8}   (seed {args.seed})")
+    print(f"{'target':32}{'taken':>10}{'refused':>10}{'faults':>8}{'MiB':>6}   (seed {args.seed})")
     for name, count in counts.items():
-        print(f"{name:32}{count['taken']:10}{count['refused']:10}{count['faults']:8}")
+        print(f"{name:32}{count['taken']:10}{count['refused']:10}{count['faults']:8}{count['MiB']:6}")
     return 1 if any(count["faults"] for count in counts.values()) else 0
 
 

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import tempfile
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -147,18 +148,18 @@ def _safetensors(data: bytes, folder: Path) -> None:
 
 GGUF_FAMILIES = {
     "llama": {}, "gemma3_text": {}, "phi3": {"rope": LONGROPE | {"attention_factor": 1.5}}, "ministral3": {},
-    "qwen3_5_text": {"layer_types": ["full_attention"]},
+    "qwen3_5_text": {"layer_types": ["full_attention"]}, "qwen3": {"hidden_size": 256, "intermediate_size": 256},
 }  # fmt: skip
+GGUF_TYPES = {"qwen3": ("Q4_K", "Q5_K", "Q6_K", "Q5_0", "IQ4_NL", "Q8_0", "F32")}  # of its matrices, in turn
 
 
 @functools.cache
 def _gguf(family: str) -> tuple[bytes, int]:
     """A GGUF file of a small model, and the length of its header."""
     file = Path(tempfile.mkdtemp()) / "model.gguf"
-    model = make_model(
-        family=family, layers=1, hidden_size=32, intermediate_size=32, head_dim=8, **GGUF_FAMILIES[family]
-    )
-    write_gguf(file, model, lambda name: "Q4_0")
+    small = {"layers": 1, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
+    model, types = make_model(family=family, **(small | GGUF_FAMILIES[family])), cycle(GGUF_TYPES.get(family, ["Q4_0"]))
+    write_gguf(file, model, lambda name: next(types))
     return file.read_bytes(), min(tensor.offset for tensor in GgufFile.read(file).tensors.values())
 
 

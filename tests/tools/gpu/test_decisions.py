@@ -49,7 +49,7 @@ def test_rules_read_the_documents_of_the_steps() -> None:
     assert found["SM clock, lowest of highest"]["decision"].startswith("power or heat limits")
     assert found["busiest multiprocessor of mean"]["measured"] == 1.38, "of projections only"
     assert found["8B projections, start to first tile"]["measured"] == 3.0
-    assert found["8B attention, 500 against 516"]["decision"] == "deal units out to blocks in turn"
+    assert found["8B attention, 500 against 516"]["decision"] == "deal the units of single rows out, too"
     assert found["8B attention over 1,000"]["decision"] == "attention is done"
     assert found["Llama-3.2-1B projections, direct against ring"]["measured"] == pytest.approx(10 / 12)
     line = found["Llama-3.2-1B projections, fastest tilings against the default"]

@@ -23,6 +23,7 @@ def python(name: str, code: str, limit: float = 30.0) -> Step:
     return Step(name, (sys.executable, "-c", code), limit)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_or_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     """A failure, a hang with a child process, one without tests, one without a program."""
     hang = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
@@ -49,6 +50,7 @@ def has_ended(pid: str) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_a_remaining_child_process_does_not_block() -> None:
     """It holds the output of the step open after the step has ended, and is killed with it."""
     child = "import time; time.sleep(60)"
@@ -61,12 +63,14 @@ def test_a_remaining_child_process_does_not_block() -> None:
     assert has_ended(outcome.tail.strip())
 
 
+@pytest.mark.slow
 def test_a_step_receives_its_limit_and_environment() -> None:
     code = "import os, sys; print(sys.argv[1], os.environ['SWIFTSPEC_TEST_EPOCHS'], os.environ['SWIFTSPEC_CUDA'])"
     step = Step("say", (sys.executable, "-c", code, SECONDS), 99, environment={"SWIFTSPEC_TEST_EPOCHS": "6"})
     assert run(step, 30.0).tail == "18 6 1\n"
 
 
+@pytest.mark.slow
 def test_a_step_with_only_skipped_tests_has_no_tests() -> None:
     assert run(python("tests", "print('5 skipped in 1.0s')"), 9.0).state == "nothing to run"
     assert run(python("tests", "print('1 passed, 5 skipped in 1.0s')"), 9.0).state == "ok"

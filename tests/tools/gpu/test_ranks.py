@@ -18,6 +18,7 @@ if sys.argv[1:] == ["fail"]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "code"), [((), 0), (("fail",), 7)])
 def test_ranks_end_together(capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int) -> None:
     """If one fails, the others do not run on."""

@@ -20,7 +20,7 @@ from swiftspec.serve.http.api.token_fields import (
     response_fields,
 )
 from swiftspec.serve.http.app_context import AppContext, new_id
-from swiftspec.serve.http.errors import ApiError
+from swiftspec.serve.http.errors import check_request_fields
 from swiftspec.serve.http.format.conversation import (
     Conversation,
     Message,
@@ -226,7 +226,7 @@ def chat_router(context: AppContext) -> APIRouter:
         usage = stream_usage(body.stream, body.stream_options, context.always_usage)
         choices = requested_choices(body, body.n, body.stream, info)
         if body.top_logprobs and not body.logprobs:
-            raise ApiError(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
+            check_request_fields("top_logprobs", "top log-probabilities", "no log-probabilities")
         top = (body.top_logprobs or 0) if body.logprobs else None
         limit = body.max_completion_tokens or body.max_tokens
         conversation = chat_to_conversation(body)

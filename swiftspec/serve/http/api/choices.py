@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from swiftspec.params import MAX_CHOICES
 from swiftspec.serve.http.api.sampling import check_population
 from swiftspec.serve.http.engine_link.frames import EngineInfo
-from swiftspec.serve.http.errors import ApiError, unsupported
+from swiftspec.serve.http.errors import ApiError, check_request_fields, unsupported
 from swiftspec.serve.http.format.generation_output import GenerationRequest
 from swiftspec.serve.http.schema import SamplingFields
 from swiftspec.text.outputs import choice_seed
@@ -66,8 +66,7 @@ def _population_choices(
         message = f"n must be in 1..best_of, and best_of at most {particles}, the particles of this server"
         raise ApiError(400, f"{field}: {message}", field)
     if stream:
-        message = "not supported with stream and smc, because the texts are selected at the end; omit stream"
-        raise ApiError(400, f"{field}: {message}", field)
+        check_request_fields(field, "population choices", "stream")
     return RequestedChoices(n, 1, (n, best_of))
 
 
@@ -77,12 +76,10 @@ def _check_best_of(n: int, best_of: int, stream: bool | None, info: EngineInfo, 
         raise unsupported("best_of", 'only supported by /v1/completions, or in mode smc with "smc": {}; omit it')
     if best_of < n:
         raise ApiError(400, f"best_of: must be at least n, which is {n}", "best_of")
-    if stream:
-        message = "not supported with stream unless it equals n, because the best choices are known at the end"
-        raise ApiError(400, f"best_of: {message}; omit stream", "best_of")
-    if info.max_num_seqs > 1 or info.plan.get("mode") == "smc":
-        message = "needs log-probabilities, which a server with --max-num-seqs above 1 or --mode smc does not compute"
-        raise unsupported("best_of", f"{message}; use n")
+    several = ["several requests"] if info.max_num_seqs > 1 else []
+    check_request_fields(
+        "best_of", "best_of", f"mode {info.plan.get('mode')}", *several, *(["stream"] if stream else [])
+    )
 
 
 def sampled_requests(request: GenerationRequest, count: int, seeded: bool) -> list[GenerationRequest]:

@@ -27,7 +27,7 @@ from swiftspec.serve.http.api.token_fields import (
 from swiftspec.serve.http.app_context import AppContext, check_tokens, new_id
 from swiftspec.serve.http.engine_link.engine_client import EngineRequest
 from swiftspec.serve.http.engine_link.frames import EngineInfo, TokenLogprob, TokensFrame
-from swiftspec.serve.http.errors import ApiError, to_api_error, unsupported
+from swiftspec.serve.http.errors import ApiError, check_request_fields, to_api_error, unsupported
 from swiftspec.serve.http.format.generation_output import (
     GenerationOutput,
     GenerationRequest,
@@ -115,7 +115,7 @@ async def encode_prompt(
     truncation = prompt_truncation(body, info, limit)
     if body.suffix:
         if truncation is not None:
-            raise unsupported("truncate_prompt_tokens", "not supported with suffix; omit it")
+            check_request_fields("truncate_prompt_tokens", "truncation", "suffix")
         return await _encode_fill_in_the_middle(context, info, codec, prompt, body.suffix)
     if not isinstance(prompt, str):
         check_tokens(prompt, info, "prompt")
@@ -280,7 +280,7 @@ async def completion_requests(
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise ApiError(400, "max_tokens: 0 is only supported with echo or prompt_logprobs", "max_tokens")
     if body.suffix and body.echo and body.logprobs is not None:
-        raise unsupported("echo", "not supported with suffix and logprobs; omit one of them")
+        check_request_fields("echo", "echoed log-probabilities", "suffix")
     negative = None
     if body.guidance_scale not in (None, 1):
         negative = await context.run_in_tokenizer_thread(codec.encode, body.negative_prompt or "", info.max_model_len)

@@ -27,7 +27,6 @@ from swiftspec.serve.http.format.harmony import harmony_messages, harmony_tools
 from swiftspec.serve.http.format.template_format import (
     TemplateFormat,
     derive_template_format,
-    with_fitting_system_messages,
     with_written_calls,
 )
 from swiftspec.serve.http.schema import SamplingFields, ScoringFields
@@ -113,7 +112,7 @@ async def encode_conversation(
     tools = conversation.tools if conversation.tools and conversation.tool_choice != "none" else None
     try:
         format = await template_format(context, tools)
-        messages = with_fitting_system_messages(conversation.messages, format.system_messages)
+        messages = conversation.messages
         if format.write_calls is not None:
             messages = with_written_calls(messages, format.write_calls)
         if harmony_markers(codec, codec.template_source(tools)):

@@ -18,15 +18,14 @@ from swiftspec.serve.http.format.conversation import (
     Conversation,
     Name,
     TemplateMessages,
+    omitted_part,
     template_message,
     template_tool_call,
-    without_billing_header,
 )
 from swiftspec.serve.http.format.generation_output import GenerationOutput, OutputDelta
 from swiftspec.serve.http.format.tools import ParsedToolCall
 from swiftspec.serve.http.known_fields import reject_unsupported
 from swiftspec.serve.http.schema import (
-    INTEGRAL,
     Body,
     ExtensibleBody,
     JsonObject,
@@ -40,6 +39,7 @@ from swiftspec.serve.http.schema import (
 from swiftspec.serve.http.sse import sse_event
 
 MIN_THINKING_BUDGET_TOKENS = 1024  # Anthropic's limit
+PASSED_OVER = ("tool_use", "server_tool_use", "thinking", "redacted_thinking")  # are not part of an answer's text
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -89,7 +89,7 @@ class AnthropicToolChoice(Body):
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=MIN_THINKING_BUDGET_TOKENS, le=MAX_TOKEN_COUNT), INTEGRAL] | None = Field(
+    budget_tokens: Annotated[int, Field(ge=MIN_THINKING_BUDGET_TOKENS, le=MAX_TOKEN_COUNT)] | None = Field(
         None, description="Validated and otherwise ignored: the model decides how long it reasons."
     )
 
@@ -167,12 +167,25 @@ def _block_text(block: Any, field_path: str) -> str:
     return "\n".join([line for line in head if isinstance(line, str) and line] + [text])
 
 
+def _tool_result_text(content: Any, field_path: str) -> str:
+    """As `blocks_text`, but blocks that are not text are replaced, see `omitted_part`."""
+    if not isinstance(content, list):
+        return blocks_text(content, field_path)
+    texts: list[str] = []
+    for block in content:
+        try:
+            texts.append(_block_text(block, field_path))
+        except ApiError:
+            if not isinstance(block, dict):
+                raise
+            texts.append(omitted_part(str(block.get("type"))))
+    return "\n".join(texts)
+
+
 def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
     """Converts the messages to the form that chat templates take. Raises ApiError on content that is not text."""
-    template_messages: TemplateMessages = []
-    system = without_billing_header(blocks_text(body.system, "system"))
-    if system:
-        template_messages.append(template_message("system", system))
+    system = template_message("system", blocks_text(body.system, "system"))
+    template_messages: TemplateMessages = [system] if system["content"] else []
     for index, message in enumerate(body.messages):
         field_path = f"messages.{index}.content"
         if isinstance(message.content, str):
@@ -185,7 +198,7 @@ def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
 
 
 def _assistant_message(blocks: list[Block], field_path: str) -> dict[str, Any]:
-    texts = [block for block in blocks if block.type not in ("tool_use", "thinking", "redacted_thinking")]
+    texts = [block for block in blocks if block.type not in PASSED_OVER and not block.type.endswith("_tool_result")]
     calls = [template_tool_call(b.id, b.name or "", b.input or {}) for b in blocks if b.type == "tool_use"]
     reasoning = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
     return template_message("assistant", blocks_text(texts, field_path), calls, reasoning_content=reasoning or None)
@@ -194,7 +207,7 @@ def _assistant_message(blocks: list[Block], field_path: str) -> dict[str, Any]:
 def _user_messages(role: str, blocks: list[Block], field_path: str) -> TemplateMessages:
     """Converts a message of the user. Each tool result becomes a separate message before the remaining content."""
     template_messages = [
-        template_message("tool", blocks_text(block.content, field_path), tool_call_id=block.tool_use_id)
+        template_message("tool", _tool_result_text(block.content, field_path), tool_call_id=block.tool_use_id)
         for block in blocks
         if block.type == "tool_result"
     ]

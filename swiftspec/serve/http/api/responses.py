@@ -20,6 +20,7 @@ from swiftspec.serve.http.api.token_fields import prompt_truncation
 from swiftspec.serve.http.app_context import AppContext
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.format.conversation import (
+    CUSTOM_INPUT,
     Content,
     Conversation,
     Name,
@@ -35,7 +36,6 @@ from swiftspec.serve.http.format.logprobs import LogprobFormatter
 from swiftspec.serve.http.known_fields import reject_unsupported
 from swiftspec.serve.http.observe.request_metrics import REQUEST_CONTEXT
 from swiftspec.serve.http.schema import (
-    INTEGRAL,
     Body,
     ConstraintFields,
     JsonObject,
@@ -50,13 +50,15 @@ from swiftspec.serve.http.schema import (
 from swiftspec.serve.http.sse import ENCODER, EventLog
 
 ITEM_REFERENCE = "item_reference"
+FUNCTION_CALL, CALL, CALL_OUTPUT = "function_call", "_call", "_call_output"  # the latter two end types of items
 LOGPROBS = "message.output_text.logprobs"
 STORE_DISABLED = "this server stores no responses (--response-store-memory 0)"
 
 
 class Item(Body):
-    """An input item: a message (`role`, `content`), function_call, function_call_output, reasoning, or item_reference
-    to an item of a stored response."""
+    """An input item: a message (`role`, `content`), function_call, function_call_output, reasoning, item_reference to
+    an item of a stored response, or a call of another tool (custom_tool_call, local_shell_call, web_search_call, ...)
+    that another server has sent."""
 
     id: ShortText | None = None
     type: ShortText | None = None
@@ -66,6 +68,8 @@ class Item(Body):
     name: Name | None = None
     namespace: Name | None = None
     arguments: Text | None = None
+    input: Text | None = Field(None, description="Of a custom_tool_call.")
+    action: JsonObject | None = Field(None, description="Of a local_shell_call.")
     output: Content | None = None
 
 
@@ -127,7 +131,7 @@ class ResponsesRequest(SamplingFields, ConstraintFields):
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), INTEGRAL] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[list[ShortText], Field(max_length=32)] | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: as truncate_prompt_tokens -1, unless that is set."
@@ -157,10 +161,11 @@ def responses_to_template_messages(body: ResponsesRequest) -> TemplateMessages:
         if kind == "reasoning":
             reasoning = "" if item.content is None else _reasoning_text(item)
             continue
-        if kind == "function_call":
-            _add_call(template_messages, item, field_path)
-        elif kind == "function_call_output":
-            text = content_text(item.output, field_path)
+        if kind.endswith(CALL):
+            if kind == FUNCTION_CALL or item.call_id is not None:  # the others were executed by the server
+                _add_call(template_messages, item, field_path)
+        elif kind.endswith(CALL_OUTPUT):
+            text = content_text(item.output, field_path, is_tool_result=True)
             template_messages.append(template_message("tool", text, tool_call_id=item.call_id))
         elif kind == "message" and item.role is not None:
             text = content_text(item.content, f"{field_path}.content")
@@ -180,12 +185,18 @@ def _reasoning_text(item: Item) -> str:
 
 
 def _add_call(template_messages: TemplateMessages, item: Item, field_path: str) -> None:
-    """Appends a function_call item to the preceding assistant message, or to a new one if the preceding message is not
-    the assistant's. Raises ApiError if the item has no name."""
-    if item.name is None:
+    """Appends a call to the preceding assistant message, or to a new one if the preceding message is not the
+    assistant's. Raises ApiError if a function_call has no name."""
+    kind = item.type or ""
+    if item.name is None and kind == FUNCTION_CALL:
         raise ApiError(400, f"{field_path}.name: required in a function_call", f"{field_path}.name")
-    name = qualified_name(item.namespace, item.name)
-    call = template_tool_call(item.call_id, name, parse_arguments(item.arguments or ""))
+    name = qualified_name(item.namespace, item.name or kind.removesuffix(CALL))
+    arguments = item.action or {}
+    if item.input is not None:
+        arguments = {CUSTOM_INPUT: item.input}
+    elif item.arguments is not None:
+        arguments = parse_arguments(item.arguments)
+    call = template_tool_call(item.call_id, name, arguments)
     if not template_messages or template_messages[-1]["role"] != "assistant":
         template_messages.append(template_message("assistant", ""))
     template_messages[-1].setdefault("tool_calls", []).append(call)
@@ -271,7 +282,9 @@ def with_previous_items(body: ResponsesRequest, items: list[dict[str, Any]]) -> 
     if not items:
         return body
     responses_to_template_messages(body)  # here an error has the index of the item in the request
-    new_items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    new_items = body.input
+    if isinstance(new_items, str):
+        new_items = [Item.model_validate({"role": "user", "content": new_items})]
     return body.model_copy(update={"input": [*map(Item.model_validate, items), *new_items]})
 
 
@@ -282,13 +295,18 @@ def with_truncation(body: ResponsesRequest) -> ResponsesRequest:
     return body.model_copy(update={"truncate_prompt_tokens": -1})
 
 
+def _is_reference(item: Item) -> bool:
+    """Returns whether an item refers to a stored one. OpenAI's API does not require the type."""
+    return item.type == ITEM_REFERENCE or (item.type is None and item.role is None and item.id is not None)
+
+
 def with_referenced_items(body: ResponsesRequest, store: ResponseStore) -> ResponsesRequest:
     """Returns the request with the items that it refers to. Raises ApiError if one is not stored."""
-    if isinstance(body.input, str) or all(item.type != ITEM_REFERENCE for item in body.input):
+    if isinstance(body.input, str) or not any(map(_is_reference, body.input)):
         return body
     items: list[Item] = []
     for index, item in enumerate(body.input):
-        if item.type == ITEM_REFERENCE:
+        if _is_reference(item):
             found = store.get_item(item.id or "", REQUEST_CONTEXT.get().api_key)
             if found is None:
                 message = f"input.{index}: Item with id {(item.id or '')[:100]!r} {NOT_FOUND}"

@@ -8,7 +8,7 @@ from typing import Any
 from swiftspec.params import MAX_LOGPROB_VALUES
 from swiftspec.serve.http.app_context import AppContext, check_tokens
 from swiftspec.serve.http.engine_link.frames import EngineInfo
-from swiftspec.serve.http.errors import ApiError
+from swiftspec.serve.http.errors import ApiError, check_request_fields
 from swiftspec.serve.http.format.generation_output import GenerationRequest
 from swiftspec.serve.http.format.logprobs import LogprobFormatter, TokenFields
 from swiftspec.serve.http.schema import SamplingFields, ScoringFields
@@ -56,11 +56,11 @@ def scoring_params(
     values: dict[str, Any] = {} if logprobs is None else {"logprobs": logprobs}
     if body.logprob_token_ids:
         if logprobs is None:
-            raise ApiError(400, "logprob_token_ids: requires logprobs; set it", "logprob_token_ids")
+            check_request_fields("logprob_token_ids", "listed log-probabilities", "no log-probabilities")
         check_tokens(body.logprob_token_ids, info, "logprob_token_ids")
         values |= {"logprob_token_ids": [*dict.fromkeys(body.logprob_token_ids)], "logprobs": 0}
     if body.prompt_logprobs is not None and stream:
-        raise ApiError(400, "prompt_logprobs: not supported with stream; omit stream", "prompt_logprobs")
+        check_request_fields("prompt_logprobs", "prompt log-probabilities", "stream")
     requested = [count for count in (logprobs if echo else None, body.prompt_logprobs) if count is not None]
     if requested:
         values["prompt_logprobs"] = -1 if -1 in requested else max(requested)

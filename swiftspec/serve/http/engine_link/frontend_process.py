@@ -20,7 +20,7 @@ from swiftspec.serve.otel import exporter
 from swiftspec.serve.stdio import warn
 from swiftspec.serve.supervisor.supervised_process import Program
 from swiftspec.settings.flags import FLAGS
-from swiftspec.settings.settings import Settings, UsageError, flag_name
+from swiftspec.settings.settings import Settings, UsageError, check_usage
 from swiftspec.startup.built_in_models import chat_template_file, default_served_name
 from swiftspec.text.template import read_template
 
@@ -38,7 +38,7 @@ def check_frontend_settings(settings: Settings) -> None:
     """Validates the front end's settings before any model is loaded. Raises UserError if one is invalid."""
     sampling_defaults(settings)
     if settings.system_prompt is not None:
-        raise UsageError("--system-prompt is not supported by a server, whose clients send it as a message; remove it")
+        check_usage({"server", "system prompt"})
     if settings.chat_template_file is not None:
         read_template(settings.chat_template_file)
     if settings.otlp_endpoint is not None:
@@ -88,9 +88,7 @@ def sampling_defaults(settings: Settings) -> dict[str, Any]:
     for name, flag in FLAGS.items():
         if name in settings.model_fields_set and (flag.config is SamplingParams or name == "negative_prompt"):
             if name not in DEFAULTABLE_FIELDS:
-                raise UsageError(
-                    f"{flag_name(name)} is not supported by a server, whose clients set it per request; remove it"
-                )
+                check_usage({"server": "", "request settings": f"{{{name}}}"})
             defaults[name] = getattr(settings, name)
     return defaults
 

@@ -18,7 +18,8 @@ RESERVED_VARIABLES = frozenset({
     "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "return_assistant_tokens_mask",
 })  # fmt: skip
-BILLING_HEADER = "x-anthropic-billing-header:"
+FUNCTION = "function"
+CUSTOM_INPUT = "input"  # parameter of a custom tool, whose input is a text
 MAX_VARIABLES_CHARS = 16 << 10  # length of all template variables as JSON
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 TemplateMessages = list[dict[str, Any]]
@@ -37,13 +38,27 @@ Content = Text | Annotated[list[ContentPart], Field(max_length=4096)]
 
 class CalledFunction(Body):
     name: Name
-    arguments: Text
+    arguments: Text | JsonObject | None = None
+
+
+class CalledCustomTool(Body):
+    name: Name
+    input: Text
 
 
 class ToolCall(Body):
     id: ShortText | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    type: ShortText | None = None
+    function: CalledFunction | None = None
+    custom: CalledCustomTool | None = None
+
+    def to_template(self, field_path: str) -> JsonObject:
+        """Returns the call in the form that chat templates take. Raises ApiError if it is of another type."""
+        if self.function is not None:
+            return template_tool_call(self.id, self.function.name, parse_arguments(self.function.arguments))
+        if self.custom is not None:
+            return template_tool_call(self.id, self.custom.name, {CUSTOM_INPUT: self.custom.input})
+        raise ApiError(400, f"{field_path}: a tool call needs function or custom", field_path)
 
 
 class Message(Body):
@@ -83,12 +98,21 @@ class SentBody(Body):
 
 
 class Tool(SentBody):
-    type: Literal["function"] = "function"
-    function: Function
+    type: ShortText = FUNCTION
+    function: Function | None = Field(None, description="Required if the type is function; others are passed over.")
 
-    def to_template(self) -> JsonObject:
-        """Returns the tool as the client sent it, which is the form that chat templates take."""
-        return {"type": self.type, **self.sent}
+
+def template_tools(tools: Sequence[Tool]) -> list[JsonObject]:
+    """Returns the functions among the tools of a request as the client sent them, which is the form that chat templates
+    take. Raises ApiError if one has no description."""
+    functions: list[JsonObject] = []
+    for index, tool in enumerate(tools):
+        if tool.type != FUNCTION:
+            continue
+        if tool.function is None:
+            raise ApiError(400, f"tools.{index}.function: required in a function", f"tools.{index}.function")
+        functions.append({"type": FUNCTION, **tool.sent})
+    return functions
 
 
 class NamedFunction(Body):
@@ -149,9 +173,15 @@ class Conversation:
             raise ApiError(400, "continue_final_message: the last message must be an assistant message with text")
 
 
-def content_text(content: str | Sequence[ContentPart] | None, param: str) -> str:
+def omitted_part(kind: str) -> str:
+    """Returns the text that replaces a part of a tool's result that is not text. An error would end the conversation:
+    the model has called the tool, and the client repeats its result in every later request."""
+    return f"[{kind[:40]} omitted: this model reads text only]"
+
+
+def content_text(content: str | Sequence[ContentPart] | None, param: str, *, is_tool_result: bool = False) -> str:
     """Returns the text of a message; text parts are joined by newlines, and parts of reasoning are left out. Raises
-    ApiError if a part is not text."""
+    ApiError if a part is not text, except in the result of a tool."""
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
@@ -160,21 +190,18 @@ def content_text(content: str | Sequence[ContentPart] | None, param: str) -> str
         if part.type in ("thinking", "redacted_thinking"):
             continue
         if part.type not in ("text", "input_text", "output_text", "refusal") or text is None:
-            raise unsupported(param, f"parts of type {part.type[:40]!r} are not supported; use text")
+            if not is_tool_result:
+                raise unsupported(param, f"parts of type {part.type[:40]!r} are not supported; use text")
+            text = omitted_part(part.type)
         texts.append(text)
     return "\n".join(texts)
 
 
-def without_billing_header(text: str) -> str:
-    """Returns a system prompt without the line that Claude Code puts in front of it. A hash in it changes with every
-    request, so that no prompt would share a prefix with another."""
-    first, _, others = text.partition("\n")
-    return others.lstrip("\n") if first.startswith(BILLING_HEADER) else text
-
-
-def parse_arguments(text: str) -> dict[str, Any]:
+def parse_arguments(text: str | JsonObject | None) -> dict[str, Any]:
     """Parses the arguments of an earlier tool call; {} if they are not a JSON object, such as those of a call that a
     limit cut: the client cannot change its history."""
+    if not isinstance(text, str):
+        return text or {}
     try:
         value = STRICT_JSON.decode(text)
     except (ValueError, RecursionError):
@@ -187,12 +214,8 @@ def to_template_messages(messages: Sequence[Message]) -> TemplateMessages:
     template_messages: TemplateMessages = []
     for index, message in enumerate(messages):
         field_path = f"messages.{index}"
-        calls = [
-            template_tool_call(call.id, call.function.name, parse_arguments(call.function.arguments))
-            for call in message.tool_calls or ()
-        ]
-        text = content_text(message.content, f"{field_path}.content")
-        text = without_billing_header(text) if message.role == "system" else text
+        calls = [call.to_template(f"{field_path}.tool_calls") for call in message.tool_calls or ()]
+        text = content_text(message.content, f"{field_path}.content", is_tool_result=message.role == "tool")
         reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
         names = {"name": message.name, "tool_call_id": message.tool_call_id}
         template_messages.append(template_message(message.role, text, calls, reasoning_content=reasoning, **names))
@@ -227,7 +250,7 @@ class TemplateFields(ExtensibleBody):
             raise ApiError(400, message, "add_generation_prompt")
         return Conversation(
             to_template_messages(messages),
-            [tool.to_template() for tool in tools or ()],
+            template_tools(tools or ()),
             tool_choice,
             self.template_variables(),
             bool(self.continue_final_message),

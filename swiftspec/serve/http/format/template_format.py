@@ -1,5 +1,5 @@
-"""Derivation of what a chat template shows of a model: the syntax of tool calls and of reasoning, and which messages it
-takes. Probe conversations are rendered, and the differences between the results are read.
+"""Derivation of what a chat template shows of a model: the syntax of tool calls and of reasoning. Probe conversations
+are rendered, and the differences between the results are read.
 
 A derived syntax is used only if the probes' own calls are read back from their renderings.
 """
@@ -32,7 +32,7 @@ CallWriter = Callable[[list[Mapping[str, Any]]], str]
 Render = Callable[[Messages, list[dict[str, Any]] | None, bool], str]  # messages, tools, add_generation_prompt
 
 NAMES = ("zqtool", "zqother")
-USER, SYSTEM, LATER_SYSTEM, CONTENT, REASONING = "zquser", "zqsystem", "zqlater", "zqcontent", "zqreasoning"
+USER, CONTENT, REASONING = "zquser", "zqcontent", "zqreasoning"
 IDS = ("zqid00001", "zqid00002")
 LONG_ID = "call_0123456789abcdef01234567"
 ARGUMENTS = ({"zqa": "zqva", "zqb": "zqvb"}, {"zqa": "zqvc", "zqb": "zqvd"})
@@ -46,7 +46,6 @@ SCHEMA = {"type": "object", "properties": PROPERTIES, "required": ["zqa"]}
 PROBE_TOOLS = [
     {"type": "function", "function": {"name": name, "description": "d", "parameters": SCHEMA}} for name in NAMES
 ]
-SystemMessages = Literal["any", "first", "none"]
 
 
 class NotDerivedError(UserError):
@@ -59,14 +58,12 @@ class TemplateFormat:
 
     `tool_calls`: syntax of its tool calls; None if it has none, or one that is not understood, which `reason` explains.
     `reasoning`: the markers of reasoning; None if there is none.
-    `system_messages`: where the template takes system messages: anywhere, only at the beginning, or nowhere.
     `write_calls`: writes the calls of earlier messages, if the template leaves them out.
     """
 
     tool_calls: ToolCallFormat | None = None
     reason: str = ""
     reasoning: tuple[str, str] | None = None
-    system_messages: SystemMessages = "any"
     write_calls: CallWriter | None = None
 
 
@@ -76,17 +73,16 @@ def derive_template_format(render: Render, source: str, vocabulary: Mapping[str,
     `render`: renders messages and tools; raises UserError if the template fails.
     `source`: source of the template. `vocabulary`: token ids by token.
     """
-    system_messages = _system_messages(render)
     reasoning = _reasoning(render)
     if reasoning is None and (THINK[0] in source or THINK[0] in vocabulary):
         reasoning = THINK
     if "tools" not in source:
-        return TemplateFormat(None, "the chat template has no tools", reasoning, system_messages)
+        return TemplateFormat(None, "the chat template has no tools", reasoning)
     found, reason = _tool_calls_or_reason(render)
     writer = None if found is not None else call_writer(source, vocabulary)
     if writer is not None:
         found, reason = _tool_calls_or_reason(_with_writer(render, writer))
-    return TemplateFormat(found, reason, reasoning, system_messages, writer if found is not None else None)
+    return TemplateFormat(found, reason, reasoning, writer if found is not None else None)
 
 
 def _tool_calls_or_reason(render: Render) -> tuple[ToolCallFormat | None, str]:
@@ -121,21 +117,6 @@ def with_written_calls(messages: Sequence[Mapping[str, Any]], writer: CallWriter
     ]
 
 
-def with_fitting_system_messages(messages: Sequence[Mapping[str, Any]], accepted: SystemMessages) -> Messages:
-    """Returns messages with system messages only where a template accepts them: all of them joined to the first
-    message, or if there are none, at the beginning of the user's first message."""
-    texts = [str(message["content"]) for message in messages if message["role"] == "system"]
-    if accepted == "any" or not texts or (accepted == "first" and len(texts) == 1 and messages[0]["role"] == "system"):
-        return [dict(message) for message in messages]
-    others = [dict(message) for message in messages if message["role"] != "system"]
-    text = "\n\n".join(texts)
-    user = next((message for message in others if message["role"] == "user"), None)
-    if accepted == "first" or user is None:
-        return [{"role": "system", "content": text}, *others]
-    user["content"] = f"{text}\n\n{user['content']}"
-    return others
-
-
 def _call(number: int, arguments: Mapping[str, Any], call_id: str = "") -> dict[str, Any]:
     function = {"name": NAMES[number], "arguments": dict(arguments)}
     return {"id": call_id or IDS[number], "type": "function", "function": function}
@@ -144,25 +125,6 @@ def _call(number: int, arguments: Mapping[str, Any], call_id: str = "") -> dict[
 def _conversation(content: str, calls: list[dict[str, Any]] | None = None, **fields: str) -> Messages:
     answer: dict[str, Any] = {"role": "assistant", "content": content, **fields}
     return [{"role": "user", "content": USER}, answer | ({"tool_calls": calls} if calls else {})]
-
-
-def _system_messages(render: Render) -> SystemMessages:
-    """Returns where the template takes system messages, which it must render."""
-    user, answer = {"role": "user", "content": USER}, {"role": "assistant", "content": CONTENT}
-    first, later = {"role": "system", "content": SYSTEM}, {"role": "system", "content": LATER_SYSTEM}
-
-    def takes(messages: Messages, *texts: str) -> bool:
-        try:
-            text = render(messages, None, True)
-        except UserError:
-            return False
-        return all(each in text for each in texts)
-
-    if takes([first, later, user, answer, later, user], SYSTEM, LATER_SYSTEM) and takes(
-        [first, user, answer, later, user], LATER_SYSTEM
-    ):
-        return "any"
-    return "first" if takes([first, user], SYSTEM) or not takes([user], USER) else "none"
 
 
 def _reasoning(render: Render) -> tuple[str, str] | None:

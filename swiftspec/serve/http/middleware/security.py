@@ -23,6 +23,7 @@ MAX_BODY_BYTES = 8 << 20
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 8 << 10  # one name and value; `request_timeout.MAX_HEAD_BYTES` limits all headers together
 MAX_JSON_DEPTH = 64  # nested lists and objects; limited since parsers and validators are recursive
+MAX_JSON_CONTAINERS = 100_000  # lists and objects; 8 MB of them take the event loop 1.5 s, mostly of garbage collection
 PUBLIC_PATHS = {"/health", "/ready", "/live"}  # need no key, so that supervisors can probe the server
 
 QUOTE = ord('"')
@@ -117,13 +118,14 @@ class _Refusal(Exception):
         self.reason, self.error = reason, ApiError(status, message, code=code, headers=headers)
 
 
-def json_depth(data: bytes) -> int:
-    """Returns the nesting depth of lists and objects in JSON text. For malformed JSON it is at least the depth at which
-    a parser detects the error."""
+def json_containers(data: bytes) -> tuple[int, int]:
+    """Returns the nesting depth and the number of lists and objects in JSON text. For malformed JSON both are at least
+    those at which a parser detects the error."""
     structural = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, NON_STRUCTURAL_BYTES)
     signs = np.frombuffer(structural, np.uint8)
     outside = np.cumsum(signs == QUOTE, dtype=np.int32) % 2 == 0
-    return int(np.cumsum(DEPTH_CHANGE[signs] * outside, dtype=np.int32).max(initial=0))
+    changes = DEPTH_CHANGE[signs] * outside
+    return int(np.cumsum(changes, dtype=np.int32).max(initial=0)), int((changes > 0).sum())
 
 
 async def _read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytes | None:
@@ -147,10 +149,14 @@ async def _read_body(headers: Headers, receive: Receive, max_bytes: int) -> byte
 
 
 def _check_body(body: bytes) -> None:
-    """Raises _Refusal if the body contains a zero byte or is nested too deeply."""
-    if b"\0" in body:  # parsers accept UTF-16 and UTF-32 too, in which `json_depth` would not find the brackets
+    """Raises _Refusal if the body contains a zero byte, is nested too deeply or has too many lists and objects."""
+    if b"\0" in body:  # parsers accept UTF-16 and UTF-32 too, in which `json_containers` would find no bracket
         raise _Refusal("malformed", 400, "the body must be JSON in UTF-8 without null bytes")
-    if json_depth(body) > MAX_JSON_DEPTH:
+    depth, count = json_containers(body)
+    if count > MAX_JSON_CONTAINERS:
+        message = f"the body has more than {MAX_JSON_CONTAINERS} lists and objects: divide it into several requests"
+        raise _Refusal("malformed", 400, message)
+    if depth > MAX_JSON_DEPTH:
         raise _Refusal(
             "malformed",
             400,

@@ -74,8 +74,11 @@ def test_a_long_text_is_cut_before_it_is_encoded(
         return encode(text, **options)
 
     monkeypatch.setattr(player.codec.tokenizer, "encode", measured)
-    answer(client, TEXT, prompt=text, max_tokens=1, truncate_prompt_tokens=5, truncation_side=side, echo=True)
+    cut = {"truncate_prompt_tokens": 5, "truncation_side": side}
+    answer(client, TEXT, prompt=text, max_tokens=1, **cut, echo=True)
     assert player.requests[-1].prompt == kept
+    for path, body in ((f"{TEXT}/render", {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]})):
+        assert client.post(path, json={**body, **cut}).status_code == 200
     assert max(encoded) <= 256 * player.codec.longest_token_bytes < len(text)
 
 

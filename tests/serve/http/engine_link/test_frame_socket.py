@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swiftspec.messages import SampledLogprob
 from swiftspec.serve.http.engine_link import frames
+from swiftspec.serve.http.engine_link.engine_loop import prompt_logprob_parts, to_token_logprobs
 from swiftspec.serve.http.engine_link.frame_socket import FrameDecoder, FrameSocket, encode_frame
 from swiftspec.serve.http.engine_link.frames import FromEngine, FrontEndLost, ToEngine
 
@@ -40,6 +42,17 @@ def test_log_probabilities_are_unchanged_by_the_link() -> None:
         1, [5, 6], 1, [frames.TokenLogprob(-0.5, [(5, -0.5)], 1), frames.TokenLogprob(-1.0, [], 3)], "stop"
     )
     assert FrameDecoder(FromEngine).push(encode_frame(chunk)) == [chunk]
+
+
+@pytest.mark.parametrize(("tokens", "top"), [(3, 150_000), (20_000, 20), (60_000, 4)])
+def test_the_log_probabilities_of_a_long_prompt_fit_their_frames(tokens: int, top: int) -> None:
+    likeliest = tuple((1 << 20, -0.1) for _ in range(top))
+    prompt = [SampledLogprob(-0.5, likeliest, position) for position in range(tokens)]
+    parts = list(prompt_logprob_parts(prompt))
+    assert [each for part in parts for each in part] == prompt
+    for part in parts[:2]:
+        frame = encode_frame(frames.TokensFrame(1, [], 0, to_token_logprobs(part)))
+        assert len(frame) < frames.MAX_FRAME_BYTES // 4 and len(FrameDecoder(FromEngine).push(frame)) == 1
 
 
 def test_rank_0_never_waits_for_a_front_end_that_does_not_read() -> None:

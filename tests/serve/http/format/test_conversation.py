@@ -159,3 +159,27 @@ def test_arguments_that_are_no_json_object_are_empty(
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     assert '{"name": "f", "arguments": {}}' in prompt(thinker, thinking_client, CHAT, messages=messages)
+    item = {"type": "function_call", "call_id": "x", "name": "f", "arguments": arguments, "status": "incomplete"}
+    assert '{"name": "f", "arguments": {}}' in prompt(thinker, thinking_client, RESPONSES, input=[item])
+
+
+HEADER = "x-anthropic-billing-header: cc_version=2.1; cch=aaaaa;"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (MESSAGES, {**HELLO, "max_tokens": 5, "system": f"{HEADER}\nBe brief."}),
+        (MESSAGES, {**HELLO, "max_tokens": 5, "system": [{"type": "text", "text": f"{HEADER}\n\nBe brief."}]}),
+        (MESSAGES, {"messages": [{"role": "system", "content": f"{HEADER}\nBe brief."}, *HELLO["messages"]],
+                    "max_tokens": 5, "system": HEADER}),
+        (CHAT, {"messages": [{"role": "system", "content": f"{HEADER}\nBe brief."}, *HELLO["messages"]]}),
+        (CHAT, {"messages": [{"role": "developer", "content": f"{HEADER}\nBe brief."}, *HELLO["messages"]]}),
+        (RESPONSES, {"input": "hello", "instructions": f"{HEADER}\n\nBe brief."}),
+    ],
+)  # fmt: skip
+def test_the_line_with_a_hash_is_left_out(
+    thinker: Player, thinking_client: httpx.Client, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thinker.codec.tokenizer, "chat_template", PRINTS)
+    assert prompt(thinker, thinking_client, path, **body) == "[system]Be brief.[user]hello[assistant]"

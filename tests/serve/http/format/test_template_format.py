@@ -12,43 +12,16 @@ from swiftspec.errors import UserError
 from swiftspec.serve.http.format.template_format import (
     TemplateFormat,
     derive_template_format,
-    with_fitting_system_messages,
 )
 from tests.support.tool_templates import TEMPLATES, rendering
 
 TURN = "<|{{ m.role }}|>{% if m.reasoning_content %}REASONED{% endif %}{{ m.content }}<|end|>"
 END = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 PLAIN = "{% for m in messages %}" + TURN + "{% endfor %}" + END
-LATER = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
-FIRST = "{% for m in messages %}" + (LATER + TURN + "{% endfor %}" + END)
-NO_SYSTEM = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}" + (
-    TURN + "{% endfor %}" + END
-)
 
 
 def derived(template: str, vocabulary: tuple[str, ...] = ()) -> TemplateFormat:
     return derive_template_format(lambda *probe: rendering(template, *probe), template, dict.fromkeys(vocabulary, 1))
-
-
-@pytest.mark.parametrize(
-    ("template", "accepted", "rendered"),
-    [
-        (PLAIN, "any", ["system a", "system b", "user u", "system c"]),
-        (FIRST, "first", ["system a\n\nb\n\nc", "user u"]),
-        (PLAIN.replace("{{ m.content }}", "{% if loop.first or m.role != 'system' %}{{ m.content }}{% endif %}"),
-         "first", ["system a\n\nb\n\nc", "user u"]),
-        (NO_SYSTEM, "none", ["user a\n\nb\n\nc\n\nu"]),
-    ],
-)  # fmt: skip
-def test_system_messages_are_where_the_template_takes_them(template: str, accepted: Any, rendered: list[str]) -> None:
-    assert derived(template).system_messages == accepted
-    roles = ("system a", "system b", "user u", "system c")
-    messages: list[dict[str, Any]] = [dict(zip(("role", "content"), each.split())) for each in roles]
-    fitting = with_fitting_system_messages(messages, accepted)
-    assert [f"{message['role']} {message['content']}" for message in fitting] == rendered
-    rendering(template, fitting, None, True)
-    one = [{"role": "system", "content": "a"}, {"role": "user", "content": "u"}]
-    assert accepted == "none" or with_fitting_system_messages(one, accepted) == one
 
 
 @pytest.mark.parametrize(

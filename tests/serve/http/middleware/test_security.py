@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from swiftspec.serve.http.engine_link.frontend_process import local_host_names
 from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
-from swiftspec.serve.http.middleware.security import MAX_HEADERS, MAX_JSON_DEPTH, SecurityMiddleware, json_depth
+from swiftspec.serve.http.middleware.security import (
+    MAX_HEADERS,
+    MAX_JSON_CONTAINERS,
+    MAX_JSON_DEPTH,
+    SecurityMiddleware,
+    json_containers,
+)
 from swiftspec.serve.http.observe.request_metrics import REQUEST_CONTEXT
 
 Answer = tuple[int, dict[str, str], Any]
@@ -157,6 +163,15 @@ def test_deep_json_is_refused_and_deep_text_is_not(opened: str) -> None:
     assert ask(guard, body=[json.dumps({"text": "[" * 1000 + '\\"' + "{" * 1000}).encode()])[0] == 200
 
 
+@pytest.mark.parametrize("container", ["[]", "{}"])
+def test_many_lists_and_objects_are_refused_and_brackets_in_text_are_not(container: str) -> None:
+    """Since the garbage collector makes them slow to parse on the event loop."""
+    guard = SecurityMiddleware(Inside())
+    for number, status in ((MAX_JSON_CONTAINERS - 1, 200), (MAX_JSON_CONTAINERS, 400)):
+        assert ask(guard, body=[f"[{','.join([container] * number)}]".encode()])[0] == status
+    assert ask(guard, body=[json.dumps(container * MAX_JSON_CONTAINERS).encode()])[0] == 200
+
+
 def test_json_in_utf16_is_refused() -> None:
     assert ask(SecurityMiddleware(Inside()), body=["[1]".encode("utf-16-le")])[0] == 400
 
@@ -184,19 +199,27 @@ JSON = st.recursive(
 
 
 def deepest(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return 0 if inner is None else 1 + max(map(deepest, inner), default=0)
+    return 1 + max(map(deepest, parts(value)), default=0) if isinstance(value, dict | list) else 0
+
+
+def number_of_containers(value: Any) -> int:
+    return 1 + sum(map(number_of_containers, parts(value))) if isinstance(value, dict | list) else 0
+
+
+def parts(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return [*value.values()] if isinstance(value, dict) else value
 
 
 @given(JSON, st.booleans())
-def test_json_depth_is_the_depth_of_the_value(value: Any, ascii_only: bool) -> None:
-    assert json_depth(json.dumps(value, ensure_ascii=ascii_only).encode()) == deepest(value)
+def test_depth_and_number_of_the_lists_and_objects_in_json(value: Any, ascii_only: bool) -> None:
+    data = json.dumps(value, ensure_ascii=ascii_only).encode()
+    assert json_containers(data) == (deepest(value), number_of_containers(value))
 
 
 @given(st.text('[]{}"\\,:1 ', max_size=30))
-def test_json_depth_is_an_upper_bound_for_any_prefix(text: str) -> None:
-    """A prefix of `text` that can be completed to valid JSON is not deeper than `json_depth(text)`."""
-    seen = json_depth(text.encode())
+def test_the_depth_is_an_upper_bound_for_any_prefix(text: str) -> None:
+    """A prefix of `text` that can be completed to valid JSON is not deeper than that of `text`."""
+    seen, _ = json_containers(text.encode())
     for end in range(len(text) + 1):
         for closing in ("", '"', "1", '":1'):
             prefix = text[:end] + closing

@@ -1,0 +1,271 @@
+"""The capability table against the engine: what it does not refuse decodes as autoregressive decoding does, on every
+kind of executor; what it refuses is refused with the text of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec import _C
+from swiftspec.backends import cpu, reference, unfused
+from swiftspec.capabilities import (
+    COMMAND_FEATURES,
+    FEATURES,
+    MACHINE_FEATURES,
+    MODEL_FEATURES,
+    REQUEST_FEATURES,
+    TABLE,
+    Conflict,
+    NotSupported,
+    conflict_text,
+    conflicts,
+)
+from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig, PopulationConfig
+from swiftspec.decode import decode
+from swiftspec.llm_engine import LLMEngine
+from swiftspec.model.loader import load_model
+from swiftspec.params import SamplingParams, StructuredOutputsParams
+from swiftspec.runtime.drafter import NoDrafter
+from swiftspec.serve.cli.config_sources import load_settings
+from swiftspec.settings.settings import UsageError, flag_name
+from tests.support.draft_heads import make_eagle3
+from tests.support.fake_cuda_graphs import Recorder
+from tests.support.roles import make_drafter, make_runner, make_verifier, request_start
+from tests.support.tiny_checkpoints import make_pair
+from tests.support.token_constraints import DiceRules
+from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
+
+VOCAB = 300
+PROMPT = [5, 17, 3, 29, 11, 8, 2, 30] * 2
+TOKENS = 10
+# by feature: fields of SamplingParams
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {},
+    "logit bias": {"logit_bias": {7: 3.0, 9: -4.0}},
+    "filters": {"top_k": 20, "top_p": 0.9},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5},
+    "guidance": {"guidance_scale": 1.5, "negative_prompt_ids": (3, 4)},
+    "grammar": {"grammar": "start: /[a-z]+/"},
+    "excluded tokens": {"allowed_token_ids": tuple(range(0, VOCAB, 2))},
+    "path rules": {"min_tokens": 5},
+    "bad sequences": {"bad_words_ids": ((7, 8), (11, 12))},
+    "log-probabilities": {"logprobs": 2},
+    "prompt log-probabilities": {"prompt_logprobs": 1},
+    "listed log-probabilities": {"logprobs": 0, "logprob_token_ids": (3, 4)},
+    "request shape": {"verify_batch": 1},
+    "request draft": {"verify_batch": 3, "draft_steps": 2},
+}
+OF_TEXT: dict[str, dict[str, Any]] = {  # without effect on token ids
+    "no log-probabilities": {"logprobs": None},
+    "stop strings": {"stop": "a"},
+    "no text": {"detokenize": False},
+    "structured outputs": {"structured_outputs": StructuredOutputsParams(regex="a")},
+}
+# by feature: fields of EngineConfig
+ENGINES: dict[str, dict[str, Any]] = {
+    "mode ar": {"mode": "ar"},
+    "mode serial": {"mode": "serial"},
+    "mode async": {"mode": "async", "target_tp": 1, "draft_tp": 1},
+    "mode smc": {"mode": "smc", "population": PopulationConfig(particles=2, smc_draft_tokens=2)},
+    "several requests": {"max_num_seqs": 2},
+    "verify reject": {"verify": "reject"},
+    "proposal top": {"proposal": "top"},
+    "proposal coupled": {"proposal": "coupled"},
+    "proposal sample": {"proposal": "sample"},
+    "uncoupled proposal": {"proposal": "top"},
+    "self-switch": {"self_switch": True},
+    "adapted shape": {"adapt_steps": True},
+    "synthetic acceptance": {"synthetic_acceptance_length": 3.0},
+    "suffix lookup": {"drafter": SUFFIX_LOOKUP},
+    "grafting": {"drafter": GRAFTED},
+    "target worker": {"target_remote": True},
+    "draft worker": {"draft_remote": True},
+}
+# by feature: settings of a command
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{f"mode {mode}": {"mode": mode} for mode in ("ar", "serial", "async", "smc")},
+    "no draft": {},
+    "several requests": {"max_num_seqs": 2},
+    "verify reject": {"verify": "reject"},
+    "suffix lookup": {"draft_model": SUFFIX_LOOKUP},
+    "grafting": {"graft_suffix": True},
+    "target worker": {"target_url": "host:7070"},
+    "draft worker": {"draft_url": "host:7070"},
+    "local target": {"model": "a"},
+    "local draft": {"draft_model": "a"},
+    "several ranks": {},
+    "one rank": {},
+    "draft": {"draft_model": "a"},
+    "draft tree": {"verify_batch": 4},
+    "tree that grows during a verification": {"catch_up": True},
+    "population": {"particles": 4},
+    "draft forwards": {"draft_steps": 2},
+    "tree size": {"draft_leaves": 2},
+    "draft group": {"draft_tp": 2},
+    "profile": {"plan": "profile.json"},
+    "adaptation": {"adapt": True},
+    "given shape": {"draft_steps": 2, "verify_batch": 4},
+    "server": {"port": 0},
+    "KV events": {"kv_events_endpoint": "tcp://*:5557"},
+    "no prefix cache": {"prefix_cache_memory": 0},
+}
+# features of the machine, of models and of commands, which only the tests of their own modules have
+ELSEWHERE = {
+    *MACHINE_FEATURES, *MODEL_FEATURES, *COMMAND_FEATURES, "best_of", "draft head", "hidden states", "overlap",
+    "stream", "suffix", "truncation", "population choices", "top log-probabilities", "echoed log-probabilities",
+    "shared GPUs", "rounded activations", "exact activations", "int8 head", "float8 cache",
+}  # fmt: skip
+
+
+def sampling(name: str, **more: Any) -> SamplingParams:
+    values = {"temperature": 0.8, "seed": 4, "max_tokens": TOKENS, "ignore_eos": True, **REQUESTS[name], **more}
+    return SamplingParams(**values)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    # native operators need heads of 16
+    models = make_pair(folder, vocab=VOCAB, tie=False, layers=4, hidden_size=64)
+    write_tokenizer(models[0], byte_level_tokenizer())
+    make_eagle3(folder / "head", layers=(1, 2, 4), vocab=VOCAB, draft_vocab=VOCAB, target_hidden=64, hidden=64)
+    return models
+
+
+@pytest.fixture(scope="module")
+def plain(pair: tuple[Path, Path]) -> Iterator[LLMEngine]:
+    yield LLMEngine(pair[0], dtype=torch.float64, ops="reference", max_model_len=64)
+
+
+def refusal(found: frozenset[str]) -> str | None:
+    """The message for the first combination of features that the table refuses."""
+    refused = (each for each in conflicts(found) if not each[2].ignored)
+    return next((str(NotSupported(row, col, conflict_text(row, col, why))) for row, col, why in refused), None)
+
+
+# name: fields of EngineConfig, draft, whether the tokens are those of mode ar
+DECODING: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "serial": ({"mode": "serial"}, "draft", True),
+    "top": ({"mode": "serial", "proposal": "top"}, "draft", True),
+    "sample": ({"mode": "serial", "proposal": "sample"}, "draft", True),
+    "adaptive": ({"mode": "serial", "self_switch": True, "adapt_steps": True, "drafter": "model"}, "draft", True),
+    "suffix": ({"mode": "serial"}, "suffix", True),
+    "grafted": ({"mode": "serial", "drafter": GRAFTED}, "draft", True),
+    "head": ({"mode": "serial"}, "head", True),
+    "several requests": ({"mode": "serial", "max_num_seqs": 2}, "draft", True),
+    "reject": ({"mode": "serial", "verify": "reject"}, "draft", False),
+    "reject, several requests": ({"mode": "serial", "verify": "reject", "max_num_seqs": 2}, "draft", False),
+    "synthetic": ({"mode": "serial", "synthetic_acceptance_length": 3.0}, "draft", False),
+    "smc": (ENGINES["mode smc"], "draft", False),
+}
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_a_request_decodes_or_is_refused(pair: tuple[Path, Path], plain: LLMEngine, name: str) -> None:
+    fields, draft, same = DECODING[name]
+    path: Any = {"draft": pair[1], "head": pair[0].parent / "head"}.get(draft, draft)
+    llm = LLMEngine(pair[0], path, EngineConfig(**fields), dtype=torch.float64, ops="reference", max_model_len=64)
+    for feature in REQUESTS:
+        request = sampling(feature)
+        without = {"synthetic acceptance"} if request.verify_batch == 1 else set[str]()  # decoded without the draft
+        why = refusal((llm.config.features | request.features) - without)
+        if why is not None:
+            with pytest.raises(NotSupported) as error:
+                llm.generate(PROMPT, request)
+            assert str(error.value) == why
+        elif same:
+            want = plain.generate(PROMPT, replace(request, verify_batch=None, draft_steps=None)).token_ids
+            assert llm.generate(PROMPT, request).token_ids == want, feature
+        else:
+            assert 0 < len(llm.generate(PROMPT, request).token_ids) <= TOKENS, feature
+    assert {*REQUESTS, *OF_TEXT, *ELSEWHERE, "deep top-k"} >= {*REQUEST_FEATURES}
+
+
+KINDS: dict[str, tuple[Any, Any, torch.dtype]] = {
+    "eager": (reference, None, torch.float64),
+    "native": (cpu, None, torch.float32),
+    "graph": (unfused, Recorder, torch.float64),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ahead", [False, True], ids=["serial", "async"])
+def test_every_kind_of_executor_decodes_every_request(pair: tuple[Path, Path], kind: str, ahead: bool) -> None:
+    ops, capture, dtype = KINDS[kind]
+    if ops is cpu and _C.level() == "none":
+        pytest.skip("this CPU has no AVX2")
+    models = [load_model(path, dtype=dtype, ops=ops, max_positions=256) for path in pair]
+
+    def decoded(request: SamplingParams, verify: str, proposal: str | None) -> list[int]:
+        """`proposal` None: without a draft."""
+        drafter: Any = NoDrafter()
+        runner, graphs = make_runner(models[0], ops, context=64, tree_slots=16), capture and capture()
+        verifier = make_verifier(runner, verify, graphs)
+        runner.make_constraint = lambda grammar: DiceRules(VOCAB)
+        if proposal is not None:
+            small = make_runner(models[1], ops, context=64, tree_slots=200)
+            small.make_constraint = lambda grammar: DiceRules(VOCAB)
+            config = EngineConfig("serial", verify_batch=6, verify=verify, proposal=proposal)
+            drafter = make_drafter(small, config, graphs, ahead=ahead)
+        start = request_start(PROMPT, request)
+        verifier.open(start)
+        drafter.open(start)
+        tokens: list[int] = []
+        for _, result in decode(drafter, verifier):
+            tokens += result.tokens
+            if len(tokens) >= TOKENS:
+                break
+        drafter.close()
+        verifier.close()
+        return tokens[:TOKENS]
+
+    for feature in REQUESTS:
+        request = sampling(feature, negative_prompt_ids=(3, 4))
+        if request.grammar is not None:
+            request = replace(request, grammar="dice")
+        want = decoded(request, "match", None)
+        for proposal in ("coupled", "top", "sample"):
+            if proposal != "sample" or not (request.greedy or ahead):
+                assert decoded(request, "match", proposal) == want, (feature, proposal)
+        if not request.greedy and not ahead:
+            assert len(decoded(request, "reject", "sample")) == TOKENS
+
+
+def entries() -> list[tuple[str, str, Conflict]]:
+    return [(row, column, conflict) for column, rows in TABLE.items() for row, conflict in rows.items()]
+
+
+@pytest.mark.parametrize(("row", "column", "conflict"), entries(), ids=lambda each: each if type(each) is str else "")
+def test_every_entry_of_the_table_is_reported(row: str, column: str, conflict: Conflict) -> None:
+    requests = REQUESTS | OF_TEXT
+    if {row, column} & ELSEWHERE:
+        assert {row, column} <= {*FEATURES}
+    elif row in requests and column in requests:
+        with pytest.raises(NotSupported, match=" not supported "):
+            SamplingParams(**(requests[row] | requests[column]))
+    elif row in requests:
+        with pytest.raises(NotSupported, match=" not supported "):
+            EngineConfig(**ENGINES[column]).check_request(SamplingParams(**requests[row]))
+    elif {row, column} <= {*ENGINES} and not ENGINES[row].keys() & ENGINES[column].keys():
+        with pytest.raises(NotSupported, match=" not supported "):
+            EngineConfig(**(ENGINES[column] | ENGINES[row]))
+    elif (row, column) == ("grafting", "no draft"):
+        with pytest.raises(NotSupported, match=" not supported "):
+            EngineConfig(**ENGINES[row]).for_models(None)
+    elif conflict.ignored:
+        (name, *_), settings = SETTINGS[row], load_settings(SETTINGS[column] | SETTINGS[row])
+        notes = settings.ignored_settings(settings.mode or "serial")
+        assert any(flag_name(name) in note and " no effect " in note for note in notes)
+    else:
+        settings = load_settings(SETTINGS[column] | SETTINGS[row])
+        several = row != "one rank" and (settings.mode == "async" or column == "several ranks")
+        ranks = 3 if row == "draft group" else 2 if several else 1
+        with pytest.raises(UsageError, match=" not supported ") as error:
+            settings.make_plan("no draft" not in (row, column), ranks)
+        assert "\n" not in str(error.value) and "{" not in str(error.value)
