@@ -50,11 +50,13 @@ struct LinearArgs {
 };
 void linear(const LinearArgs& args, Stream stream);
 
-// `linear` by blocks that end early, see cuda/linear/direct.h: for tilings of the variant kDirect, up to 8 rows, without a
-// channel, and either a norm or a residual. uses_direct: whether the arguments are such ones.
-bool uses_direct(const LinearArgs& args);
+// `linear` by the variants kDirect and kStream, for arguments for which has_variant: few rows, without a channel, and with
+// either a norm or a residual. See cuda/linear/direct.h and stream.h.
+bool has_variant(const LinearArgs& args);
 void linear_direct(const LinearArgs& args, Stream stream);
+void linear_stream(const LinearArgs& args, Stream stream);
 void prepare_direct(const Device& device);
+void prepare_stream(const Device& device);
 
 // Returns the arguments of `linear` for `rows` of the rows, from row `first` on.
 LinearArgs slice_rows(LinearArgs args, int64_t first, int64_t rows);

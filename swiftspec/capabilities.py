@@ -19,6 +19,7 @@ from swiftspec.errors import UserError
 
 Label = Callable[[str], str]  # returns the name under which a message shows a setting
 Features = frozenset[str]  # keys of FEATURES
+REMOVE, REMOVE_THEM = "remove it", "remove them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Feature:
     """
 
     title: str
-    fix: str = "remove it"
+    fix: str = REMOVE
     where: str = ""
     plural: bool = False
 
@@ -103,7 +104,8 @@ def conflict_text(row: str, column: str, conflict: Conflict, found: Collection[s
     where = (right.where or f"with {right.title}") + (f", {conflict.cause}" if conflict.cause else "")
     if conflict.ignored:
         return f"{title} {'have' if plural else 'has'} no effect {where}"
-    fix = conflict.fix or f"{left.fix}, or {right.fix}"
+    other = f"remove {right.title}" if right.fix in (REMOVE, REMOVE_THEM) else right.fix
+    fix = conflict.fix or f"{left.fix}, or {other}"
     return f"{title} {'are' if plural else 'is'} not supported {where}; {fix}"
 
 
@@ -114,15 +116,15 @@ REQUEST_FEATURES = {
     "penalties": Feature("repetition, presence or frequency penalty"),
     "guidance": Feature("guidance", "set {guidance_scale} to 1"),
     "grammar": Feature("a grammar or output format"),
-    "excluded tokens": Feature("allowed_token_ids or bad_words_ids", "remove them", plural=True),
-    "path rules": Feature("min_tokens, or a bad word of several tokens", "remove them", plural=True),
-    "bad sequences": Feature("bad words of several tokens", "remove them", plural=True),
-    "log-probabilities": Feature("log-probabilities", "remove them", plural=True),
+    "excluded tokens": Feature("allowed_token_ids or bad_words_ids", REMOVE_THEM, plural=True),
+    "path rules": Feature("min_tokens, or a bad word of several tokens", REMOVE_THEM, plural=True),
+    "bad sequences": Feature("bad words of several tokens", REMOVE_THEM, plural=True),
+    "log-probabilities": Feature("log-probabilities", REMOVE_THEM, plural=True),
     "prompt log-probabilities": Feature("log-probabilities of the prompt", "remove prompt_logprobs", plural=True),
-    "listed log-probabilities": Feature("logprob_token_ids", "remove them", plural=True),
+    "listed log-probabilities": Feature("logprob_token_ids", REMOVE_THEM, plural=True),
     "no log-probabilities": Feature("no logprobs", "set logprobs", "without logprobs"),
-    "request shape": Feature("verify_batch and draft_steps of a request", "remove them", plural=True),
-    "request draft": Feature("verify_batch above 1 and draft_steps of a request", "remove them", plural=True),
+    "request shape": Feature("verify_batch and draft_steps of a request", REMOVE_THEM, plural=True),
+    "request draft": Feature("verify_batch above 1 and draft_steps of a request", REMOVE_THEM, plural=True),
     "best_of": Feature("ranking by log-probabilities", "use n"),
     "top log-probabilities": Feature("top_logprobs"),
     "echoed log-probabilities": Feature("echo with logprobs"),
@@ -130,7 +132,7 @@ REQUEST_FEATURES = {
     "truncation": Feature("truncate_prompt_tokens"),
     "suffix": Feature("suffix", "omit suffix"),
     "stream": Feature("stream", "omit stream"),
-    "stop strings": Feature("stop strings", "remove them", plural=True),
+    "stop strings": Feature("stop strings", REMOVE_THEM, plural=True),
     "no text": Feature("detokenize false", "set it to true"),
     "structured outputs": Feature("structured_outputs", plural=True),
 }
@@ -154,25 +156,25 @@ ENGINE_FEATURES = {
     "adapted shape": Feature("adaptation of {draft_steps} and {verify_batch}", "turn it off"),
     "synthetic acceptance": Feature("{synthetic_acceptance_length}"),
     "suffix lookup": Feature("suffix lookup", "use a draft model"),
-    "grafting": Feature("suffix lookup beside a draft model ({graft_suffix})", "turn it off"),
+    "grafting": Feature("suffix lookup with a draft model ({graft_suffix})", "turn it off"),
     "draft head": Feature("a draft head", "use a draft model"),
     "target worker": Feature("{target_url}"),
     "draft worker": Feature("{draft_url}"),
     "several ranks": Feature("several ranks", "start one rank"),
     "one rank": Feature("one rank", "start it with torchrun --standalone --nproc-per-node 2"),
-    "hidden states": Feature("{hidden_layers}", "remove them", "with a target that keeps hidden states", plural=True),
+    "hidden states": Feature("{hidden_layers}", REMOVE_THEM, "with a target that keeps hidden states", plural=True),
 }
 SETTING_FEATURES = {  # the first four: given settings of a part of the engine (`Setting.applies_to`)
-    "draft": Feature("settings of the draft", "remove them", plural=True),
-    "draft tree": Feature("settings of the draft tree", "remove them", plural=True),
-    "tree that grows during a verification": Feature("settings of its growth", "remove them", plural=True),
-    "population": Feature("settings of the population", "remove them", plural=True),
-    "draft forwards": Feature("settings of trees that a draft model expands", "remove them", plural=True),
-    "tree size": Feature("{verify_batch} and {draft_leaves}", "remove them", plural=True),
+    "draft": Feature("settings of the draft", REMOVE_THEM, plural=True),
+    "draft tree": Feature("settings of the draft tree", REMOVE_THEM, plural=True),
+    "tree that grows during a verification": Feature("settings of its growth", REMOVE_THEM, plural=True),
+    "population": Feature("settings of the population", REMOVE_THEM, plural=True),
+    "draft forwards": Feature("settings of trees that a draft model expands", REMOVE_THEM, plural=True),
+    "tree size": Feature("{verify_batch} and {draft_leaves}", REMOVE_THEM, plural=True),
     "draft group": Feature("{draft_tp}"),
     "profile": Feature("{plan}"),
     "adaptation": Feature("{adapt}"),
-    "given shape": Feature("{draft_steps} and {verify_batch}", "remove them", plural=True),
+    "given shape": Feature("{draft_steps} and {verify_batch}", REMOVE_THEM, plural=True),
     "local target": Feature("{model}"),
     "local draft": Feature("{draft_model}"),
     "shared GPUs": Feature("{share_gpus}"),
@@ -191,7 +193,7 @@ COMMAND_FEATURES = {
     "local command": Feature("a command that runs the target", where="by a command that runs the target"),
     "exactness test": Feature("the exactness test", where="by the exactness test"),
     "race": Feature("/race"),
-    "prompt flags": Feature("--prompt, --prompt-file and --json", "remove them", plural=True),
+    "prompt flags": Feature("--prompt, --prompt-file and --json", REMOVE_THEM, plural=True),
     "JSON output": Feature("--json"),
     "pair settings": Feature("settings of the other model", plural=True),
     "request settings": Feature("settings of a request", plural=True),
@@ -216,9 +218,9 @@ FEATURES: Mapping[str, Feature] = {
 
 
 NO_TREE = "which has no draft tree"
-NO_POPULATION = Conflict("which has no population", "remove it")
+NO_POPULATION = Conflict("which has no population", REMOVE)
 NEEDS_DRAFT = Conflict(fix="specify one with {draft_model}, or use {mode} ar")
-EXCLUDED = Conflict("since tokens that are excluded would be accepted", "remove it")
+EXCLUDED = Conflict("since tokens that are excluded would be accepted", REMOVE)
 SEQUENCE_GROUPS = {  # neither chains nor particles
     "log-probabilities": Conflict(),
     "prompt log-probabilities": Conflict(),
@@ -233,7 +235,7 @@ SEQUENCE_GROUPS = {  # neither chains nor particles
     "draft head": Conflict(),
     "target worker": Conflict(),
     "draft worker": Conflict(),
-    "profile": Conflict(NO_TREE, "remove it"),
+    "profile": Conflict(NO_TREE, REMOVE),
 }
 # column -> row -> what does not work; a combination that is not listed works
 TABLE: Mapping[str, Mapping[str, Conflict]] = {
@@ -247,11 +249,11 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
     },
     "mode ar": {
         "several requests": Conflict("which decodes one request at a time"),
-        "request draft": Conflict(fix="remove them"),
+        "request draft": Conflict(fix=REMOVE_THEM),
         "synthetic acceptance": Conflict(NO_TREE),
-        "profile": Conflict(NO_TREE, "remove it"),
+        "profile": Conflict(NO_TREE, REMOVE),
         "population": NO_POPULATION,
-        "draft group": Conflict("which has no draft group", "remove it"),
+        "draft group": Conflict("which has no draft group", REMOVE),
         "race": Conflict(fix="start with a draft in mode serial or async"),
         "draft": Conflict("which has no draft", ignored=True),
         "draft tree": Conflict(NO_TREE, ignored=True),
@@ -259,7 +261,7 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
     },
     "mode serial": {
         "population": NO_POPULATION,
-        "draft group": Conflict("which has no draft group", "remove it"),
+        "draft group": Conflict("which has no draft group", REMOVE),
         "tree that grows during a verification": Conflict(
             "whose tree does not grow during a verification", ignored=True
         ),
@@ -277,16 +279,16 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "guidance": Conflict(),
         "race": Conflict(fix="start with a draft in mode serial or async"),
         "several requests": Conflict(fix="use {smc_groups}"),
-        "draft tree": Conflict(NO_TREE, "remove it"),
-        "tree that grows during a verification": Conflict(NO_TREE, "remove it"),
-        "draft group": Conflict("which has no draft group", "remove it"),
+        "draft tree": Conflict(NO_TREE, REMOVE),
+        "tree that grows during a verification": Conflict(NO_TREE, REMOVE),
+        "draft group": Conflict("which has no draft group", REMOVE),
     },
     "several requests": {
         **SEQUENCE_GROUPS,
         "self-switch": Conflict(),
         "adapted shape": Conflict(),
-        "uncoupled proposal": Conflict(fix="remove it"),
-        "tree size": Conflict("which verifies chains of {draft_steps} tokens", "remove it"),
+        "uncoupled proposal": Conflict(fix=REMOVE),
+        "tree size": Conflict("which verifies chains of {draft_steps} tokens", REMOVE),
     },
     "verify reject": {
         "proposal top": Conflict(fix="use {proposal} sample, or {verify} match"),
@@ -314,7 +316,7 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "grafting": Conflict(),
         "draft head": Conflict("since it runs on the ranks of its target"),
         "server": Conflict(fix="start the server on the target's machine"),
-        "KV events": Conflict("whose worker has the prefix cache", "remove it"),
+        "KV events": Conflict("whose worker has the prefix cache", REMOVE),
     },
     "draft worker": {
         "local draft": Conflict("which specifies the same model", "remove one of them"),
@@ -330,21 +332,21 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
     },
     "command generate": {"server": Conflict(fix="remove it, or use `swiftspec serve`")},
     "server": {
-        "prompt flags": Conflict(fix="remove them"),
-        "system prompt": Conflict("whose clients send it as a message", "remove it"),
-        "request settings": Conflict("whose clients set it per request", "remove it"),
+        "prompt flags": Conflict(fix=REMOVE_THEM),
+        "system prompt": Conflict("whose clients send it as a message", REMOVE),
+        "request settings": Conflict("whose clients set it per request", REMOVE),
     },
     "worker": {
-        "prompt flags": Conflict(fix="remove them"),
-        "pair settings": Conflict("which runs only {model}", "remove it"),
+        "prompt flags": Conflict(fix=REMOVE_THEM),
+        "pair settings": Conflict("which runs only {model}", REMOVE),
         "synthetic acceptance": Conflict(fix="set it on the clients"),
     },
     "local command": {"target worker": Conflict(fix="specify {model}, or use `swiftspec chat` or `generate`")},
     "exactness test": {
         "mode ar": Conflict("since it does not use speculation"),
         "mode smc": Conflict("since it is approximate by design"),
-        "synthetic acceptance": Conflict("since its output is not the target's", "remove it"),
-        "JSON output": Conflict("whose result is a table and the exit code", "remove it"),
+        "synthetic acceptance": Conflict("since its output is not the target's", REMOVE),
+        "JSON output": Conflict("whose result is a table and the exit code", REMOVE),
     },
     "raw prompt": {
         "system prompt": Conflict("which has no chat template", "remove one of them"),

@@ -46,7 +46,7 @@ cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group) {
 
 using Row = std::tuple<std::string, int32_t, int32_t, int32_t, int32_t>;  // cuda::tiles::TilingRow with the name
 
-const std::vector<std::string> kVariants = {"ring", "direct"};  // by cuda::tiles::Variant
+const std::vector<std::string> kVariants = {"ring", "direct", "stream"};  // by cuda::tiles::Variant
 
 Row named_row(const cuda::tiles::Tiling& tiling) {
   const auto [variant, cluster, warps, strips, blocks] = cuda::tiles::row_of(tiling);

@@ -326,6 +326,20 @@ __device__ inline void cluster_barrier_wait(uint64_t* barrier, uint32_t parity) 
   }
 }
 
+// Arrives at the barrier of this block, whose phase then also waits for `bytes` of store_async.
+__device__ inline void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+// Stores 16 bytes to `p` in block `rank` of the cluster, asynchronously; they count for `barrier` in that block.
+__device__ inline void store_async(float4* p, uint32_t rank, const float4& v, uint64_t* barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   remote_address(p, rank)),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(remote_address(barrier, rank))
+               : "memory");
+}
+
 __device__ inline float4 remote_load4(const float4* p, uint32_t rank) {
   if constexpr (!kClusters) return *p;
   float4 v;

@@ -8,6 +8,7 @@ loads only llguidance.
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 from typing import Any
@@ -19,13 +20,14 @@ ANY_OBJECT = {"type": "object"}  # JSON schema of `response_format: json_object`
 # White space between the tokens of JSON: enough for indented JSON, and not endless as llguidance's default, which lets
 # a model fill the answer with blanks.
 WHITESPACE_PATTERN = r" |(\r?\n){1,2}[ \t]{0,32}"
+LOOK_AROUND_PATTERN = re.compile(r'"pattern": "(?:[^"\\]|\\.)*?\(\?<?[=!](?:[^"\\]|\\.)*"')  # in JSON
 MAX_ERROR_CHARS = 300
 # llguidance recurses on the native stack: what compiles on this much of it is safe on the 8 MiB of the threads that
 # compile the grammar again for their model.
 STACK_BYTES = 2 << 20
 MEMORY_BYTES = 4 << 30  # address space
-CPU_SECONDS = 6
-TIMEOUT_S = 5.0  # after which the parent process kills this one
+CPU_SECONDS = 5
+TIMEOUT_S = 60.0  # after which the parent process kills this one, which waits for a CPU on a busy machine
 TIMEOUT_MESSAGE = f"compilation took longer than {TIMEOUT_S:g} s: simplify it"
 COMMAND = (sys.executable, "-P", __file__)
 
@@ -43,9 +45,13 @@ def bound_whitespace(schema: Any) -> Any:
 
 def lenient(schema: Any) -> Any:
     """Returns a JSON schema whose keywords and formats that llguidance does not know are ignored instead of refused,
-    unless the schema has options of its own. Values other than objects are returned unchanged."""
+    and with them patterns with look-around, such as pydantic's of a Decimal. A schema with options of its own, and
+    values other than objects, are returned unchanged."""
     if not isinstance(schema, dict) or not schema or "x-guidance" in schema:
         return schema
+    text = json.dumps(schema)  # searched as text: servers do this between requests, and a schema can have megabytes
+    if "(?" in text:
+        schema = json.loads(LOOK_AROUND_PATTERN.sub('"x-ignored-pattern": true', text))
     return {**schema, "x-guidance": {"lenient": True}}
 
 

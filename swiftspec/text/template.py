@@ -21,7 +21,8 @@ from swiftspec import file_io
 from swiftspec.errors import UserError
 from swiftspec.text import template_process
 
-RENDER_TIMEOUT_S = 10.0
+RENDER_TIMEOUT_S = 10.0  # CPU time
+BUSY_FACTOR = 6  # times the limit on CPU time: longest wait for a reply, on a machine whose CPUs are taken
 RENDER_MEMORY_BYTES = 512 << 20  # in addition to what the imports take
 STARTUP_TIMEOUT_S = 120.0  # for the imports, on a busy machine
 REPLY_OVERHEAD_BYTES = 1 << 20  # size limit of a reply, in addition to the rendered text
@@ -49,8 +50,8 @@ class TemplateRenderer:
     starts a new one.
 
     `model`: what messages name: the model, or the file of its template.
-    `timeout_s`: time limit of one rendering. `memory_bytes`: its memory limit, in addition to the memory of the
-    imports.
+    `timeout_s`: limit on the CPU time of one rendering.
+    `memory_bytes`: its memory limit, in addition to the memory of the imports.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class TemplateRenderer:
             if "ready" not in first:
                 raise UserError(f"chat templates cannot be rendered: {first.get('error')}")
             self._ready = True
-        self._connection.settimeout(self._timeout_s)
+        self._connection.settimeout(BUSY_FACTOR * self._timeout_s)
         try:
             self._connection.sendall(template_process.LENGTH.pack(len(data)) + data)
             return _receive(self._replies, max_bytes)

@@ -75,11 +75,11 @@ def check_attention(batch: Batch, heads: int, kv_heads: int, dim: int, capacity:
     assert torch.equal(ours.v.double(), exact.v), "the new values, in the other layer none"
 
 
-@pytest.mark.parametrize(("rows", "length"), [(1, 160), (9, 400)])
+@pytest.mark.parametrize(("rows", "length"), [(1, 256), (9, 400)])
 def test_later_layers_load_before_the_wait(rows: int, length: int) -> None:
     """In all layers but the first, units to which the forward does not append are loaded before RoPE and append have
     ended. The results are bitwise those of a first layer. The only row of a batch sees its own key in a full unit."""
-    heads, kv_heads, dim = 4, 2, 64
+    heads, kv_heads, dim = 4, 2, 128
     batch, turns = window_batch(rows, length, 32, 3, causal=True), tables(dim, length, BF16)
     qkv = random(2, rows, (heads + 2 * kv_heads) * dim, seed=4)
     cache, other = Cache(1, kv_heads, length, dim), Cache(1, kv_heads, length, dim)

@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "async"}, "not supported with mode async"), ({"mode": "smc"}, "not supported with mode smc"),
+        ({"mode": "async"}, "not supported in mode async"), ({"mode": "smc"}, "not supported in mode smc"),
         ({"verify": "reject"}, "not supported with verify reject"),
         ({"max_num_seqs": 2}, "not supported with max_num_seqs above 1"),
     ],

@@ -232,7 +232,7 @@ NONSENSE = [
     (("worker", "target", "--prompt", "x"), "--prompt-file and --json are not supported by a worker"),
     (("generate", "--target-url", "127.0.0.1:1", "--port", "1"), "--port is not supported by `swiftspec generate`"),
     (("generate", "--target-url", "example.com:1", "--prompt", "x"), "another machine"),
-    (("--target-url", "127.0.0.1:1", "--model", "x", "--prompt", "x"), "specify the same model"),
+    (("--target-url", "127.0.0.1:1", "--model", "x", "--prompt", "x"), "specifies the same model"),
     (("--draft-url", "127.0.0.1:1", "--mode", "smc", "--prompt", "x"), "not supported in mode smc"),
     (("--target-url", "127.0.0.1:1", "--prompt", "x"), "is unavailable"),
 ]

@@ -1,7 +1,7 @@
 // Compares the variants of a projection's kernels (csrc/cuda/linear/tiling.h) on the emulated GPU: for every tiling of the
 // shape that is not kRing, the results must have the bits of kRing with the same split.
 //
-//   variants K N GROUP ROWS SEED
+//   variants K N GROUP ROWS SEED [MULTIPROCESSORS]
 //
 // Weights, inputs, norms, biases and residuals are random. The launch in front of each projection writes its inputs.
 // Prints the number of results that were compared. Exits with 1 and one line if bits differ or the emulated GPU finds a
@@ -94,10 +94,11 @@ int compare(int64_t k, int64_t n, int group, int64_t rows, uint32_t seed) {
   prepare_linear(device_info());
   int compared = 0;
   std::map<std::pair<int, int>, std::vector<std::vector<uint8_t>>> rings;  // by split
-  std::set<std::tuple<int, int, int>> known;  // the number of blocks per multiprocessor is that of kRing only
+  std::set<std::tuple<int, int, int, int>> known;  // of kDirect, the number of blocks per multiprocessor is that of kRing
   for (const Tiling& tiling : tiles::all_tilings(k, n, group, device_info())) {
     if (tiling.variant == tiles::kRing) continue;
-    if (!known.insert({tiling.cluster(), tiling.warps_k(), tiling.block_strips}).second) continue;
+    const int blocks = tiling.variant == tiles::kDirect ? 0 : tiling.blocks_per_sm;
+    if (!known.insert({tiling.cluster(), tiling.warps_k(), tiling.block_strips, blocks}).second) continue;
     Tiling ring = tiling;
     ring.variant = tiles::kRing;
     auto& want = rings[{tiling.cluster(), tiling.warps_k()}];
@@ -116,8 +117,9 @@ int compare(int64_t k, int64_t n, int group, int64_t rows, uint32_t seed) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 6) return 2;
+  if (argc != 6 && argc != 7) return 2;
   simt::Machine& machine = simt::Machine::get();
+  if (argc == 7) machine.parts = {static_cast<unsigned>(std::atoi(argv[6]))};
   const auto seed = static_cast<uint32_t>(std::atoi(argv[5]));
   machine.seed(seed);
   machine.queues = true;

@@ -83,7 +83,8 @@ def test_a_draft_of_nan_is_reported_at_the_warm_up(tmp_path: Path, value: float,
     weights = load_file(draft / "model.safetensors")
     save_file({name: tensor * value for name, tensor in weights.items()}, draft / "model.safetensors")
     log = Log()
-    settings = Settings(model=str(target), draft_model=str(draft), device="cpu", raw=True, max_num_seqs=requests)
+    given = {"model": str(target), "draft_model": str(draft), "device": "cpu", "raw": True, "max_num_seqs": requests}
+    settings = Settings.model_validate(given)
     open_session(settings, log, warm_up=True)
     reported = [line for line in log.lines if "proposes no tokens, so its logits are not finite" in line]
     assert len(reported) == (math.isnan(value) and requests == 1), "the chains of several requests are not judged"

@@ -77,8 +77,8 @@ __device__ bool is_last(const TileTask<F>& j, SharedMemory<F>& s, int rank, int 
 // It starts early, but does not let dependents start before its end: with few heads it leaves many SMs idle, on which
 // the blocks of the next projection would be placed in pairs, and stay so for their whole stream of weights. Instead,
 // the projection before it has prefetched the first of these weights (Weights::next). So when it starts, an earlier
-// attention kernel has ended, and all kernels before that one: with `prepared`, which states that there is one since
-// list_keys_kernel, it plans its first tile and loads units to which the forward does not append before it waits.
+// attention kernel has ended, and all kernels before that one. If that one followed list_keys_kernel (`prepared`), it
+// plans its first tile before it waits, and loads the units to which the forward does not append.
 template <int kDim, bool kLong, class Stored>
 __global__ void __launch_bounds__(DeviceShape<kDim, kLong, Stored>::kThreads, 1)
     attention_kernel(const __grid_constant__ AttentionSetup a, const Stored* keys, const Stored* values,

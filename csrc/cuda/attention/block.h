@@ -176,7 +176,7 @@ SWIFTSPEC_HD void start_loads(const TileTask<F>& j, SharedMemory<F>& s, const St
   }
 }
 
-// The work of a block besides its tiles. `await_previous` waits for the previous kernel, before anything is read that it
+// The work of a block apart from its tiles. `await_previous` waits for the previous kernel, before anything is read that it
 // may have written; `load_queries` runs after it, while the keys of the first tile are loaded.
 template <class Await, class Queries>
 struct BlockSteps {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/linear/direct.h"
+#include "cuda/linear/stream.h"
 #include "cuda/linear/tiling.h"
 
 namespace swiftspec::cuda::tiles {
@@ -22,7 +23,8 @@ inline TilingRow row_of(const Tiling& t) {
 // Estimated cost for up to 32 rows, weighted as by estimated_ns.
 inline int64_t candidate_ns(const Tiling& t, const Device& device) {
   if (t.variant == kRing) return estimated_ns(t, device);
-  return (8 * direct_ns(t, device) + 2 * launch_ns(t, 2, device) + launch_ns(t, 4, device)) / 11;
+  const int64_t few = t.variant == kDirect ? direct_ns(t, device) : stream_ns(t, device);
+  return (8 * few + 2 * launch_ns(t, 2, device) + launch_ns(t, 4, device)) / 11;
 }
 
 // All tilings of a shape that fit the device, those with the lowest estimated cost first.
@@ -34,6 +36,9 @@ inline std::vector<Tiling> all_tilings(int64_t k, int64_t n, int group, const De
       continue;
     }
     found.push_back(ring);
+    Tiling stream = ring;
+    stream.variant = kStream;
+    if (stream_fits(stream, device)) found.push_back(stream);
     for (const DirectShape& of : kDirectShapes) {
       Tiling direct = ring;
       direct.variant = kDirect, direct.block_strips = of.strips;
@@ -49,7 +54,7 @@ inline std::vector<Tiling> all_tilings(int64_t k, int64_t n, int group, const De
 // The default, then up to `each` other tilings of each variant.
 inline std::vector<Tiling> candidates(int64_t k, int64_t n, int group, const Device& device, int each) {
   std::vector<Tiling> found{tiling_for(k, n, group, device)};
-  int count[2] = {};
+  int count[kStream + 1] = {};
   for (const Tiling& t : all_tilings(k, n, group, device)) {
     if (row_of(t) != row_of(found[0]) && count[t.variant]++ < each) found.push_back(t);
   }

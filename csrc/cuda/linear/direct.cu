@@ -289,11 +289,6 @@ Kernel kernel_for(const tiles::DirectShape& shape, bool normed, bool whole) {
 
 }  // namespace
 
-bool uses_direct(const LinearArgs& a) {
-  if (a.weights->tiling.variant != tiles::kDirect || a.rows > tiles::kDirectRows || a.channel != nullptr) return false;
-  return a.norm != nullptr ? a.residual == nullptr : !a.swiglu && a.logits == nullptr;  // as models call it
-}
-
 void prepare_direct(const Device& device) {
   for (const tiles::DirectShape& shape : tiles::kDirectShapes) {
     for (const int kind : {0, 1, 2, 3}) {

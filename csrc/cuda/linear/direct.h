@@ -15,7 +15,6 @@
 
 namespace swiftspec::cuda::tiles {
 
-constexpr int kDirectRows = 8;   // of a launch
 constexpr int kDirectTiles = 4;  // of a strip and warp, whose inputs the registers hold
 constexpr int kShares = 8;       // sums of squares per row and CTA, see squares_of
 
@@ -43,8 +42,8 @@ SWIFTSPEC_HD DirectSmemLayout direct_smem_layout(const Tiling& t) {
   c.norm_barrier = c.barriers + 8 * tiles;
   c.norm = (c.norm_barrier + 8 + 15) / 16 * 16;
   c.squares = c.norm + static_cast<int>(ceil_div(t.tiles, t.cluster())) * t.tile_k * 2;
-  c.totals = c.squares + kDirectRows * kShares * 4;
-  c.partial = (c.totals + kDirectRows * 4 + 127) / 128 * 128;
+  c.totals = c.squares + kVariantRows * kShares * 4;
+  c.partial = (c.totals + kVariantRows * 4 + 127) / 128 * 128;
   c.joined = c.partial + t.warps_k() * t.block_strips * 1024;
   c.total = c.joined + (t.cluster() > 1 ? t.block_strips * 1024 : 0);
   return c;
@@ -67,7 +66,7 @@ SWIFTSPEC_HD int64_t direct_ns(const Tiling& t, const Device& device) {
   const int64_t at_once = multiprocessors * (by_shared < by_registers ? by_shared : by_registers);
   const int64_t waves = ceil_div(blocks, at_once), range = ceil_div(t.tiles, t.cluster());
   const int64_t memory = t.bytes() / (24 * multiprocessors);
-  const int64_t inputs = blocks * range * t.tile_k * kDirectRows * 2 / (40 * multiprocessors);  // from L2
+  const int64_t inputs = blocks * range * t.tile_k * kVariantRows * 2 / (40 * multiprocessors);  // from L2
   const int64_t products = waves * (direct_warp_tiles(t) * t.block_strips * 480 + 800);
   const int64_t longer = memory > products ? memory : products;
   return 2000 + longer + inputs / 2 + (t.cluster() > 1 ? 1000 : 0);

@@ -197,6 +197,7 @@ Launch launch_of(const LinearTask& task, int clusters) {
 
 void prepare_linear(const Device& device) {
   prepare_direct(device);
+  prepare_stream(device);
   prepare_large_m(device);
   prepare_prefill(device);
   for (const bool int4 : {false, true}) {
@@ -220,10 +221,17 @@ LinearArgs slice_rows(LinearArgs args, int64_t first, int64_t rows) {
   return args;
 }
 
+bool has_variant(const LinearArgs& a) {
+  if (a.weights->tiling.variant == tiles::kRing || a.rows > tiles::kVariantRows || a.channel != nullptr) return false;
+  return a.norm != nullptr ? a.residual == nullptr : !a.swiglu && a.logits == nullptr;  // as models call it
+}
+
 void linear(const LinearArgs& args, Stream stream) {
   if (args.rows == 0) return;
   const Weights& weights = *args.weights;
-  if (uses_direct(args)) return linear_direct(args, stream);
+  if (has_variant(args)) {
+    return weights.tiling.variant == tiles::kDirect ? linear_direct(args, stream) : linear_stream(args, stream);
+  }
   const int rows8 = rows8_of(args.rows);
   SingleRank ranks{task_of(args, rows8, tiles::concurrent_clusters(weights.tiling, rows8, weights.device)), {}};
   if (args.channel != nullptr) ranks.channel = *args.channel;

@@ -23,11 +23,13 @@ constexpr int kMaxStages = 16;        // tiles in flight per warp
 constexpr int kPairedStages = 3;      // the fewest of two blocks that share a multiprocessor
 constexpr int kPairedRows8 = 2;       // rows / 8 up to which the registers allow two blocks per multiprocessor
 
+constexpr int kVariantRows = 8;  // of a launch of kDirect or kStream
 // Kernels of int4 projections with few rows that are not summed over ranks; linear.cu computes all others. Each adds in
 // the order of the tiling, so that variants of one split are bitwise identical.
 enum Variant : int32_t {
   kRing,    // linear.cu: resident blocks, a pipeline of tiles per warp
   kDirect,  // direct.cu: blocks that request all of their tiles first, and end
+  kStream,  // stream.cu: resident blocks, whose strips no barrier separates
 };
 
 SWIFTSPEC_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

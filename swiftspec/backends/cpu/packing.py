@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftspec import _C
+from swiftspec.backends.reference.mixture import pack_correction
 from swiftspec.model.packed_model import PackedMixture, PackedMlp
 from swiftspec.model.spec import MlpSpec
 from swiftspec.model.weights import DenseWeight, LayerWeights, Weight
@@ -187,7 +188,7 @@ def pack_mixture(weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, devic
             pack(matrix, dtype, device) for matrix in (weights.shared_gate_up, weights.shared_down)
         )
         shared = PackedMlp(shared_gate_up, shared_down, spec.activation)
-    correction = None if weights.correction is None else weights.correction.to(device, torch.float32, copy=True)
+    correction = pack_correction(weights, dtype, device)
     return PackedMixture(router, gate_up, down, spec.experts, spec.activation, shared, correction=correction)
 
 

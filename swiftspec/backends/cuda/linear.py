@@ -37,7 +37,7 @@ class ProjectionTiling(NamedTuple):
     tiles, and those with equal `cluster` and `warps` add in the same order, so that their results are bitwise
     identical."""
 
-    variant: str  # the kernel for up to 8 rows: "ring" or "direct" (csrc/cuda/linear/tiling.h)
+    variant: str  # the kernel for up to 8 rows: "ring", "direct" or "stream" (csrc/cuda/linear/tiling.h)
     cluster: int  # CTAs that split the inputs
     warps: int  # that compute a strip of outputs together
     strips: int  # of a block at a time

@@ -140,7 +140,7 @@ def test_ai_sdk(player: Player, client: TestClient) -> None:
     player.text = f"hm</think>Hello.{call('f', command='ls')}"
     first = post(client, RESPONSES, {**asked, "input": [hello], "include": ["web_search_call.action.sources"]})
     start = prompt(player)
-    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"][:2]]
+    references = [{"type": "item_reference", "id": first["output"][0]["id"]}, {"id": first["output"][1]["id"]}]
     repeated = {name: first["output"][2][name] for name in ("type", "call_id", "name", "arguments")}
     result = {"type": "function_call_output", "call_id": repeated["call_id"], "output": "{}"}
     later = {**asked, "input": [hello, *references, repeated, result]}
@@ -224,13 +224,14 @@ def test_agents_of_chat_completions(player: Player, client: TestClient, name: st
 def test_claude_code(player: Player, client: TestClient) -> None:
     """Five turns with a system block that changes, reminders between turns, and a tool of Anthropic's server."""
     tools = [{"name": "Bash", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}]
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
     messages: list[dict[str, Any]] = []
     prompts: list[str] = []
+    body: dict[str, Any] = {}
     for turn in range(5):
-        content = [{"type": "text", "text": f"q{turn}"}]
+        content: list[dict[str, Any]] = [{"type": "text", "text": f"q{turn}"}]
         if turn:
             result: dict[str, Any] = {"type": "tool_result", "tool_use_id": messages[-1]["content"][-1]["id"]}
-            image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
             parts = [image] if turn == 2 else [{"type": "text", "text": "r"}]
             content.insert(0, {**result, "content": parts, "is_error": turn == 3})
         messages += [
@@ -296,8 +297,10 @@ def test_a_call_that_was_cut_can_be_sent_back(player: Player, client: TestClient
     with pytest.raises(ValueError, match="Expecting"):
         json.loads(cut["function"]["arguments"])
     result = {"role": "tool", "tool_call_id": cut["id"], "content": "error"}
-    post(client, CHAT, {**asked, "messages": [*asked["messages"], message, result]})
-    assert "<function=f>\n</function>" in prompt(player)
+    for arguments in (cut["function"]["arguments"], "", "[1]", "null", {}, None):
+        cut["function"]["arguments"] = arguments
+        post(client, CHAT, {**asked, "messages": [*asked["messages"], message, result]})
+        assert "<function=f>\n</function>" in prompt(player)
 
 
 def test_what_other_clients_send(player: Player, client: TestClient) -> None:
@@ -327,8 +330,19 @@ def test_what_other_clients_send(player: Player, client: TestClient) -> None:
     schema = {"type": "object", "properties": {"s": {"type": "array", "items": {}, "uniqueItems": True}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     post(client, CHAT, {**hello, "response_format": form})
+    decimal = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]}
+    schema["properties"] |= {"pattern": {"type": "string"}, "price": decimal}  # type: ignore[operator]
+    post(client, CHAT, {**hello, "response_format": form})
     form["json_schema"]["strict"] = True  # type: ignore[index]
     assert client.post(CHAT, json={**hello, "response_format": form}).status_code == 400
+    searched = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "text", "text": "b"},
+    ]
+    turns = [*hello["messages"], {"role": "assistant", "content": searched}, *hello["messages"]]
+    post(client, MESSAGES, {"max_tokens": 5, "messages": turns})
+    assert "[assistant]b[end]" in prompt(player)
     for path in ("/health", "/live", "/ready", "/version", "/v1/models", "/v1/models/toy"):
         assert client.head(path).status_code == 200
     assert client.get("/v1/models/").json()["object"] == "list"

@@ -308,6 +308,23 @@ T* in_block(T* p, uint32_t rank) {
 }
 inline void remote_arrive(uint64_t* barrier, uint32_t rank) { arrive(in_block(barrier, rank)); }
 inline void cluster_barrier_wait(uint64_t* barrier, uint32_t parity) { barrier_wait(barrier, parity); }
+inline void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+  simt::Barrier state;
+  std::memcpy(&state, barrier, sizeof state);
+  state.bytes += static_cast<int32_t>(bytes);
+  std::memcpy(barrier, &state, sizeof state);
+  arrive(barrier);
+}
+inline void store_async(float4* p, uint32_t rank, const float4& v, uint64_t* barrier) {
+  if (simt::Machine::get().chance(4)) simt::Machine::get().yield();
+  *in_block(p, rank) = v;
+  uint64_t* theirs = in_block(barrier, rank);
+  simt::Barrier state;
+  std::memcpy(&state, theirs, sizeof state);
+  state.bytes -= static_cast<int32_t>(sizeof v);
+  if (state.bytes == 0 && state.pending == 0) state.phase ^= 1, state.pending = state.expected;
+  std::memcpy(theirs, &state, sizeof state);
+}
 inline float4 remote_load4(const float4* p, uint32_t rank) { return remote<float4>(p, rank); }
 inline float remote_load(const float* p, uint32_t rank) { return remote<float>(p, rank); }
 

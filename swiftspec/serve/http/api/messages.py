@@ -39,6 +39,7 @@ from swiftspec.serve.http.schema import (
 from swiftspec.serve.http.sse import sse_event
 
 MIN_THINKING_BUDGET_TOKENS = 1024  # Anthropic's limit
+PASSED_OVER = ("tool_use", "server_tool_use", "thinking", "redacted_thinking")  # are not part of an answer's text
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -197,7 +198,7 @@ def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
 
 
 def _assistant_message(blocks: list[Block], field_path: str) -> dict[str, Any]:
-    texts = [block for block in blocks if block.type not in ("tool_use", "thinking", "redacted_thinking")]
+    texts = [block for block in blocks if block.type not in PASSED_OVER and not block.type.endswith("_tool_result")]
     calls = [template_tool_call(b.id, b.name or "", b.input or {}) for b in blocks if b.type == "tool_use"]
     reasoning = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
     return template_message("assistant", blocks_text(texts, field_path), calls, reasoning_content=reasoning or None)

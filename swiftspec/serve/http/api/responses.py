@@ -282,7 +282,9 @@ def with_previous_items(body: ResponsesRequest, items: list[dict[str, Any]]) -> 
     if not items:
         return body
     responses_to_template_messages(body)  # here an error has the index of the item in the request
-    new_items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    new_items = body.input
+    if isinstance(new_items, str):
+        new_items = [Item.model_validate({"role": "user", "content": new_items})]
     return body.model_copy(update={"input": [*map(Item.model_validate, items), *new_items]})
 
 
@@ -293,13 +295,18 @@ def with_truncation(body: ResponsesRequest) -> ResponsesRequest:
     return body.model_copy(update={"truncate_prompt_tokens": -1})
 
 
+def _is_reference(item: Item) -> bool:
+    """Returns whether an item refers to a stored one. OpenAI's API does not require the type."""
+    return item.type == ITEM_REFERENCE or (item.type is None and item.role is None and item.id is not None)
+
+
 def with_referenced_items(body: ResponsesRequest, store: ResponseStore) -> ResponsesRequest:
     """Returns the request with the items that it refers to. Raises ApiError if one is not stored."""
-    if isinstance(body.input, str) or all(item.type != ITEM_REFERENCE for item in body.input):
+    if isinstance(body.input, str) or not any(map(_is_reference, body.input)):
         return body
     items: list[Item] = []
     for index, item in enumerate(body.input):
-        if item.type == ITEM_REFERENCE:
+        if _is_reference(item):
             found = store.get_item(item.id or "", REQUEST_CONTEXT.get().api_key)
             if found is None:
                 message = f"input.{index}: Item with id {(item.id or '')[:100]!r} {NOT_FOUND}"

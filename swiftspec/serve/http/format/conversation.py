@@ -38,7 +38,7 @@ Content = Text | Annotated[list[ContentPart], Field(max_length=4096)]
 
 class CalledFunction(Body):
     name: Name
-    arguments: Text
+    arguments: Text | JsonObject | None = None
 
 
 class CalledCustomTool(Body):
@@ -197,9 +197,11 @@ def content_text(content: str | Sequence[ContentPart] | None, param: str, *, is_
     return "\n".join(texts)
 
 
-def parse_arguments(text: str) -> dict[str, Any]:
+def parse_arguments(text: str | JsonObject | None) -> dict[str, Any]:
     """Parses the arguments of an earlier tool call; {} if they are not a JSON object, such as those of a call that a
     limit cut: the client cannot change its history."""
+    if not isinstance(text, str):
+        return text or {}
     try:
         value = STRICT_JSON.decode(text)
     except (ValueError, RecursionError):
