@@ -52,26 +52,16 @@ STREAM_FAULTS = {
     "inputs are read before the launch in front has ended": (
         "  sync_cluster(task);\n  ptx::wait_for_dependencies();\n", "  sync_cluster(task);\n",
     ),
-    "barriers are used before all blocks have initialised theirs": ("  sync_cluster(task);\n  ptx::wait", "  ptx::wait"),
-    "sums are replaced before they are added": (
-        "    if (strip >= kStreamSlots) wait(StreamBarriers::kAdded + slot, strip / kStreamSlots - 1);\n", "",
-    ),
     "sums are added before all warps have stored them": (
         "    wait(StreamBarriers::kStored + slot, strip / kStreamSlots);\n", "",
-    ),
-    "sums of the cluster are replaced before they are added": (
-        "      ptx::cluster_barrier_wait(barriers_ + StreamBarriers::sent(to, slot), (use / kStreamSlots - 1) & 1);\n", "",
     ),
     "sums of the cluster are added before they have arrived": (
         "    ptx::cluster_barrier_wait(barriers_ + StreamBarriers::kArrived + slot, use / kStreamSlots & 1);\n", "",
     ),
-    "the owner does not say what it expects": (
-        "    if (to == at_.cta && at_.lane == 0) ptx::barrier_expect(arrived, static_cast<uint32_t>(ctas_) * 1024);\n", "",
-    ),
+    "the owner does not say what it expects": ("    if (to == at_.cta && at_.lane == 0)", "    if (to < 0)"),
     "no other block may send again": ("at_.lane < ctas_) {", "at_.lane < 1) {"),
     "the last strip is not advanced": ("epilogue.strips() + 2; ++strip", "epilogue.strips() + 1; ++strip"),
     "warps are added in another order": ("place(slot, warp, f)]);", "place(slot, kWarps - warp, f)]);"),
-    "a block exits while another writes to it": ("  if (t.cluster() > 1) ptx::cluster_meet();", ""),
 }  # fmt: skip
 FAULTS = [(source, name) for source, faults in ((DIRECT, DIRECT_FAULTS), (STREAM, STREAM_FAULTS)) for name in faults]
 
