@@ -125,7 +125,7 @@ REQUEST_FEATURES = {
     "no log-probabilities": Feature("no logprobs", "set logprobs", "without logprobs"),
     "request shape": Feature("verify_batch and draft_steps of a request", REMOVE_THEM, plural=True),
     "request draft": Feature("verify_batch above 1 and draft_steps of a request", REMOVE_THEM, plural=True),
-    "best_of": Feature("best_of, which ranks by log-probabilities,", "use n"),
+    "best_of": Feature("ranking by log-probabilities", "use n"),
     "top log-probabilities": Feature("top_logprobs"),
     "echoed log-probabilities": Feature("echo with logprobs"),
     "population choices": Feature("n or best_of with smc"),

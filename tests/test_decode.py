@@ -13,7 +13,7 @@ import transformers
 
 from swiftspec.config import EngineConfig
 from swiftspec.decode import decode
-from swiftspec.errors import DrafterLost, UserError
+from swiftspec.errors import DrafterLost
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.observe.acceptance_stats import Acceptance
@@ -244,13 +244,6 @@ def test_rejection_sampling_over_many_trees(pair: tuple[Path, Path], ahead: bool
     replace_roles(llm, Failing(drafter_of(llm), 40))
     answer = llm.generate(PROMPT, sampling)
     assert len(answer.token_ids) == 50 and answer.stats.drafter_lost == "the draft model left"
-
-
-def test_unsupported_sampled_proposals_are_refused(pair: tuple[Path, Path]) -> None:
-    with pytest.raises(UserError, match="temperature 0 is not supported with proposal sample"):
-        make_llm(*pair, verify="reject").generate(PROMPT, GREEDY)
-    with pytest.raises(UserError, match="proposal coupled is not supported with verify reject; use proposal sample"):
-        make_llm(*pair, verify="reject", proposal="coupled")
 
 
 def test_a_top_k_above_the_vocabulary_filters_nothing(pair: tuple[Path, Path]) -> None:

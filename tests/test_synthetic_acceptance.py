@@ -176,21 +176,6 @@ def test_requests_that_are_refused(pair: Pair) -> None:
         llm.stream(PROMPT, sampling(verify_batch=2))
 
 
-REFUSED = [
-    ({"mode": "ar"}, "in mode ar, which has no draft tree; remove it, or use mode serial"),
-    ({"mode": "smc"}, "in mode smc; remove it"),
-    ({"max_num_seqs": 2}, "with max_num_seqs above 1; remove it"),
-    ({"verify": "reject"}, "with verify reject, which accepts by rejection sampling; remove it, or use verify match"),
-    *(({name: True}, "with .*, since rounds of the") for name in ("self_switch", "adapt_steps", "adapt_batch")),
-]
-
-
-@pytest.mark.parametrize(("fields", "why"), REFUSED)
-def test_configurations_that_are_refused(fields: dict[str, Any], why: str) -> None:
-    with pytest.raises(UserError, match=f"^synthetic_acceptance_length is not supported {why}"):
-        EngineConfig(synthetic_acceptance_length=2, **fields)
-
-
 def test_the_length_is_at_most_bs(pair: Pair) -> None:
     assert EngineConfig(verify_batch=16, synthetic_acceptance_length=16).synthetic_acceptance_length == 16.0
     for length, shown in ((9, "9"), (0.5, "0.5"), (65, "65")):

@@ -204,18 +204,6 @@ def test_a_lost_model_leaves_suffix_lookup(tmp_path: Path) -> None:
     assert answer.token_ids == plain.token_ids and answer.stats.drafter_lost == "the link is down"
 
 
-@pytest.mark.parametrize(
-    ("options", "cause"),
-    [
-        ({"verify": "reject"}, "verify reject"), ({"mode": "smc"}, "mode smc"),
-        ({"max_num_seqs": 2}, "max_num_seqs"), ({"draft_remote": True, "mode": "async"}, "draft_url"),
-    ],
-)  # fmt: skip
-def test_combinations_without_suffix_lookup(options: dict[str, Any], cause: str) -> None:
-    with pytest.raises(UserError, match=cause):
-        EngineConfig(**options, drafter=GRAFTED)
-
-
 def test_grafting_needs_a_draft_model() -> None:
     with pytest.raises(UserError, match="not supported without a draft model"):
         LLMEngine(DEMO[0], None, EngineConfig(drafter=GRAFTED))

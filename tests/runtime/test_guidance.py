@@ -190,11 +190,6 @@ def test_invalid_scales_are_refused(scale: float) -> None:
         SamplingParams(guidance_scale=scale)
 
 
-def test_guidance_of_a_population_is_refused() -> None:
-    with pytest.raises(UserError, match="guidance is not supported in mode smc"):
-        EngineConfig("smc").check_request(SamplingParams(guidance_scale=2.0))
-
-
 def test_guidance_works_with_a_draft_group() -> None:
     start = RequestStart(3, (1, 2, 3), guided(1.7, LONG), 2)
     assert unpack_request_start(pack_message(start)) == start

@@ -12,7 +12,7 @@ import torch
 
 from swiftspec.batching.decoding import BatchDecoding
 from swiftspec.config import SUFFIX_LOOKUP, EngineConfig
-from swiftspec.errors import DrafterLost, UserError
+from swiftspec.errors import DrafterLost
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import NodeSource, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
@@ -198,22 +198,6 @@ def test_suffix_lookup_replaces_a_lost_draft(tmp_path: Path) -> None:
     assert answer.stats.drafter_lost == "the draft model left"
     sources = [source for each in answer.stats.verified for source in each.sources]
     assert NodeSource.SUFFIX in sources
-
-
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        ({"verify": "reject"}, "verify match"),
-        ({"mode": "async"}, "mode serial"),
-        ({"mode": "smc"}, "mode serial"),
-        ({"max_num_seqs": 2}, "max_num_seqs"),
-        ({"target_remote": True}, "target_url"),
-    ],
-)
-def test_combinations_that_need_a_draft_model_are_refused(plan: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        EngineConfig(**plan).for_models(SUFFIX_LOOKUP)
-    assert "\n" not in str(caught.value) and "suffix" in str(caught.value)
 
 
 def test_mode_ar_has_no_lookup(tmp_path: Path) -> None:

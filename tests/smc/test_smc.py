@@ -293,18 +293,3 @@ def test_a_population_beyond_the_cache_reports_how_many_fit() -> None:
     with pytest.raises(UserError, match="use at most 252 particles"):
         particle_region_slots(PopulationConfig(1024, 64), 512)
     assert particle_region_slots(PopulationConfig(252, 64), 512) <= 32768
-
-
-@pytest.mark.parametrize(
-    ("sampling", "message"),
-    [
-        (SamplingParams(temperature=0), "temperature 0 is not supported in mode smc"),
-        (SamplingParams(guidance_scale=2.0), "guidance is not supported in mode smc"),
-        (SamplingParams(logprobs=1), "log-probabilities are not supported in mode smc"),
-    ],
-)
-def test_sampling_that_a_population_does_not_support(
-    pair: tuple[Path, Path], sampling: SamplingParams, message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        llm(pair).generate(PROMPT, sampling)

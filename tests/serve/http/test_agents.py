@@ -192,7 +192,7 @@ AGENTS_OF_CHAT_COMPLETIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = 
 
 @pytest.mark.parametrize("name", AGENTS_OF_CHAT_COMPLETIONS)
 def test_agents_of_chat_completions(player: Player, client: TestClient, name: str) -> None:
-    """Two calls at once in a stream, whose answer the client puts together and sends back with the results."""
+    """Two parallel calls in a stream, whose answer the client puts together and sends back with the results."""
     more, fields = AGENTS_OF_CHAT_COMPLETIONS[name]
     has_tools = "tool_calls" in fields
     messages: list[dict[str, Any]] = [{"role": "system", "content": "S"}, {"role": "user", "content": "u"}]

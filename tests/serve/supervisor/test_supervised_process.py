@@ -113,13 +113,14 @@ def test_the_heartbeat_timeout_is_longer_during_startup(processes: list[Supervis
 
 @pytest.mark.slow
 def test_an_operation_that_takes_too_long(processes: list[SupervisedProcess]) -> None:
-    process, now = started(processes, "client.heartbeat.mark_busy(); client.set_ready()"), time.monotonic()
-    receive_heartbeats(process, now, 2)
-    receive_heartbeats(process, now + WORK_UNIT_TIMEOUT_S - 1)
-    process.kill_if_hung(now + WORK_UNIT_TIMEOUT_S - 1)
+    before, process = time.monotonic(), started(processes, "client.heartbeat.mark_busy(); client.set_ready()")
+    receive_heartbeats(process, before, 2)
+    after = time.monotonic()  # the operation has begun by now
+    receive_heartbeats(process, before + WORK_UNIT_TIMEOUT_S - 1)
+    process.kill_if_hung(before + WORK_UNIT_TIMEOUT_S - 1)
     assert process.kill_reason == ""
-    receive_heartbeats(process, now + WORK_UNIT_TIMEOUT_S + 1)
-    process.kill_if_hung(now + WORK_UNIT_TIMEOUT_S + 1)
+    receive_heartbeats(process, after + WORK_UNIT_TIMEOUT_S + 1)
+    process.kill_if_hung(after + WORK_UNIT_TIMEOUT_S + 1)
     assert process.kill_reason == "did not finish an operation within 300 s" and exit_code(process) == -9
 
 

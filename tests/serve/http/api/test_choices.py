@@ -98,7 +98,7 @@ def test_one_choice_equals_an_ordinary_answer(player: Player, client: httpx.Clie
         (CHAT, {"n": 5}, "n", "best_of at most 4"),
         (CHAT, {"n": 2, "stream": True}, "n", "omit stream"),
         (CHAT, {"best_of": 3, "smc": None}, "best_of", "only supported by /v1/completions, or in mode smc"),
-        (TEXT, {"best_of": 3, "smc": None}, "best_of", "is not supported in mode smc"),
+        (TEXT, {"best_of": 3, "smc": None}, "best_of", "is not supported in mode smc; use n"),
         (MESSAGES, {"n": 2, "max_tokens": 5}, None, "n: not supported"),
         (MESSAGES, {"best_of": 3, "max_tokens": 5}, None, "best_of: not supported"),
     ],

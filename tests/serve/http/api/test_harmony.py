@@ -54,7 +54,7 @@ def writer(harmony_player: Player) -> Player:
 
 @pytest.fixture
 def client(writer: Player, harmony_url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=harmony_url, timeout=30) as made:
+    with httpx.Client(base_url=harmony_url, timeout=300) as made:
         yield made
 
 
