@@ -166,10 +166,18 @@ __device__ float4 sum_of_warps(const float4* partial, int strip, int f, int lane
   return total;
 }
 
+// Warps per SM that the registers must allow; sixteen would spill on sm_120.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kResidentWarps = 12;
+#else
+constexpr int kResidentWarps = 16;
+#endif
+
 // A kernel for each kind of projection, since its code runs once per block: a loop over the tiles, whose inputs move on
 // through the registers. kWhole: quantisation groups are whole tiles.
 template <int kWarps, int kStrips, bool kNormed, bool kWhole>
-__global__ void __launch_bounds__(32 * kWarps, 16 / kWarps) direct_kernel(const __grid_constant__ DirectTask direct) {
+__global__ void __launch_bounds__(32 * kWarps, kResidentWarps / kWarps)
+    direct_kernel(const __grid_constant__ DirectTask direct) {
   uint8_t* shared = dynamic_shared();
   const LinearTask& task = direct.each;
   const tiles::Tiling& t = task.tiling;
