@@ -133,6 +133,7 @@ def test_one_file_holds_all_architectures(tmp_path: Path) -> None:
     assert listed(out) == set(ALL)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _C.cuda_built or CUOBJDUMP is None, reason="CUDA left out, or no cuobjdump")
 def test_the_extension_contains_what_its_build_info_lists() -> None:
     assert _C.__file__ is not None
