@@ -129,13 +129,15 @@ def _warn_of_unknown_variables() -> None:
 
 def _report_error(error: UserError, rank: int) -> int:
     """Prints an error that the user can fix as one line. Returns the exit code."""
-    from swiftspec.settings.settings import UsageError
+    from swiftspec.capabilities import NotSupported
+    from swiftspec.settings.settings import UsageError, flag_name
 
+    message = error.shown(flag_name) if isinstance(error, NotSupported) else str(error)
     if rank == 0:
-        print(f"swiftspec: error: {error}", file=sys.stderr)
+        print(f"swiftspec: error: {message}", file=sys.stderr)
     else:
         time.sleep(FOLLOWER_ERROR_DELAY_S)  # if rank 0 has failed too, the launcher ends this process meanwhile
-        print(f"swiftspec: rank {rank}: error: {error}", file=sys.stderr)
+        print(f"swiftspec: rank {rank}: error: {message}", file=sys.stderr)
     return 2 if isinstance(error, UsageError) else 1
 
 

@@ -68,4 +68,4 @@ def test_invalid_sampling_is_refused_before_weights_are_loaded(
 ) -> None:
     monkeypatch.setattr(llm_engine, "LLMEngine", None)
     assert main([*flags, "--verify", "reject"]) == 1
-    assert "temperature 0 is not supported with proposal sample" in capsys.readouterr().err
+    assert "temperature 0 is not supported with --proposal sample" in capsys.readouterr().err
