@@ -129,7 +129,7 @@ int main(int argc, char** argv) {
   std::vector<Rank> all(ranks);
   std::vector<std::thread> threads;
   for (int r = 0; r < ranks; ++r) {
-    all[r].channel = {layout, r, 1, {}, nullptr, nullptr, nullptr};
+    all[r].channel = {layout, r, {}, nullptr, nullptr, nullptr};
     for (int peer = 0; peer < ranks; ++peer) all[r].channel.inbox[peer] = inboxes[peer].data();
     for (int c = 0; c < kCtas; ++c)
       threads.emplace_back(&Rank::run, &all[r], c, first, first + epochs, argv[4][0] == '1');

@@ -92,7 +92,7 @@ def test_vector_functions_have_the_results_of_avx2(tmp_path: Path) -> None:
 
 def test_cuda_code_has_the_results_of_this_cpu(tmp_path: Path) -> None:
     sources = ["tests/native/tree_driver.cpp"]
-    arguments = ("6", "8", "8", "48", "13", str(2**20))
+    arguments = ("6", "8", "8", "48", "13", str(2**20), "0")
     expected = run(build(tmp_path / "here", sources, *OPTIONS), *arguments)
     assert emulate(build_cross(tmp_path / "tree", sources, *OPTIONS), *arguments) == expected
 

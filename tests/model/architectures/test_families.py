@@ -231,7 +231,7 @@ def test_a_float8_cache_holds_every_key_and_value(tmp_path: Path, family: str) -
     target, draft = make_pair(tmp_path, family=family)
     options: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 96, "ops": "reference", "kv_cache_dtype": "fp8"}
     if family in ("olmo2", "olmo3") or family in HYBRIDS:
-        reason = "gated delta layers" if family in HYBRIDS else "needs a norm before attention"
+        reason = "gated delta layers" if family in HYBRIDS else "without a norm before attention"
         with pytest.raises(UserError, match=reason):
             LLMEngine(target, **options)
         return

@@ -124,7 +124,7 @@ def test_greedy_text_equals_that_of_transformers(tmp_path: Path) -> None:
         answer = LLMEngine(target, draft, EngineConfig("serial"), ops=ops, **options).generate(TOKENS, GREEDY)
         assert answer.token_ids == want and answer.stats.accepted > 5 and len(set(want)) > 5
     assert on_ranks(2, lambda group: greedy_text(target, group, 48)) == [want, want]
-    with pytest.raises(UserError, match="not supported for models with shared KV layers"):
+    with pytest.raises(UserError, match="not supported with shared KV layers"):
         LLMEngine(target, ops="reference", kv_cache_dtype="fp8", **options)
 
 

@@ -156,7 +156,7 @@ def test_rounds_equal_those_that_synchronise_with_the_host(
     moved = copies(ours, monkeypatch)
     same_rounds(host, ours, sampling, 64)
     assert ours.executor.name == "graph" and grown(ours) and capture.captures > 0
-    assert {"upload", "fill", "download"} == {name for calls in moved for name in calls}
+    assert {"fill", "download"} <= {name for calls in moved for name in calls} <= {"upload", "fill", "download"}
     for calls in moved:
         assert len(calls) == 2 and calls[1] == "download", "one copy to the device and one back, in every phase"
 
