@@ -27,6 +27,7 @@ from swiftspec.distributed.transport.codec import (
     shape_to_json,
     text_to_words,
     words_to_bytes,
+    words_to_error,
     words_to_text,
 )
 from swiftspec.distributed.transport.opcodes import Opcode
@@ -221,7 +222,7 @@ def pack_error(place: tuple[int, int, int], code: ErrorCode, reason: str) -> Wor
 def unpack_error(words: Words) -> tuple[int, int, int, str]:
     """Returns request, round, code and reason of an error."""
     request, round_, _, code = WordReader(words, "error").take(4)
-    return request, round_, code, words_to_text(words[4:])
+    return request, round_, code, words_to_error(words[4:])
 
 
 def pack_files(files: tuple[Path, ...]) -> Iterator[Answer]:

@@ -22,6 +22,7 @@ PROTOCOL_VERSION = 7  # a peer with another version is refused
 Words = Sequence[int]  # flat; each is a 32-bit integer. A gRPC stream receives them as a memoryview
 Frame = tuple[int, Words]  # opcode and words of a message
 MAX_REASON_CHARS = 200  # longest quotation of a peer's data in an error message, in characters
+MAX_ERROR_CHARS = 500  # of a peer's error message
 Message = RequestStart | Proposal | VerifyResult | int
 SOURCES_BY_VALUE = {int(source): source for source in NodeSource}  # a lookup costs a tenth of a call of the enum
 SHAPE_FIELDS = (
@@ -285,6 +286,11 @@ def words_to_text(words: Words) -> str:
     removed."""
     text = words_to_bytes(words).decode(errors="replace")
     return "".join(character if character.isprintable() else " " for character in text).rstrip()
+
+
+def words_to_error(words: Words) -> str:
+    """Decodes a peer's error message, of which at most MAX_ERROR_CHARS characters are kept."""
+    return words_to_text(words[:MAX_ERROR_CHARS])[:MAX_ERROR_CHARS]
 
 
 def bytes_to_words(data: bytes) -> Words:

@@ -11,7 +11,7 @@ from swiftspec.distributed.launch.config_check import RankRole
 from swiftspec.distributed.launch.network_interface import address_towards
 from swiftspec.distributed.launch.startup_barrier import first_line
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.transport.codec import text_to_words, words_to_text
+from swiftspec.distributed.transport.codec import text_to_words, words_to_error, words_to_text
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.transport import Transport, accept, dial
 from swiftspec.errors import RankLost, UserError
@@ -151,4 +151,4 @@ def _recv_ready(channel: Transport, when: str) -> tuple[str | None, set[str]]:
         kind, words = channel.recv()
     except ConnectionError as error:
         return f"{error} {when}", set()
-    return (None, set(words_to_text(words).split(","))) if kind == Opcode.READY else (words_to_text(words), set())
+    return (None, set(words_to_text(words).split(","))) if kind == Opcode.READY else (words_to_error(words), set())

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftspec.distributed.transport.codec import (
+    MAX_ERROR_CHARS,
     bytes_to_words,
     pack_message,
     text_to_words,
     unpack_proposal,
     unpack_request_start,
     unpack_result,
+    words_to_error,
     words_to_text,
 )  # fmt: skip
 from swiftspec.messages import DraftProbs, NodeSource, Proposal, RequestStart, VerifyResult
@@ -140,5 +142,8 @@ def test_an_invalid_count_of_cached_tokens_is_refused(cached: object) -> None:
         unpack_request_start([1, 1, 1, 5, len(text), *bytes_to_words(text)])
 
 
-def test_a_reason_is_one_line() -> None:
+def test_a_reason_is_one_short_line() -> None:
     assert words_to_text(text_to_words("out of memory\nat 0x1\x1b[2J\r\n")) == "out of memory at 0x1 [2J"
+    assert words_to_error(text_to_words("it is\nfull")) == "it is full"
+    for character in ("x", "\u20ac", "\U0001d11e"):
+        assert words_to_error(text_to_words(character * 5000)) == character * MAX_ERROR_CHARS
