@@ -196,8 +196,10 @@ def test_a_rank_that_dies_ends_the_job(pair: list[str], started: list[Ranks], vi
         assert [code for code, _ in survivors] == [0, 0]
         assert "the drafter was lost (the draft group disconnected" in ends[0][1]
     else:
-        speakers = {0: (1, 2), 1: (0,)}[victim]  # a living rank 0 shuts the draft down
-        assert [code for code, _ in survivors] == [int(rank in speakers) for rank in range(3) if rank != victim]
+        speakers = {0: (1, 2), 1: (0,)}[victim]
+        assert all(ends[rank][0] == 1 for rank in speakers), ends
+        # a living rank 0 shuts the draft down, which may have noticed before that rank 0 ends
+        assert victim == 0 or ends[2][0] in (0, 1), ends
         for rank in speakers:
             last = ends[rank][1].splitlines()[-1]
             assert re.match(rf"swiftspec: rank {rank} exits: .*(disconnected|has ended)", last), ends
