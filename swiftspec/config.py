@@ -78,25 +78,50 @@ class PopulationConfig:
 
     particles: int = setting(4, "Particles per request.", PARTICLES, "N", ge=1, le=1024, applies_to=POPULATION)
     smc_draft_tokens: int = setting(
-        4, "Draft tokens per particle and round; the target adds one.", PARTICLES, "K", ge=1, le=MAX_TREE_NODES,
+        4,
+        "Draft tokens per particle and round; the target adds one.",
+        PARTICLES,
+        "K",
+        ge=1,
+        le=MAX_TREE_NODES,
         applies_to=POPULATION,
-    )  # fmt: skip
+    )
     ess_threshold: float = setting(  # 0: never resample
-        0.5, "Resample when the effective sample size falls below this share of N.", PARTICLES, "X", ge=0, le=1,
+        0.5,
+        "Resample when the effective sample size falls below this share of N.",
+        PARTICLES,
+        "X",
+        ge=0,
+        le=1,
         applies_to=POPULATION,
-    )  # fmt: skip
+    )
     power: float = setting(  # alpha in smc/weights.py
-        1.0, "Power A of the target distribution: texts are sampled from p(text)^A.", PARTICLES, "A", gt=0,
-        le=100, applies_to=POPULATION,
-    )  # fmt: skip
+        1.0,
+        "Power A of the target distribution: texts are sampled from p(text)^A.",
+        PARTICLES,
+        "A",
+        gt=0,
+        le=100,
+        applies_to=POPULATION,
+    )
     smc_exact: int = setting(  # the first tokens of a round; all K of them, with power 1: exact output
-        0, "Draft tokens per round that are verified exactly, by rejection sampling; the rest are weighted.", PARTICLES,
-        "K", rule="lie in 0..smc_draft_tokens", depends_on="smc_draft_tokens", applies_to=POPULATION,
-    )  # fmt: skip
+        0,
+        "Draft tokens per round that are verified exactly, by rejection sampling; the rest are weighted.",
+        PARTICLES,
+        "K",
+        rule="lie in 0..smc_draft_tokens",
+        depends_on="smc_draft_tokens",
+        applies_to=POPULATION,
+    )
     smc_groups: int = setting(
-        1, "Requests decoded concurrently, each with its own particles.", PARTICLES, "G", ge=1,
-        le=MAX_CONCURRENT_REQUESTS, applies_to=POPULATION,
-    )  # fmt: skip
+        1,
+        "Requests decoded concurrently, each with its own particles.",
+        PARTICLES,
+        "G",
+        ge=1,
+        le=MAX_CONCURRENT_REQUESTS,
+        applies_to=POPULATION,
+    )
     deferred_bonus: bool = True  # False, for benchmarks: an additional forward computes the last draft token's KV
 
     def __post_init__(self) -> None:
@@ -134,44 +159,78 @@ class EngineConfig:
         applies_to=TREE,
     )
     draft_leaves: int | None = setting(  # None: by the device of the draft; see `for_device`
-        None, "Leaves expanded per draft forward.", SPECULATION, "W",
-        f"{DEFAULT_DRAFT_LEAVES}; {GPU_DRAFT_LEAVES} on a GPU", ge=1, le=MAX_TREE_NODES, applies_to=TREE,
-    )  # fmt: skip
+        None,
+        "Leaves expanded per draft forward.",
+        SPECULATION,
+        "W",
+        f"{DEFAULT_DRAFT_LEAVES}; {GPU_DRAFT_LEAVES} on a GPU",
+        ge=1,
+        le=MAX_TREE_NODES,
+        applies_to=TREE,
+    )
     draft_steps: int | None = setting(  # None: 3; in mode async as many as fit into a target forward
-        None, "Draft forwards per round.", SPECULATION, "D", "async: as many as fit into a target forward; serial: 3",
-        ge=1, le=MAX_TREE_NODES, applies_to=TREE,
-    )  # fmt: skip
+        None,
+        "Draft forwards per round.",
+        SPECULATION,
+        "D",
+        "async: as many as fit into a target forward; serial: 3",
+        ge=1,
+        le=MAX_TREE_NODES,
+        applies_to=TREE,
+    )
     verify: str = setting(
-        "match", "match: accept nodes that equal the token that the target samples; the output is the same as without a"
-        " draft. reject: rejection sampling of sampled children; the output has the same distribution.", SPECULATION,
-        choices=VERIFY_METHODS, applies_to=TREE,
-    )  # fmt: skip
+        "match",
+        "match: accept nodes that equal the token that the target samples; the output is the same as without a"
+        " draft. reject: rejection sampling of sampled children; the output has the same distribution.",
+        SPECULATION,
+        choices=VERIFY_METHODS,
+        applies_to=TREE,
+    )
     proposal: str | None = setting(  # None: coupled, or sample if `verify` is reject
-        None, "How the children of a leaf are selected. top: the most likely. coupled: the most likely under"
-        " the target's noise. sample: sampled without replacement.", SPECULATION,
+        None,
+        "How the children of a leaf are selected. top: the most likely. coupled: the most likely under"
+        " the target's noise. sample: sampled without replacement.",
+        SPECULATION,
         default_text="coupled; sample with --verify reject",
         choices=PROPOSAL_METHODS,
         applies_to=TREE,
-    )  # fmt: skip
+    )
     calibration: float | None = setting(  # None: DEFAULT_CALIBRATION; see `calibration_for`
-        None, "Temperature of the draft's confidence when nodes are ranked; below 1 favours its first"
-        " choices.", SPECULATION,
-        "C", "fitted to the demo models", ge=0.05, le=20, applies_to=TREE,
-    )  # fmt: skip
+        None,
+        "Temperature of the draft's confidence when nodes are ranked; below 1 favours its first choices.",
+        SPECULATION,
+        "C",
+        "fitted to the demo models",
+        ge=0.05,
+        le=20,
+        applies_to=TREE,
+    )
     catch_up: bool = setting(
-        True, "Mode async: after a result, expand while that is worthwhile; off: only below bs nodes, as in the"
-        " paper.", SPECULATION,
+        True,
+        "Mode async: after a result, expand while that is worthwhile; off: only below bs nodes, as in the paper.",
+        SPECULATION,
         applies_to=LOOKAHEAD,
-    )  # fmt: skip
+    )
     synthetic_acceptance_length: float | None = setting(  # tree/synthetic_acceptance.py
-        None, "Accept draft tokens so that a round has this mean number of output tokens, whatever the target samples:"
-        " for comparisons of speed. The text is not the target's.", SPECULATION, "A", "off", finite=True,
-        rule="lie in 1..verify_batch", depends_on="verify_batch",
-    )  # fmt: skip
+        None,
+        "Accept draft tokens so that a round has this mean number of output tokens, whatever the target samples:"
+        " for comparisons of speed. The text is not the target's.",
+        SPECULATION,
+        "A",
+        "off",
+        finite=True,
+        rule="lie in 1..verify_batch",
+        depends_on="verify_batch",
+    )
     max_num_seqs: int = setting(
-        1, "Requests decoded concurrently in mode serial, guided ones counted twice; above 1 each has a chain of D"
-        " draft tokens instead of a tree.", SPECULATION, "G", ge=1, le=MAX_CONCURRENT_REQUESTS,
-    )  # fmt: skip
+        1,
+        "Requests decoded concurrently in mode serial, guided ones counted twice; above 1 each has a chain of D"
+        " draft tokens instead of a tree.",
+        SPECULATION,
+        "G",
+        ge=1,
+        le=MAX_CONCURRENT_REQUESTS,
+    )
     self_switch: bool = False  # decode without the draft while that is faster; rounds then depend on the clock
     adapt_steps: bool = False  # d follows measurements of running requests; rounds then depend on the clock
     adapt_batch: bool = False  # bs follows measurements, up to `max_nodes`; rounds then depend on the clock
@@ -297,9 +356,13 @@ class EngineConfig:
         shape["draft_steps"] = sampling.draft_steps or self.initial_draft_steps
         synthetic = None if shape["verify_batch"] == 1 else self.synthetic_acceptance_length
         return replace(
-            self, **shape, self_switch=False, adapt_steps=False, adapt_batch=False,
+            self,
+            **shape,
+            self_switch=False,
+            adapt_steps=False,
+            adapt_batch=False,
             synthetic_acceptance_length=synthetic,
-        )  # fmt: skip
+        )
 
     def calibration_for(self, greedy: bool) -> float:
         """Returns the calibration, which makes a child's weight approximate the probability that the target accepts the

@@ -11,9 +11,18 @@ from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.verifier import Verifier
 
 Event = Literal[
-    "opening", "drafter opened", "opened", "proposed", "grown", "verified", "observed", "settled", "taken", "collected",
+    "opening",
+    "drafter opened",
+    "opened",
+    "proposed",
+    "grown",
+    "verified",
+    "observed",
+    "settled",
+    "taken",
+    "collected",
     "closed",
-]  # fmt: skip
+]
 Observer = Callable[..., None]  # called right after each event, with its name and the objects that `decode` passes
 
 

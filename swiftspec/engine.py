@@ -125,10 +125,14 @@ class TreeDecoding:
     """Speculative decoding with a draft tree."""
 
     def __init__(
-        self, drafter: Drafter, verifier: Verifier, notify: Observer = no_observer,
-        drafter_loss: Callable[[], str | None] = lambda: None, policy_report: Callable[[], Any] = lambda: None,
+        self,
+        drafter: Drafter,
+        verifier: Verifier,
+        notify: Observer = no_observer,
+        drafter_loss: Callable[[], str | None] = lambda: None,
+        policy_report: Callable[[], Any] = lambda: None,
         captured_graphs: Callable[[], int] = lambda: 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`notify`: observer of the events of the decoding loop.
         `drafter_loss`: returns the reason why the drafter was lost, or None while it is available.
         `policy_report`: returns the report of the controller that wraps the drafter, or None without a controller.

@@ -29,9 +29,12 @@ class RankLost(Exception):
 
 
 OUT_OF_MEMORY_TEXTS = (
-    "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory",
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
     "cublas_status_alloc_failed",
-)  # fmt: skip
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -62,10 +62,14 @@ class TokenEngine:
         monitor, models = DraftMonitor(note), roles.models
         self.device = CPU if models is None else models.device
         self.engine = LockedEngine(
-            roles.decoding, roles.limits, writer, pause, lambda stats: monitor.add_rounds(stats.verified),
+            roles.decoding,
+            roles.limits,
+            writer,
+            pause,
+            lambda stats: monitor.add_rounds(stats.verified),
             self.device,
             lambda error: None if models is None else models.record_device_error(error, roles.config),
-        )  # fmt: skip
+        )
 
     @property
     def stats(self) -> Stats:

@@ -97,16 +97,22 @@ class Proposal:
 
     @staticmethod
     def from_draft_model(
-        request: int, round_: int, prefix_len: int, tokens: Sequence[int], parents: Sequence[int],
-        weights: Sequence[float], draft_probs: DraftProbs | None = None, *,
+        request: int,
+        round_: int,
+        prefix_len: int,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        weights: Sequence[float],
+        draft_probs: DraftProbs | None = None,
+        *,
         source: NodeSource = NodeSource.DRAFT_MODEL,
-    ) -> Proposal:  # fmt: skip
+    ) -> Proposal:
         """Returns a proposal in which the draft model, or a draft head, is the `source` of all nodes except the
         root."""
         sources = (NodeSource.ROOT, *(source,) * (len(tokens) - 1))
         return Proposal(
             request, round_, prefix_len, tuple(tokens), tuple(parents), tuple(weights), sources, draft_probs
-        )  # fmt: skip
+        )
 
     def match_path(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Returns the nodes along the longest prefix of `tokens` that is a path of the proposal, without the root."""

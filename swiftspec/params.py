@@ -92,46 +92,107 @@ class SamplingParams:
     """
 
     temperature: float = setting(
-        1.0, "Sampling temperature; 0 is greedy.", SAMPLING, "T", ge=MIN_TEMPERATURE, le=100, allow_zero=True,
-        finite=True, rule=f"be 0 (greedy) or lie in {MIN_TEMPERATURE}..100", from_model="temperature",
-    )  # fmt: skip
+        1.0,
+        "Sampling temperature; 0 is greedy.",
+        SAMPLING,
+        "T",
+        ge=MIN_TEMPERATURE,
+        le=100,
+        allow_zero=True,
+        finite=True,
+        rule=f"be 0 (greedy) or lie in {MIN_TEMPERATURE}..100",
+        from_model="temperature",
+    )
     top_p: float = setting(
-        1.0, "Keep the most likely tokens whose total probability reaches P.", SAMPLING, "P", gt=0, le=1, finite=True,
+        1.0,
+        "Keep the most likely tokens whose total probability reaches P.",
+        SAMPLING,
+        "P",
+        gt=0,
+        le=1,
+        finite=True,
         from_model="top_p",
-    )  # fmt: skip
+    )
     top_k: int = setting(
-        0, "Keep the K most likely tokens.", SAMPLING, "K", "off", ge=-1, le=MAX_TOKEN_COUNT, from_model="top_k",
+        0,
+        "Keep the K most likely tokens.",
+        SAMPLING,
+        "K",
+        "off",
+        ge=-1,
+        le=MAX_TOKEN_COUNT,
+        from_model="top_k",
         rule=f"be 0 (off) or lie in 1..{MAX_TOKEN_COUNT}",
-    )  # fmt: skip
+    )
     min_p: float = setting(
-        0.0, "Drop tokens less likely than P times the most likely one.", SAMPLING, "P", ge=0, le=1, finite=True,
+        0.0,
+        "Drop tokens less likely than P times the most likely one.",
+        SAMPLING,
+        "P",
+        ge=0,
+        le=1,
+        finite=True,
         from_model="min_p",
-    )  # fmt: skip
+    )
     repetition_penalty: float = setting(
-        1.0, "Above 1: tokens of the prompt and output become less likely.", SAMPLING, "X", ge=0.01, le=100,
-        finite=True, from_model="repetition_penalty",
-    )  # fmt: skip
+        1.0,
+        "Above 1: tokens of the prompt and output become less likely.",
+        SAMPLING,
+        "X",
+        ge=0.01,
+        le=100,
+        finite=True,
+        from_model="repetition_penalty",
+    )
     presence_penalty: float = setting(
-        0.0, "Subtracted from the logit of each token that the output contains.", SAMPLING, "X", ge=-2, le=2,
+        0.0,
+        "Subtracted from the logit of each token that the output contains.",
+        SAMPLING,
+        "X",
+        ge=-2,
+        le=2,
         finite=True,
-    )  # fmt: skip
+    )
     frequency_penalty: float = setting(
-        0.0, "Subtracted from a token's logit once for each time it occurs in the output.", SAMPLING, "X", ge=-2, le=2,
+        0.0,
+        "Subtracted from a token's logit once for each time it occurs in the output.",
+        SAMPLING,
+        "X",
+        ge=-2,
+        le=2,
         finite=True,
-    )  # fmt: skip
+    )
     logit_bias: dict[int, float] = setting({}, 'Added to the logits, by token id: {"42": -5}.', SAMPLING, "JSON", "{}")  # noqa: RUF009
     guidance_scale: float = setting(  # s in l_u + s (l_c - l_u), l_c: prompt, l_u: negative prompt; 1: off
-        1.0, "Classifier-free guidance: above 1 moves the logits away from those after --negative-prompt.", SAMPLING,
-        "S", ge=0, le=100, rule="lie in 0..100 (1: off)", finite=True,
-    )  # fmt: skip
+        1.0,
+        "Classifier-free guidance: above 1 moves the logits away from those after --negative-prompt.",
+        SAMPLING,
+        "S",
+        ge=0,
+        le=100,
+        rule="lie in 0..100 (1: off)",
+        finite=True,
+    )
     seed: int = setting(
-        0, "Seed of the sampling noise. With --verify match, seed and prompt determine the text in every exact mode.",
-        SAMPLING, "N", ge=0, le=2**64 - 1, rule="lie in 0..2^64-1", order=-1,
-    )  # fmt: skip
+        0,
+        "Seed of the sampling noise. With --verify match, seed and prompt determine the text in every exact mode.",
+        SAMPLING,
+        "N",
+        ge=0,
+        le=2**64 - 1,
+        rule="lie in 0..2^64-1",
+        order=-1,
+    )
     max_tokens: int | None = setting(
-        None, "Maximum number of output tokens.", STOPPING, "N", "to the end of the context", ge=1,
-        le=MAX_TOKEN_COUNT, from_model="max_new_tokens",
-    )  # fmt: skip
+        None,
+        "Maximum number of output tokens.",
+        STOPPING,
+        "N",
+        "to the end of the context",
+        ge=1,
+        le=MAX_TOKEN_COUNT,
+        from_model="max_new_tokens",
+    )
     stop: tuple[str, ...] = setting((), "Stop before this text. May be given several times.", STOPPING, "TEXT", "none")
     stop_token_ids: tuple[int, ...] = setting((), "Stop after any of these tokens.", STOPPING, "ID[,ID]", "none")
     ignore_eos: bool = setting(False, "Continue after an end-of-text token.", STOPPING)

@@ -18,9 +18,12 @@ from swiftspec.errors import UserError, truncated_repr
 
 T = TypeVar("T")
 ACCEPTED_TYPES = {  # per field type: the accepted type, and its name in a message
-    bool: (bool, "true or false"), int: (Integral, "a whole number"), float: (Real, "a number"), str: (str, "a string"),
+    bool: (bool, "true or false"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "a string"),
     dict: (Mapping, "a mapping from token id to number"),
-}  # fmt: skip
+}
 
 
 class DataclassInstance(Protocol):

@@ -51,11 +51,13 @@ class LogitsProcessor:
         """Returns the parameters of this processor for native rounds of `groups` consecutive groups."""
         p, bias = self._sampling, (self._penalties or self._draft).bias
         return SamplingSpan(
-            groups, p.temperature, bias,
+            groups,
+            p.temperature,
+            bias,
             (p.top_k, p.top_p, p.min_p) if p.filtered else None,
             (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) if p.penalised else None,
             p.min_tokens,
-        )  # fmt: skip
+        )
 
     @property
     def penalised(self) -> bool:

@@ -87,14 +87,24 @@ class GroupRound:
         self._no_kv_len = torch.zeros(groups, dtype=torch.int64, device=device)
         self._header_len = 3 + method.rows.tokens.shape[-1]
         self._tensors = [
-            *method.rows.state, *method.streams.state, self._prefix, self._sequences, self._stops, self._prompts,
+            *method.rows.state,
+            *method.streams.state,
+            self._prefix,
+            self._sequences,
+            self._stops,
+            self._prompts,
             self._suppressed,
-        ]  # fmt: skip
+        ]
 
     def open(
-        self, group: int, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int,
+        self,
+        group: int,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        stops: Collection[int],
+        limit: int,
         companion: CompanionSequence | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Starts a request in the group at position `group`: N rows from `prompt`, whose tokens except the last are
         prefilled. `stops`: stop tokens. `limit`: maximum number of output tokens. `companion`: the unconditional
         sequence of a guided request, which is prefilled too."""
@@ -106,8 +116,9 @@ class GroupRound:
         self._sampling_spans.clear()
         self._method.streams.seed(group, sampling.seed)
         for table, tokens in (
-            (self._stops, stops), (self._suppressed, {*self._target.eos_token_ids, *sampling.stop_token_ids})
-        ):  # fmt: skip
+            (self._stops, stops),
+            (self._suppressed, {*self._target.eos_token_ids, *sampling.stop_token_ids}),
+        ):
             table[group] = False
             known = torch.tensor([token for token in tokens if token < self._vocab], dtype=torch.int64)
             table[group, known.to(table.device)] = True
@@ -324,9 +335,16 @@ class GroupRound:
         return self._method.streams.uniforms(clock)[groups]
 
     def _forward(
-        self, runner: Runner, context: RoundContext, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, *,
+        self,
+        runner: Runner,
+        context: RoundContext,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        mask: Tensor,
+        *,
         places: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Runs a model over rows of all groups, whose tree slots are allocated, and returns logits [rows, at least V].
 
         `tokens`, `positions`, `slots`: [groups, ...], equally many rows for every group.
@@ -349,9 +367,14 @@ class GroupRound:
         for start in range(0, rows, PREFILL_CHUNK_TOKENS):
             chunk = slice(start, start + PREFILL_CHUNK_TOKENS)
             batch = Batch(
-                tokens[chunk], positions[chunk], slots[chunk], mask[chunk], sequence[chunk], kv_len,
+                tokens[chunk],
+                positions[chunk],
+                slots[chunk],
+                mask[chunk],
+                sequence[chunk],
+                kv_len,
                 _max_kv_len(runner, context.width),
-            )  # fmt: skip
+            )
             logits = runner.model.forward(batch, runner.cache).logits
             assert logits is not None
             parts.append(logits if group is None else torch.cat(group.all_gather(logits).unbind(0), 1))

@@ -47,9 +47,15 @@ class BatchScheduler:
     """
 
     def __init__(
-        self, target: Runner, draft: Runner, executors: Sequence[PopulationExecutor], method: GroupMethod[Any, Any], *,
-        lag: int = 0, reuse_prefixes: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        target: Runner,
+        draft: Runner,
+        executors: Sequence[PopulationExecutor],
+        method: GroupMethod[Any, Any],
+        *,
+        lag: int = 0,
+        reuse_prefixes: bool = True,
+    ) -> None:
         """`executors`: executors of rounds on these models, the fastest first.
         `method`: what a round does, and how an answer is picked.
         `lag`: number of launched rounds whose results the host does not wait for.
@@ -121,9 +127,15 @@ class BatchScheduler:
         # without rejections every row grows by K + 1 tokens per round, so the number of rounds is known
         max_rounds = limit if self.method.may_reject(start.sampling) else -(-limit // self.method.rows.step)
         group = SequenceGroup(
-            sequence, companion, executor, start.tokens, num_cached, len(start.tokens) - 1, max_rounds,
+            sequence,
+            companion,
+            executor,
+            start.tokens,
+            num_cached,
+            len(start.tokens) - 1,
+            max_rounds,
             compact_at=2 * self.shape.slots_per_round,
-        )  # fmt: skip
+        )
         self.groups.append(group)
         return group
 

@@ -155,9 +155,14 @@ class CheckProcess:
 
     def __init__(self, request: TrialRequest, command: Sequence[str] = COMMAND) -> None:
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            encoding="utf-8", errors="replace",
-        )  # fmt: skip
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(OSError), self._process.stdin as pipe:  # it may have ended already
             pipe.write(f"{json.dumps(request.to_json())}\n")

@@ -218,10 +218,16 @@ class MemoryEstimate:
         tables = sum(2 * self.capacity * mixer.head_dim for mixer in {mixer.kind for mixer in spec.attention_mixers})
         if self.ops is cuda:
             # weights in rows for a library product, and the packed rows of x (csrc/cuda/linear/large_m.h)
-            return SCRATCH_BYTES + (numbers + MAX_KERNEL_ROWS * max(hidden, inner) + tables) * size + gathered + max(
-                scratch_bytes(rows, part.num_heads, part.kv_heads, part.head_dim, self.capacity, self.clusters)
-                for part in self._attention
-            ) + self._widened_cache  # fmt: skip
+            return (
+                SCRATCH_BYTES
+                + (numbers + MAX_KERNEL_ROWS * max(hidden, inner) + tables) * size
+                + gathered
+                + max(
+                    scratch_bytes(rows, part.num_heads, part.kv_heads, part.head_dim, self.capacity, self.clusters)
+                    for part in self._attention
+                )
+                + self._widened_cache
+            )
         experts = max((each.num_experts for each in self._mixtures), default=0)
         # all experts compute all rows: gate and up, their product, and the output in two dtypes
         outputs = rows * experts * (3 * inner * size + hidden * (size + FLOAT_BYTES))

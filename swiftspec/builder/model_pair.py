@@ -175,20 +175,41 @@ class ModelPair:
         require(prefix_cache >= 0, f"prefix_cache_memory must be at least 0 MiB, not {prefix_cache}")
         packed, ends = options.get("packed_cache"), end_tokens(Path(target))
         models = ModelPair(
-            Path(target), draft_path, dtype, device, threads, share, length, vocab, ops, activations, stored, head,
-            load, emulate, trace, prefix_cache,
-            None if packed is None else PackedWeightCache(packed / CACHE_FOLDER), ends,
-            grammar_compiler(Path(target), ends, vocab), options.get("only"), options.get("sessions", 1),
-            masked, _hidden_layers(config, options, draft_head), draft_is_mtp=mtp,
+            Path(target),
+            draft_path,
+            dtype,
+            device,
+            threads,
+            share,
+            length,
+            vocab,
+            ops,
+            activations,
+            stored,
+            head,
+            load,
+            emulate,
+            trace,
+            prefix_cache,
+            None if packed is None else PackedWeightCache(packed / CACHE_FOLDER),
+            ends,
+            grammar_compiler(Path(target), ends, vocab),
+            options.get("only"),
+            options.get("sessions", 1),
+            masked,
+            _hidden_layers(config, options, draft_head),
+            draft_is_mtp=mtp,
             note=options.get("note") or (lambda line: None),
-        )  # fmt: skip
+        )
         if device.type == "cpu" and options.get("device", "auto") == "auto" and (why := why_gpu_unused()) is not None:
             models.note(f"the models run on the CPU although this machine has a GPU: {why}")
         if is_gguf(target) and (line := missing_rule(GgufFile.read(Path(target)))) is not None:
             models.note(line)
         if device.type == "cpu" and hardware.matrix_tiles_refused():
-            models.note("products of many rows are slower than on this CPU's matrix tiles (AMX), which the operating "
-                        "system refuses to this process; allow arch_prctl(ARCH_REQ_XCOMP_PERM)")  # fmt: skip
+            models.note(
+                "products of many rows are slower than on this CPU's matrix tiles (AMX), which the operating "
+                "system refuses to this process; allow arch_prctl(ARCH_REQ_XCOMP_PERM)"
+            )
         models.check_operators(plan, models.note)
         models = models.with_gpu_trial(plan, options.get("gpu_trial", "auto"), options.get("trial_cache"))
         # the ranks of a job must have the same context, but may have different amounts of free memory
@@ -310,9 +331,7 @@ class ModelPair:
         `note` what falls back. `requested`: "again" ignores the verdict of an earlier trial, "off" tries nothing.
         `cache`: folder of the verdicts; None: every start tries again. Raises UserError if `requested` is unknown."""
         names = get_args(TrialName)
-        require(
-            requested in names, f"gpu_trial must be one of {', '.join(names)}, not {truncated_repr(requested)}"
-        )  # fmt: skip
+        require(requested in names, f"gpu_trial must be one of {', '.join(names)}, not {truncated_repr(requested)}")
         models = self._trial_models(plan)
         if requested == "off" or not models:
             return self
@@ -469,11 +488,21 @@ class ModelPair:
             return None
         models = [_model_fingerprint(path) for path in (self.target, self.draft) if path is not None]
         facts = {
-            "version": __version__, "cpu": hardware.cpu_name(), **cpu.machine_facts(), "threads": self.threads,
-            "models": models, "dtype": str(self.dtype), "cache": str(self.cache_dtype), "ops": self.ops,
-            "activations": self.activations, "head": self.head, "emulate": asdict(self.emulate),
-            "mtp": self.draft_is_mtp, "leaves": plan.leaves_per_expansion, "nodes": plan.max_nodes,
-        }  # fmt: skip
+            "version": __version__,
+            "cpu": hardware.cpu_name(),
+            **cpu.machine_facts(),
+            "threads": self.threads,
+            "models": models,
+            "dtype": str(self.dtype),
+            "cache": str(self.cache_dtype),
+            "ops": self.ops,
+            "activations": self.activations,
+            "head": self.head,
+            "emulate": asdict(self.emulate),
+            "mtp": self.draft_is_mtp,
+            "leaves": plan.leaves_per_expansion,
+            "nodes": plan.max_nodes,
+        }
         if self.device.type == "cuda":
             facts["gpu"] = machine_facts(self.device)
         if kind is TrialBudgets:
@@ -504,9 +533,12 @@ class ModelPair:
         return build_verifier(*self._runner("target", plan, group, progress), plan)
 
     def drafter(
-        self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None,
+        self,
+        plan: EngineConfig,
+        group: TensorParallelGroup | None = None,
+        progress: Progress | None = None,
         verifier: LocalVerifier | None = None,
-    ) -> LocalDrafter:  # fmt: skip
+    ) -> LocalDrafter:
         """Loads the draft and returns a drafter on it, for the mode of `plan`. `verifier`: on the target of this
         process, whose hidden states a draft head reads."""
         runner, deps = self._runner("draft", plan, group, progress)
@@ -544,18 +576,26 @@ class ModelPair:
         context, config = self._context(plan), self.config_of(side)
         ops = select_operators(self.ops, config.spec, self.dtype, self.device, self.verdict)
         how: Any = {
-            "dtype": self.dtype, "device": self.device, "ops": ops, "max_positions": self.capacity(side, plan),
-            "context": self.max_model_len, "progress": progress, "group": group,
+            "dtype": self.dtype,
+            "device": self.device,
+            "ops": ops,
+            "max_positions": self.capacity(side, plan),
+            "context": self.max_model_len,
+            "progress": progress,
+            "group": group,
             "quantization": self._quantization(side, ops),
-        }  # fmt: skip
+        }
         if config.spec.draft_head is not None:
             model = load_draft_head(None if self.draft_is_mtp else path, self.target, **how)
         else:
             model = self.load(
-                path, cache_dtype=self.cache_dtype, packed_cache=self.cache if ops is cpu else None,
+                path,
+                cache_dtype=self.cache_dtype,
+                packed_cache=self.cache if ops is cpu else None,
                 hidden_layers=self.hidden_layers if side == "target" else (),
-                vocab_rows=self.vocab_size if side == "draft" else 0, **how,
-            )  # fmt: skip
+                vocab_rows=self.vocab_size if side == "draft" else 0,
+                **how,
+            )
         if side == "draft":
             model = model.with_masked_tokens(self.masked_tokens)
         hook = None if times is None else step_time_emulation.make_hook(times, 1 if group is None else group.size)
@@ -564,9 +604,17 @@ class ModelPair:
         capture = partial(self._new_capture, priority) if captures else None
         prefix_tokens = self._prefix_cache_tokens(plan) // self.sessions if plan.num_sequences == 1 else 0
         return LoadedModel(
-            model, ops, self.vocab_size, context, prefix_tokens, self._snapshot_tokens(plan), self.grammars.compile,
-            self.grammars.eos_token_ids, hook, capture,
-        )  # fmt: skip
+            model,
+            ops,
+            self.vocab_size,
+            context,
+            prefix_tokens,
+            self._snapshot_tokens(plan),
+            self.grammars.compile,
+            self.grammars.eos_token_ids,
+            hook,
+            capture,
+        )
 
     def _new_capture(self, priority: int) -> CudaCapture:
         """Returns a capture for a runner. `priority`: CUDA priority of its graphs."""
@@ -697,8 +745,10 @@ def _target_config(target: str | Path) -> ModelConfig:
     """Returns the configuration of the target. Raises UserError if it is a draft head."""
     config = read_config(target)
     if config.spec.draft_head is not None:
-        raise UserError(f"{target} is a draft head, which cannot run alone: name its target as the model, and this as"
-                        " the draft model")  # fmt: skip
+        raise UserError(
+            f"{target} is a draft head, which cannot run alone: name its target as the model, and this as"
+            " the draft model"
+        )
     return config
 
 
@@ -785,8 +835,6 @@ def build_head_drafter(
     children = TopChildren(plan.children_per_leaf, plan.proposal == "coupled")
     if isinstance(head, BlockHead):
         executor = BlockExecutor(runner, head.block, states)
-        return BlockDrafter(
-            runner, executor, DraftTree(plan.max_nodes, 1), children, plan, states, verifier.runner
-        )  # fmt: skip
+        return BlockDrafter(runner, executor, DraftTree(plan.max_nodes, 1), children, plan, states, verifier.runner)
     tree = DraftTree(1 + runner.tree_slots * plan.children_per_leaf, runner.tree_slots)
     return HeadDrafter(runner, HeadExecutor(runner, states), tree, children, plan, states, verifier.runner)

@@ -156,9 +156,12 @@ class Roles:
 
 
 def build_roles(
-    models: ModelPair, config: EngineConfig, world: World | None, progress: Progress | None,
+    models: ModelPair,
+    config: EngineConfig,
+    world: World | None,
+    progress: Progress | None,
     worker: MakeRemoteDrafter | None = None,
-) -> Roles:  # fmt: skip
+) -> Roles:
     """Loads the models and builds the roles of rank 0, or of a single process. `world`: the ranks of the job; None for
     a single process. `worker`: builds the drafter on a worker, if the config has a remote draft."""
     recorder = Recorder(None if models.trace is None else TraceFile(models.trace))
@@ -242,11 +245,18 @@ def _tree(
 
 
 def make_tree_decoding(
-    parts: TreeRoles, config: EngineConfig, recorder: Recorder, probabilities: Probabilities,
-    captured_graphs: Callable[[], int], local: LocalDrafter | None, away: RemoteDraft | None,
-    rpc_log: RpcLog | None = None, row_times: PairTimes | None = None, suffix: SuffixDrafter | None = None,
+    parts: TreeRoles,
+    config: EngineConfig,
+    recorder: Recorder,
+    probabilities: Probabilities,
+    captured_graphs: Callable[[], int],
+    local: LocalDrafter | None,
+    away: RemoteDraft | None,
+    rpc_log: RpcLog | None = None,
+    row_times: PairTimes | None = None,
+    suffix: SuffixDrafter | None = None,
     budgets: StoredBudgets | None = None,
-) -> TreeDecoding:  # fmt: skip
+) -> TreeDecoding:
     """Returns the decoding with a draft tree: wraps the drafter in a controller, if the config is adaptive or grafts
     suffix lookup, and for failover or fallback, and adds observers.
 
@@ -284,9 +294,13 @@ def make_tree_decoding(
 
 
 def _observers(
-    recorder: Recorder, parts: TreeRoles, probabilities: Probabilities, local: LocalDrafter | None,
-    controller: Controller | None, rpc_log: RpcLog | None,
-) -> ObserverToggle:  # fmt: skip
+    recorder: Recorder,
+    parts: TreeRoles,
+    probabilities: Probabilities,
+    local: LocalDrafter | None,
+    controller: Controller | None,
+    rpc_log: RpcLog | None,
+) -> ObserverToggle:
     """Returns the observer that records the rounds of rank 0, with the draft's timeline if the draft runs in this
     process. It is enabled while there is a trace file or a listener."""
     drafter_active = (lambda: True) if controller is None else (lambda: controller.round_stats.speculating)

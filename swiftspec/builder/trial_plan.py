@@ -84,7 +84,11 @@ def _layer_shape(model: TrialModel, layer: LayerSpec, shard: Shard | None, index
         projection("gate_up", 2 * inner, hidden),
         projection("down", hidden, inner),
         AttentionShape(
-            heads, kv_heads, mixer.head_dim, model.capacity, str(model.cache_dtype).removeprefix("torch."),
+            heads,
+            kv_heads,
+            mixer.head_dim,
+            model.capacity,
+            str(model.cache_dtype).removeprefix("torch."),
             mixer.qk_norm == "head",
         ),
-    )  # fmt: skip
+    )

@@ -170,9 +170,15 @@ def make_worker(
     """
     models, limits = model.models, model.limits
     info = ModelInfo(
-        fingerprint(model.path), vocabulary.ordinary, name, models.vocab_size, models.max_model_len,
-        models.eos_token_ids, str(model.loaded.model.dtype).removeprefix("torch."), vocabulary.added,
-    )  # fmt: skip
+        fingerprint(model.path),
+        vocabulary.ordinary,
+        name,
+        models.vocab_size,
+        models.max_model_len,
+        models.eos_token_ids,
+        str(model.loaded.model.dtype).removeprefix("torch."),
+        vocabulary.added,
+    )
     group = WorkerGroup(()) if model.rank is None else model.rank.worker_group
     followers: dict[ServedRole, SessionFollowerGroup] = {}  # of each session
 

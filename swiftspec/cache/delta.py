@@ -67,10 +67,20 @@ class DeltaCache:
     """
 
     def __init__(
-        self, layers: int, k_heads: int, v_heads: int, k_head_dim: int, v_head_dim: int, conv_size: int,
-        conv_width: int, slots: int, ops: DeltaCacheOps, *, dtype: torch.dtype = torch.float32,
+        self,
+        layers: int,
+        k_heads: int,
+        v_heads: int,
+        k_head_dim: int,
+        v_head_dim: int,
+        conv_size: int,
+        conv_width: int,
+        slots: int,
+        ops: DeltaCacheOps,
+        *,
+        dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`conv_size`: channels of the convolution. `conv_width`: positions that it reads. `slots`: largest number of
         slots of a sequence that are in use and not folded. `dtype`: that of the model, for `inputs`; the other buffers
         are float32, or float64 in a float64 model."""

@@ -19,9 +19,16 @@ class KVCache:
     head_dim]."""
 
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, capacity: int, make_slot_mover: SlotMoverFactory, *,
-        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        make_slot_mover: SlotMoverFactory,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
         """`capacity`: slots of each sequence. The buffers are allocated by `allocate`."""
         self.capacity, self._make_slot_mover = capacity, make_slot_mover
         self._shape, self._dtype, self._device = (layers, kv_heads, capacity, head_dim), dtype, device

@@ -57,10 +57,12 @@ def rank_replicas(session: str, names: list[str]) -> list[str]:
 
 
 @serve.deployment(
-    name="Engine", max_ongoing_requests=MAX_ONGOING_REQUESTS, health_check_period_s=HEALTH_CHECK_PERIOD_S,
+    name="Engine",
+    max_ongoing_requests=MAX_ONGOING_REQUESTS,
+    health_check_period_s=HEALTH_CHECK_PERIOD_S,
     graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
     request_router_config=RequestRouterConfig(request_router_class=cast("Any", ConversationRouter)),
-)  # fmt: skip
+)
 @serve.ingress()
 class EngineDeployment:
     """Deployment whose replica is a whole engine on one node."""

@@ -55,9 +55,12 @@ class EngineReplica:
                 process.kill()
             raise
         self.engine = AsyncEngine(
-            LLM.from_session(self._session), max_queue=settings.max_queue, queue_timeout_s=settings.queue_timeout,
-            request_timeout_s=settings.request_timeout, sampling_defaults=sampling_defaults(settings),
-        )  # fmt: skip
+            LLM.from_session(self._session),
+            max_queue=settings.max_queue,
+            queue_timeout_s=settings.queue_timeout,
+            request_timeout_s=settings.request_timeout,
+            sampling_defaults=sampling_defaults(settings),
+        )
         names = list(settings.served_model_name) or [default_served_name(settings.model)]
         self.app: ASGIApp = create_app(self.engine, lambda: self._session.codec, names)
 

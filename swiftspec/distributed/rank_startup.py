@@ -261,9 +261,14 @@ class EngineRank:
         pin_near_gpu(self._world, builder.device)
         if here.group_size > 1:
             self._group = join_group(
-                self._world, here.group, here.group_rank, here.group_size, device=builder.device,
-                share_device=builder.share_device, width=builder.peer_all_reduce_width(**holds),
-            )  # fmt: skip
+                self._world,
+                here.group,
+                here.group_rank,
+                here.group_size,
+                device=builder.device,
+                share_device=builder.share_device,
+                width=builder.peer_all_reduce_width(**holds),
+            )
         if config.group_shape is not None:
             self.scheduler = builder.scheduler(config, self._group, progress)
             return
@@ -337,10 +342,15 @@ class EngineRank:
                 recording = DraftTraceSender(self._connections.target_leader, self.drafter, traced=traced)
                 drafter = LeaderDrafter(self.drafter, self._follower_group())
                 DraftGroupServer(
-                    self._connections.target_leader, drafter, self._limits, recording, self._builder.cancel_check,
+                    self._connections.target_leader,
+                    drafter,
+                    self._limits,
+                    recording,
+                    self._builder.cancel_check,
                     self._heartbeat,
-                    stay_on_error=self._world.supervisor is None, on_error=self._record,
-                ).run()  # fmt: skip
+                    stay_on_error=self._world.supervisor is None,
+                    on_error=self._record,
+                ).run()
             else:  # a follower
                 self._follow(leader)
         except BaseException:

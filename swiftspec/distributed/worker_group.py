@@ -205,9 +205,13 @@ class WorkerRank:
     """
 
     def __init__(
-        self, world: World, plan: EngineConfig, builder: RoleBuilder, settings: Mapping[str, Any],
+        self,
+        world: World,
+        plan: EngineConfig,
+        builder: RoleBuilder,
+        settings: Mapping[str, Any],
         load: Callable[[Any, RankGroup], set[str]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`settings`: further values that must be equal on all ranks.
 
         `load`: loads this rank's shard and returns the names of the executors that the rank supports. It is called with
@@ -229,9 +233,14 @@ class WorkerRank:
             self._builder = builder = builder.with_vocab(vocab, tuple(masked))
             pin_near_gpu(world, builder.device)
             self._group = join_group(
-                world, "target", world.rank, world.size, device=builder.device, share_device=builder.share_device,
+                world,
+                "target",
+                world.rank,
+                world.size,
+                device=builder.device,
+                share_device=builder.share_device,
                 width=builder.peer_all_reduce_width(**held),
-            )  # fmt: skip
+            )
             kinds = load(builder, self._group)
         except UserError as problem:
             error = str(problem)

@@ -115,32 +115,37 @@ def _cpu_findings() -> Iterator[Finding]:
     usable, cores, _ = machine.describe_cores()
     if level == "none":
         yield Finding(
-            "models on the CPU", "the native operators need x86-64 with AVX2, or aarch64, so plain torch runs",
+            "models on the CPU",
+            "the native operators need x86-64 with AVX2, or aarch64, so plain torch runs",
             "use such a CPU, or a GPU",
-        )  # fmt: skip
+        )
     elif level not in FASTEST_LEVELS:
         lacks = "without dot products of bytes" if level == "neon" else "below AVX-512 BF16"
         yield Finding(
-            "products on the CPU", f"its operators run at the level {level}, {lacks}",
+            "products on the CPU",
+            f"its operators run at the level {level}, {lacks}",
             "use 4-bit weights (`swiftspec quantize`), which read fewer bytes",
-        )  # fmt: skip
+        )
     if matrix_tiles_refused():
         yield Finding(
-            "products of many rows on the CPU", "the operating system refuses this CPU's matrix tiles (AMX)",
+            "products of many rows on the CPU",
+            "the operating system refuses this CPU's matrix tiles (AMX)",
             "allow arch_prctl(ARCH_REQ_XCOMP_PERM) in the sandbox, or use Linux 5.16 or later",
-        )  # fmt: skip
+        )
     quota = machine.cpu_quota()
     if quota is not None and quota < min(cores, 8):
         yield Finding(
-            "threads of operators", f"the control group may use {quota:g} CPUs, but {cores} cores are visible",
+            "threads of operators",
+            f"the control group may use {quota:g} CPUs, but {cores} cores are visible",
             f"pass --threads {max(int(quota), 1)}, or raise the quota",
-        )  # fmt: skip
+        )
     load = os.getloadavg()[0]
     if load > usable / 2:
         yield Finding(
-            "everything", f"the load average of the last minute is {load:.1f} with {usable} CPUs",
+            "everything",
+            f"the load average of the last minute is {load:.1f} with {usable} CPUs",
             "stop other processes, since ranks and threads wait for each other",
-        )  # fmt: skip
+        )
 
 
 def _memory_findings() -> Iterator[Finding]:
@@ -148,9 +153,10 @@ def _memory_findings() -> Iterator[Finding]:
     if sizes is not None and min(sizes.available, sizes.limit or sizes.available) < LOW_MEMORY_BYTES:
         free = min(sizes.available, sizes.limit or sizes.available)
         yield Finding(
-            "large models", f"only {free / 1e9:.1f} GB of memory are available, and swapping stops decoding",
+            "large models",
+            f"only {free / 1e9:.1f} GB of memory are available, and swapping stops decoding",
             "free memory, raise the limit, or use a model with 4-bit weights",
-        )  # fmt: skip
+        )
     try:
         shm = shutil.disk_usage(SHM).total
     except OSError:
@@ -158,9 +164,10 @@ def _memory_findings() -> Iterator[Finding]:
     if shm is None or shm < LOW_SHM_BYTES:
         size = "does not exist" if shm is None else f"has {shm / 2**20:.0f} MiB"
         yield Finding(
-            "several ranks", f"{SHM} {size}, and ranks of one machine exchange messages there",
+            "several ranks",
+            f"{SHM} {size}, and ranks of one machine exchange messages there",
             "start the container with a larger one, such as --shm-size 1g",
-        )  # fmt: skip
+        )
 
 
 def _gpu_findings() -> Iterator[Finding]:
@@ -175,18 +182,19 @@ def _gpu_findings() -> Iterator[Finding]:
         except UserError as error:
             cause, _, fix = str(error).partition("; ")
             yield Finding(
-                f"GPU {index}", f"torch's own operators run in place of the CUDA operators ({cause})",
+                f"GPU {index}",
+                f"torch's own operators run in place of the CUDA operators ({cause})",
                 fix or "use a newer GPU",
-            )  # fmt: skip
+            )
     apart = [
-        (a, b) for a in range(count) for b in range(count)
-        if a != b and not torch.cuda.can_device_access_peer(a, b)
-    ]  # fmt: skip
+        (a, b) for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
+    ]
     if apart:
         yield Finding(
-            "sums over GPUs", f"GPUs {apart[0][0]} and {apart[0][1]} cannot access each other's memory, so NCCL sums",
+            "sums over GPUs",
+            f"GPUs {apart[0][0]} and {apart[0][1]} cannot access each other's memory, so NCCL sums",
             "use GPUs that are connected by NVLink or one PCIe switch",
-        )  # fmt: skip
+        )
     if count > 1 and nccl_version() is None:
         yield Finding("several GPUs", "this PyTorch has no NCCL", "install a CUDA build of PyTorch for Linux")
 

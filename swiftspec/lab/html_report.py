@@ -32,12 +32,15 @@ def html(profile: Json) -> str:
     emulated = " Step times are emulated." if any(key["emulate"].values()) else ""
     parts = [
         f"<h1>SwiftSpec profile</h1><p>{_text(machine)}.{emulated} All figures were measured on this machine.</p>",
-        "" if winner is None else f"<p>Recommended: <b>{_text(store.plan_title(winner['plan']))}</b>, "
+        ""
+        if winner is None
+        else f"<p>Recommended: <b>{_text(store.plan_title(winner['plan']))}</b>, "
         f"{store.median_speed(winner):.1f} tokens per second.</p>",
         "" if not profile["stopped"] else f"<p class=note>Stopped early: {_text(profile['stopped'])}.</p>",
         *(f"<p>{_text(line.capitalize())}.</p>" for line in results.format_orchestration(profile)),
-        "<h2>Runs</h2>", _table(profile, winner),
-    ]  # fmt: skip
+        "<h2>Runs</h2>",
+        _table(profile, winner),
+    ]
     for title, note, draw in FIGURES:
         picture = _svg(profile, draw)
         if picture is not None:
@@ -74,9 +77,12 @@ def _table(profile: Json, winner: Json | None) -> str:
             median, least, most = store.median_min_max(run["speeds"])
             sampled = run.get("sampled_speeds")
             cells += [
-                f"{median:.1f}", f"{least:.1f}–{most:.1f}", f"{statistics.median(sampled):.1f}" if sampled else "",
-                len(run["speeds"]), f"{run['tokens_per_round']:.2f}",
-            ]  # fmt: skip
+                f"{median:.1f}",
+                f"{least:.1f}–{most:.1f}",
+                f"{statistics.median(sampled):.1f}" if sampled else "",
+                len(run["speeds"]),
+                f"{run['tokens_per_round']:.2f}",
+            ]
         else:
             cells += ["", "", "", 0, ""]
         cells.append(store.run_note(run))
@@ -126,8 +132,14 @@ def draw_splits(profile: Json, axes: Axes) -> bool:
         axes.bar(place, median, color=COLOURS[run["plan"]["mode"]], width=0.7)
         axes.errorbar(place, median, [[median - least], [most - median]], color="#222", capsize=3)
         d = run["plan"]["draft_steps"]
-        axes.annotate(f"{median:.0f}" + (f"\nd {d}" if d else ""), (place, most), (0, 3), textcoords="offset points",
-                      ha="center", fontsize=9)  # fmt: skip
+        axes.annotate(
+            f"{median:.0f}" + (f"\nd {d}" if d else ""),
+            (place, most),
+            (0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
     axes.set_xticks(range(len(bars)), [name for name, _ in bars])
     axes.set_xlabel("mode and ranks (mode async: target + draft)")
     axes.set_ylabel("tokens a second")
@@ -139,8 +151,14 @@ def compression_curves(profile: Json) -> dict[str, list[tuple[int, float]]]:
     """Returns the points (bs, tokens per round) and (w, tokens per round) of the runs in which the other one has the
     sweep's default, by the label of the curve. Empty without such runs."""
     names = ("mode", "target_tp", "draft_tp", "draft_steps")
-    trees = [run for run in profile["runs"] if run["plan"]["mode"] in ("serial", "async") and run["ops"] == "auto"
-             and run["speeds"] and run["plan"].get("calibration") is None]  # fmt: skip
+    trees = [
+        run
+        for run in profile["runs"]
+        if run["plan"]["mode"] in ("serial", "async")
+        and run["ops"] == "auto"
+        and run["speeds"]
+        and run["plan"].get("calibration") is None
+    ]
     varied = next((run["plan"] for run in trees if run["variation"]), None)
     if varied is None:
         return {}
@@ -150,8 +168,9 @@ def compression_curves(profile: Json) -> dict[str, list[tuple[int, float]]]:
         return {}
     curves = {}
     for name, other, letter, fixed in (
-        ("verify_batch", "draft_leaves", "bs", "w"), ("draft_leaves", "verify_batch", "w", "bs"),
-    ):  # fmt: skip
+        ("verify_batch", "draft_leaves", "bs", "w"),
+        ("draft_leaves", "verify_batch", "w", "bs"),
+    ):
         points = {r["plan"][name]: r["tokens_per_round"] for r in alike if r["plan"][other] == usual[other]}
         curves[f"{letter} ({fixed} {usual[other]})"] = sorted(points.items())
     return curves
@@ -181,8 +200,9 @@ def draw_step_times(profile: Json, axes: Axes) -> bool:
         for rows, colour in zip((1, 8, 32), colours):
             points = sorted(
                 (step["tp"], *store.median_min_max(1e3 * s for s in step["seconds"]))
-                for step in profile["steps"] if step["side"] == side and step["rows"] == rows
-            )  # fmt: skip
+                for step in profile["steps"]
+                if step["side"] == side and step["rows"] == rows
+            )
             if points:
                 tp, median, least, most = zip(*points)
                 axes.plot(tp, median, color=colour, marker="o", label=f"{side}, {rows} row{'s' * (rows > 1)}")
@@ -219,8 +239,14 @@ def draw_lanes(profile: Json, axes: Axes) -> bool:
         for index, span in enumerate(draft.get("forwards", ())):
             bar(0, span, "#d98c00", "expand" if first and index == 0 else None)
         accepted = len(line["path"]) - 1
-        axes.annotate(f"+{accepted + 1}", (1e3 * (statistics.fmean(line["target"]["verify"]) - zero), 1), ha="center",
-                      va="center", color="white", fontsize=9)  # fmt: skip
+        axes.annotate(
+            f"+{accepted + 1}",
+            (1e3 * (statistics.fmean(line["target"]["verify"]) - zero), 1),
+            ha="center",
+            va="center",
+            color="white",
+            fontsize=9,
+        )
     axes.set_yticks([0, 1], ["draft", "target"])
     axes.set_xlabel("milliseconds")
     axes.legend(frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.15))
@@ -233,21 +259,31 @@ def draw_ablation(profile: Json, axes: Axes) -> bool:
     operators of the runs with others than `auto`: `reference`, or `unfused` on a GPU."""
     base = next((run["ops"] for run in profile["runs"] if run["ops"] != "auto"), "reference")
     systems = {
-        "base": ("serial", base), "async only": ("async", base),
-        "operators only": ("serial", "auto"), "both": ("async", "auto"),
-    }  # fmt: skip
+        "base": ("serial", base),
+        "async only": ("async", base),
+        "operators only": ("serial", "auto"),
+        "both": ("async", "auto"),
+    }
     ranks = profile["key"]["ranks"]
     for place, (mode, ops) in enumerate(systems.values()):
-        mine = [r for r in profile["runs"] if r["plan"]["mode"] == mode and r["ops"] == ops
-                and (ops == base or not r["variation"])]  # fmt: skip
+        mine = [
+            r
+            for r in profile["runs"]
+            if r["plan"]["mode"] == mode and r["ops"] == ops and (ops == base or not r["variation"])
+        ]
         run = _best_of([r for r in mine if store.ranks_of(r["plan"]) == ranks] or mine)
         if run is not None:
             axes.bar(
                 place, store.median_speed(run), color=COLOURS[mode], alpha=1.0 if ops == "auto" else 0.5, width=0.6
             )
-            axes.annotate(f"{store.median_speed(run):.0f}", (place, store.median_speed(run)), (0, 3),
-            textcoords="offset points",
-                          ha="center", fontsize=9)  # fmt: skip
+            axes.annotate(
+                f"{store.median_speed(run):.0f}",
+                (place, store.median_speed(run)),
+                (0, 3),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+            )
     axes.set_xticks(range(4), list(systems))
     axes.set_ylabel("tokens a second")
     axes.margins(y=0.15)
@@ -257,10 +293,17 @@ def draw_ablation(profile: Json, axes: Axes) -> bool:
 # (title, caption, function that draws into the axes and returns False if the profile has no data)
 FIGURES: tuple[tuple[str, str, Callable[[Json, Axes], bool]], ...] = (
     ("Splits and modes", "Median at the best d; the whiskers show the slowest and the fastest repeat.", draw_splits),
-    ("Compression ratio", "Tokens per target forward against bs and w; the other one has its default.",
-     draw_compression),
+    (
+        "Compression ratio",
+        "Tokens per target forward against bs and w; the other one has its default.",
+        draw_compression,
+    ),
     ("Step time", "A forward with sampling, by group size; the band spans minimum to maximum.", draw_step_times),
     ("Timelines", "A few rounds of the best asynchronous run; the numbers are tokens per round.", draw_lanes),
-    ("Ablation", "Asynchronous mode and native operators, alone and together; each at its best d. The base are plain"
-     " torch operators, on a GPU those of torch's libraries in CUDA graphs.", draw_ablation),
-)  # fmt: skip
+    (
+        "Ablation",
+        "Asynchronous mode and native operators, alone and together; each at its best d. The base are plain"
+        " torch operators, on a GPU those of torch's libraries in CUDA graphs.",
+        draw_ablation,
+    ),
+)

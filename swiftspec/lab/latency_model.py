@@ -77,12 +77,20 @@ class Constants:
 def constants(gpu: Gpu) -> tuple[Constants, Constants]:
     """Returns the (slow, fast) constants of a GPU without measurements: the design targets, scaled to that GPU."""
     scale = gpu.copy / H200_COPY_BYTES_PER_S
-    slow = Constants(LatencyLine(3.5e-6, 3.2e12 * scale), LatencyLine(5.0e-6, 2.4e12 * scale),
-                     LatencyLine(3.0e-6, gpu.link), 6e-6,
-                     FLOPS_EFFICIENCY[0] * gpu.flops)  # fmt: skip
-    fast = Constants(LatencyLine(2.5e-6, 3.7e12 * scale), LatencyLine(3.8e-6, 3.0e12 * scale),
-                     LatencyLine(2.0e-6, 2 * gpu.link), 4e-6,
-                     FLOPS_EFFICIENCY[1] * gpu.flops)  # fmt: skip
+    slow = Constants(
+        LatencyLine(3.5e-6, 3.2e12 * scale),
+        LatencyLine(5.0e-6, 2.4e12 * scale),
+        LatencyLine(3.0e-6, gpu.link),
+        6e-6,
+        FLOPS_EFFICIENCY[0] * gpu.flops,
+    )
+    fast = Constants(
+        LatencyLine(2.5e-6, 3.7e12 * scale),
+        LatencyLine(3.8e-6, 3.0e12 * scale),
+        LatencyLine(2.0e-6, 2 * gpu.link),
+        4e-6,
+        FLOPS_EFFICIENCY[1] * gpu.flops,
+    )
     return slow, fast
 
 

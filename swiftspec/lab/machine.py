@@ -43,9 +43,10 @@ def memory_sizes() -> MemorySizes | None:
     found = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest}
     limit = _cgroup_words("memory.max")
     return MemorySizes(
-        found.get("MemTotal", 0), found.get("MemAvailable", 0),
+        found.get("MemTotal", 0),
+        found.get("MemAvailable", 0),
         int(limit[0]) if limit and limit[0].isdecimal() and int(limit[0]) < found.get("MemTotal", 0) else None,
-    )  # fmt: skip
+    )
 
 
 def cpu_quota() -> float | None:
@@ -104,10 +105,12 @@ def cpu_constants() -> tuple[Constants, Constants]:
         Constants(
             LatencyLine(CPU_OPERATOR_S[end], CPU_READ_SHARE[end] * bandwidth),
             LatencyLine(CPU_OPERATOR_S[end], CPU_READ_SHARE[end] * bandwidth),
-            LatencyLine(10 * CPU_OPERATOR_S[end], bandwidth), CPU_SAMPLER_S[end], CPU_PEAK_SHARE[end] * peak,
+            LatencyLine(10 * CPU_OPERATOR_S[end], bandwidth),
+            CPU_SAMPLER_S[end],
+            CPU_PEAK_SHARE[end] * peak,
         )
         for end in (0, 1)
-    )  # fmt: skip
+    )
     return slow, fast
 
 

@@ -92,9 +92,12 @@ class Run:
 
 
 def decode_all(
-    llm: LLMEngine, prompts: Sequence[Sequence[int]], max_tokens: int, deadline: float = float("inf"),
+    llm: LLMEngine,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    deadline: float = float("inf"),
     sampling: SamplingParams = GREEDY,
-) -> Run:  # fmt: skip
+) -> Run:
     """Decodes `max_tokens` tokens for every prompt and returns the totals. Mode smc does not support most sampling
     parameters, so it always decodes at temperature 1.
 

@@ -144,8 +144,14 @@ def format_plans(found: Sequence[PredictedPlan]) -> str:
     for plan in found:
         out, d = plan.outcome, "" if plan.d is None else str(plan.d)
         cells.append(
-            (plan.name, d, f"{out.speed:.1f}", f"{out.tokens_per_round:.2f}", f"{1e3 * out.round:.2f}",
-             f"{1e3 * out.waiting:.2f}")
-        )  # fmt: skip
+            (
+                plan.name,
+                d,
+                f"{out.speed:.1f}",
+                f"{out.tokens_per_round:.2f}",
+                f"{1e3 * out.round:.2f}",
+                f"{1e3 * out.waiting:.2f}",
+            )
+        )
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)

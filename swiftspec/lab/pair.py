@@ -191,8 +191,11 @@ def format_pairs(found: Iterable[PairedDraft | RefusedDraft], machine: Predicted
     if refused:
         lines += ["", "not drafts:", *(f"  {each.model.name}: {each.reason}" for each in refused)]
     if drafts and machine is not None:
-        lines += ["", f"tok/s: predicted for {machine.title}; acceptance: measured on the demo models, the same for all"
-                  " drafts; `swiftspec profile` measures a pair"]  # fmt: skip
+        lines += [
+            "",
+            f"tok/s: predicted for {machine.title}; acceptance: measured on the demo models, the same for all"
+            " drafts; `swiftspec profile` measures a pair",
+        ]
     return "\n".join(lines)
 
 
@@ -213,13 +216,18 @@ def _run(argv: Sequence[str], prog: str) -> int:
     parser = CommandParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", metavar="TARGET", help="directory or hub id; its weights are not needed")
     parser.add_argument(
-        "folders", metavar="PATH", nargs="*", default=[], type=file_io.expand_user,
+        "folders",
+        metavar="PATH",
+        nargs="*",
+        default=[],
+        type=file_io.expand_user,
         help="further models, also GGUF files, or directories that contain models",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--hardware", metavar="GPUxN",
+        "--hardware",
+        metavar="GPUxN",
         help=f"predict for these GPUs, such as h200x8, and not for this machine; GPUs: {', '.join(latency_model.GPUS)}",
-    )  # fmt: skip
+    )
     args = parser.parse_args(argv)
     machine = this_machine() if args.hardware is None else _hardware(args.hardware)
     target = locate_model(args.target, weights=False)

@@ -132,11 +132,19 @@ def format_rows(rows: Sequence[Row]) -> str:
     cells = [("run", "d", "tok/s", "5..95 %", "tok/round", "round ms", "target ms", "draft ms", "limit", "best gain")]
     for row in rows:
         cells.append(
-            (row.title, str(row.d) if row.mode != "ar" else "", f"{row.speed:.1f}", f"{row.low:.1f}..{row.high:.1f}",
-             f"{row.outcome.tokens_per_round:.2f}", f"{1e3 * row.outcome.round:.2f}", f"{1e3 * row.times.target:.2f}",
-             f"{1e3 * row.times.draft:.2f}" if row.mode != "ar" else "", row.limit,
-             f"{row.advice[0]}: {row.advice[1]:+.1%}")
-        )  # fmt: skip
+            (
+                row.title,
+                str(row.d) if row.mode != "ar" else "",
+                f"{row.speed:.1f}",
+                f"{row.low:.1f}..{row.high:.1f}",
+                f"{row.outcome.tokens_per_round:.2f}",
+                f"{1e3 * row.outcome.round:.2f}",
+                f"{1e3 * row.times.target:.2f}",
+                f"{1e3 * row.times.draft:.2f}" if row.mode != "ar" else "",
+                row.limit,
+                f"{row.advice[0]}: {row.advice[1]:+.1%}",
+            )
+        )
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
 
@@ -203,20 +211,32 @@ def build_predict_parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--ranks", type=int, help="number of ranks, with --emulate (default: those of --against, otherwise 4)"
     )
-    made.add_argument("--link", type=Link.parse, help="also predict remote models over a network with this round trip"
-                      " and bandwidth, such as 40ms,1Gbit")  # fmt: skip
-    made.add_argument("--groups", metavar="G,G,...", help="also predict these numbers of concurrent requests on one"
-                      " rank, in mode ar, as exact chains and as particles, such as 1,2,4,8,16,32")  # fmt: skip
+    made.add_argument(
+        "--link",
+        type=Link.parse,
+        help="also predict remote models over a network with this round trip and bandwidth, such as 40ms,1Gbit",
+    )
+    made.add_argument(
+        "--groups",
+        metavar="G,G,...",
+        help="also predict these numbers of concurrent requests on one"
+        " rank, in mode ar, as exact chains and as particles, such as 1,2,4,8,16,32",
+    )
     made.add_argument("--particles", type=int, default=4, help="particles per request, with --groups (default: 4)")
     made.add_argument(
         "--smc-draft-tokens", type=int, default=4, help="draft tokens per round of a particle or chain (default: 4)"
     )
     made.add_argument("--verify-batch", type=int, default=8, help="tree nodes verified per round, bs (default: 8)")
     made.add_argument("--draft-leaves", type=int, default=8, help="leaves expanded per draft forward, w (default: 8)")
-    made.add_argument("--acceptance", type=Path, help="profile whose recorded rounds are used (default: those of the"
-                      " demo models)")  # fmt: skip
-    made.add_argument("--against", type=Path, help="profile to compare with; its time outside the models is used, and"
-                      " its emulated step times and ranks unless they are given")  # fmt: skip
+    made.add_argument(
+        "--acceptance", type=Path, help="profile whose recorded rounds are used (default: those of the demo models)"
+    )
+    made.add_argument(
+        "--against",
+        type=Path,
+        help="profile to compare with; its time outside the models is used, and"
+        " its emulated step times and ranks unless they are given",
+    )
     return made
 
 
@@ -289,9 +309,15 @@ def _table(args: argparse.Namespace, given: StepTimeEmulation, around: dict[str,
 
 
 def modelled_step_times(
-    target: ModelConfig, draft: ModelConfig, ends: tuple[Constants, Constants], draft_leaves: int, *,
-    int4: bool = False, context: int = latency_model.CONTEXT_TOKENS, around: Mapping[str, float] = ASSUMED,
-) -> StepTimesOf:  # fmt: skip
+    target: ModelConfig,
+    draft: ModelConfig,
+    ends: tuple[Constants, Constants],
+    draft_leaves: int,
+    *,
+    int4: bool = False,
+    context: int = latency_model.CONTEXT_TOKENS,
+    around: Mapping[str, float] = ASSUMED,
+) -> StepTimesOf:
     """Returns the step times of a pair by the latency model.
 
     `ends`: (slow, fast) constants. `draft_leaves`: rows of a draft forward, w. `int4`, `context`: see

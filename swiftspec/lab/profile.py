@@ -186,10 +186,17 @@ def _request(
     texts = read_prompts(args.prompts or PROMPTS, "humaneval" if code_only and not args.prompts else None, args.limit)
     sampling = settings.sampling_params(generation_defaults(found.generation_config))
     return SweepRequest(
-        modes, pairs, whole, encode_prompts(pair.target, texts, chat=not code_only), args.max_tokens, args.repeats,
-        seconds(args.budget), (GREEDY,) if sampling.greedy else (GREEDY, sampling),
-        USUAL.for_device(device).leaves_per_expansion, "unfused" if device == "cuda" else "reference",
-    )  # fmt: skip
+        modes,
+        pairs,
+        whole,
+        encode_prompts(pair.target, texts, chat=not code_only),
+        args.max_tokens,
+        args.repeats,
+        seconds(args.budget),
+        (GREEDY,) if sampling.greedy else (GREEDY, sampling),
+        USUAL.for_device(device).leaves_per_expansion,
+        "unfused" if device == "cuda" else "reference",
+    )
 
 
 def encode_prompts(target: Path, texts: Sequence[str], *, chat: bool) -> list[list[int]]:

@@ -280,9 +280,12 @@ def _run(argv: Sequence[str], prog: str) -> int:
     parser.add_argument("model", metavar="MODEL", help="directory or hub id of a model in bf16, fp16 or fp32")
     parser.add_argument("out", metavar="OUT", type=file_io.expand_user, help="new directory for the int4 model")
     parser.add_argument(
-        "--group-size", type=int, choices=sorted(GROUP_SIZES, reverse=True), default=max(GROUP_SIZES),
+        "--group-size",
+        type=int,
+        choices=sorted(GROUP_SIZES, reverse=True),
+        default=max(GROUP_SIZES),
         help="inputs that share a scale and a zero point (default: %(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     args = parser.parse_args(argv)
     began, phases = time.monotonic(), StartupProgress()

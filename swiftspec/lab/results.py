@@ -50,10 +50,17 @@ def format_profile(profile: Mapping[str, Any]) -> str:
             continue
         median, least, most = store.median_min_max(run["speeds"])
         rows.append(
-            ("*" if run is winner else "", store.plan_title(run["plan"]), run["ops"], f"{median:.1f}",
-             f"{least:.1f}..{most:.1f}", f"{run['tokens_per_round']:.2f}", f"{run['target_busy']:.2f}",
-             store.run_note(run))
-        )  # fmt: skip
+            (
+                "*" if run is winner else "",
+                store.plan_title(run["plan"]),
+                run["ops"],
+                f"{median:.1f}",
+                f"{least:.1f}..{most:.1f}",
+                f"{run['tokens_per_round']:.2f}",
+                f"{run['target_busy']:.2f}",
+                store.run_note(run),
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     return "\n".join([*lines, *format_orchestration(profile)])

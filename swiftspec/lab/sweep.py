@@ -73,9 +73,18 @@ class Sweep:
     def empty(key: Json, environment: Json, request: SweepRequest) -> Json:
         """Returns a profile without measurements."""
         return {
-            "swiftspec_profile": store.VERSION, "key": key, "environment": environment, "settings": request.settings(),
-            "steps": [], "runs": [], "rounds": [], "lanes": [], "around": {}, "orchestration": None, "stopped": None,
-        }  # fmt: skip
+            "swiftspec_profile": store.VERSION,
+            "key": key,
+            "environment": environment,
+            "settings": request.settings(),
+            "steps": [],
+            "runs": [],
+            "rounds": [],
+            "lanes": [],
+            "around": {},
+            "orchestration": None,
+            "stopped": None,
+        }
 
     def run(self) -> None:
         """Measures until everything is measured or the budget is spent, then writes the profile.
@@ -206,16 +215,28 @@ class Sweep:
             if run["plan"] == plan and run["ops"] == trial.ops:
                 return run
         run = {
-            "plan": plan, "ops": trial.ops, "variation": variation, "speeds": [], "sampled_speeds": [],
-            "tokens_per_round": None, "rounds": 0, "target_busy": None, "steps": None, "dropped": None,
-        }  # fmt: skip
+            "plan": plan,
+            "ops": trial.ops,
+            "variation": variation,
+            "speeds": [],
+            "sampled_speeds": [],
+            "tokens_per_round": None,
+            "rounds": 0,
+            "target_busy": None,
+            "steps": None,
+            "dropped": None,
+        }
         self.profile["runs"].append(run)
         return run
 
     def _add(
-        self, trial: Trial, d: int | None, found: tuple[measurement.Run, measurement.Run | None],
-        times: tuple[float, float] | None, variation: bool,
-    ) -> None:  # fmt: skip
+        self,
+        trial: Trial,
+        d: int | None,
+        found: tuple[measurement.Run, measurement.Run | None],
+        times: tuple[float, float] | None,
+        variation: bool,
+    ) -> None:
         entry, (run, sampled) = self._entry(trial, d, variation), found
         entry["speeds"].append(run.speed)
         if sampled is not None:

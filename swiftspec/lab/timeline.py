@@ -79,8 +79,9 @@ def costs(trace: Trace) -> list[RoundCost]:
     round of each request."""
     return [
         _cost(this, after)
-        for this, after in trace.successive() if "verify" in this["target"] and "verify" in after["target"]
-    ]  # fmt: skip
+        for this, after in trace.successive()
+        if "verify" in this["target"] and "verify" in after["target"]
+    ]
 
 
 def _cost(this: Json, after: Json) -> RoundCost:
@@ -126,11 +127,16 @@ def to_chrome_trace(trace: Trace) -> Json:
     zero = min(begin for _, _, begin, _, _ in spans)
     events += [
         {
-            "ph": "X", "pid": 1, "tid": tid, "name": name, "args": args,
-            "ts": round(1e6 * (begin - zero), 1), "dur": round(1e6 * (end - begin), 1),
+            "ph": "X",
+            "pid": 1,
+            "tid": tid,
+            "name": name,
+            "args": args,
+            "ts": round(1e6 * (begin - zero), 1),
+            "dur": round(1e6 * (end - begin), 1),
         }
         for tid, name, begin, end, args in spans
-    ]  # fmt: skip
+    ]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": trace.head}
 
 

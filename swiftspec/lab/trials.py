@@ -25,8 +25,10 @@ ROWS = (1, 2, 4, 8, 16, 32)  # rows per forward of the measured step times
 SERIAL_STEPS = (1, 2, 3, 4, 6)
 BATCHES = (2, 4, 8, 16, 32)  # values of bs and of w, each with the other one at its default (paper, Figure 2)
 PARTICLES = {  # values of N, K and sequence groups, each with the others at their defaults
-    "particles": (1, 2, 8, 16), "smc_draft_tokens": (1, 2, 8), "smc_groups": (2, 4, 8),
-}  # fmt: skip
+    "particles": (1, 2, 8, 16),
+    "smc_draft_tokens": (1, 2, 8),
+    "smc_groups": (2, 4, 8),
+}
 USUAL = EngineConfig()
 TREE_MODES = ("serial", "async")
 # of SamplingParams, as field `samplings` of a profile has them
@@ -99,9 +101,13 @@ class SweepRequest:
             {name: value for name, value in asdict(each).items() if name in SAMPLING_FIELDS} for each in self.samplings
         ]
         return {
-            "prompts": len(self.prompts), "prompts_sha256": digest, "max_tokens": self.max_tokens,
-            "repeats": self.repeats, "samplings": samplings, "draft_leaves": self.draft_leaves,
-        }  # fmt: skip
+            "prompts": len(self.prompts),
+            "prompts_sha256": digest,
+            "max_tokens": self.max_tokens,
+            "repeats": self.repeats,
+            "samplings": samplings,
+            "draft_leaves": self.draft_leaves,
+        }
 
 
 def splits(text: str, ranks: int, target: ModelConfig, draft: ModelConfig) -> tuple[list[tuple[int, int]], list[str]]:
@@ -221,8 +227,15 @@ def ablation(runs: Sequence[Mapping[str, Any]], base_ops: Ops = "reference") -> 
     made = []
     most = max((store.ranks_of(run["plan"]) for run in runs), default=1)
     for mode in ("serial", "async"):
-        mine = [r for r in runs if r["plan"]["mode"] == mode and r["speeds"] and r["ops"] == "auto"
-                and store.ranks_of(r["plan"]) == most and not r["variation"]]  # fmt: skip
+        mine = [
+            r
+            for r in runs
+            if r["plan"]["mode"] == mode
+            and r["speeds"]
+            and r["ops"] == "auto"
+            and store.ranks_of(r["plan"]) == most
+            and not r["variation"]
+        ]
         if mine:
             plan = max(mine, key=lambda run: statistics.median(run["speeds"]))["plan"]
             made.append(Trial.of(plan, base_ops, (plan["draft_steps"],)))

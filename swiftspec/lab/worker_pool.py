@@ -76,9 +76,13 @@ class Pair:
         if limit is None and order.context is not None:
             limit = min(order.context, read_config(self.models(order)[0]).max_position_embeddings)
         return {
-            **self.options, "emulate": emulate, "trace": trace, "ops": order.ops, "prefix_cache_memory": 0,
+            **self.options,
+            "emulate": emulate,
+            "trace": trace,
+            "ops": order.ops,
+            "prefix_cache_memory": 0,
             "max_model_len": limit,
-        }  # fmt: skip
+        }
 
     def models(self, order: EngineBuild) -> tuple[Path, Path | None]:
         """Returns the paths of the models that a build loads as target and as draft; None if it has no draft."""

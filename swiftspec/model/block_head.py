@@ -40,9 +40,15 @@ class BlockHead(Transformer):
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: BlockHeadWeights, ops: ModelOps, device: torch.device | str, dtype: torch.dtype,
-        max_positions: int, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        spec: ModelSpec,
+        weights: BlockHeadWeights,
+        ops: ModelOps,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_positions: int,
+        **kwargs: Any,
+    ) -> None:
         """As `Transformer`."""
         assert spec.draft_head is not None and spec.draft_head.block is not None
         self.block: BlockSpec = spec.draft_head.block

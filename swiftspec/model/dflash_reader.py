@@ -53,9 +53,7 @@ class DFlashReader:
         self._tensors.check_all_taken()
 
 
-def _embedding_and_head(
-    config: ModelConfig, path: str | Path, target: str | Path, dtype: torch.dtype
-) -> ModelWeights:  # fmt: skip
+def _embedding_and_head(config: ModelConfig, path: str | Path, target: str | Path, dtype: torch.dtype) -> ModelWeights:
     """Returns the weights of the target, of which a block head has embedding and LM head. Raises UserError if their
     shape is not that of the head."""
     theirs, spec = read_config(target), config.spec

@@ -44,9 +44,15 @@ class DraftHead(Transformer):
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: DraftHeadWeights, ops: ModelOps, device: torch.device | str, dtype: torch.dtype,
-        max_positions: int, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        spec: ModelSpec,
+        weights: DraftHeadWeights,
+        ops: ModelOps,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_positions: int,
+        **kwargs: Any,
+    ) -> None:
         """As `Transformer`."""
         assert spec.draft_head is not None
         self.head_spec: DraftHeadSpec = spec.draft_head

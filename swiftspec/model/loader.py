@@ -103,10 +103,18 @@ def load_model(
 
         weights = entry.load(weights, kind, skip)
     model = Transformer(
-        spec, weights, ops, device, kind, max_positions, shard=shard, group=group,
-        cache_dtype=cache_dtype, hidden_layers=hidden_layers,
+        spec,
+        weights,
+        ops,
+        device,
+        kind,
+        max_positions,
+        shard=shard,
+        group=group,
+        cache_dtype=cache_dtype,
+        hidden_layers=hidden_layers,
         stream_dtype=torch.float32 if kind == torch.bfloat16 and has_float32_stream(ops) else kind,
-    )  # fmt: skip
+    )
     if names.mtp_layer:
         tensors.skip(f"{names.layer(len(spec.layers))}.")
     tensors.check_all_taken(names.text_prefixes)

@@ -157,9 +157,15 @@ def _attention_shard(mixer: AttentionSpec, rank: int, size: int) -> dict[str, An
     if mixer.output_gate:
         parts.append(_after(mixer.qkv_size, q))
     return {
-        "num_heads": len(q_heads), "kv_heads": len(own_kv_heads), "head_dim": width, "qkv": torch.cat(parts), "o": q,
-        "q_heads": torch.tensor(q_heads), "k_heads": torch.tensor(own_kv_heads), "counted": torch.tensor(counted),
-    }  # fmt: skip
+        "num_heads": len(q_heads),
+        "kv_heads": len(own_kv_heads),
+        "head_dim": width,
+        "qkv": torch.cat(parts),
+        "o": q,
+        "q_heads": torch.tensor(q_heads),
+        "k_heads": torch.tensor(own_kv_heads),
+        "counted": torch.tensor(counted),
+    }
 
 
 def _delta_shard(mixer: GatedDeltaSpec, rank: int, size: int) -> dict[str, Any]:
@@ -179,10 +185,16 @@ def _delta_shard(mixer: GatedDeltaSpec, rank: int, size: int) -> dict[str, Any]:
     )
     conv = torch.cat((keys, keys + mixer.k_size, values + 2 * mixer.k_size))
     return {
-        "num_heads": len(v_heads), "kv_heads": len(k_heads), "head_dim": mixer.v_head_dim,
-        "qkv": torch.cat((conv, values + mixer.conv_size)), "o": values, "q_heads": v_heads, "k_heads": k_heads,
-        "counted": torch.ones(len(k_heads), dtype=torch.bool), "conv": conv,
-    }  # fmt: skip
+        "num_heads": len(v_heads),
+        "kv_heads": len(k_heads),
+        "head_dim": mixer.v_head_dim,
+        "qkv": torch.cat((conv, values + mixer.conv_size)),
+        "o": values,
+        "q_heads": v_heads,
+        "k_heads": k_heads,
+        "counted": torch.ones(len(k_heads), dtype=torch.bool),
+        "conv": conv,
+    }
 
 
 @dataclass(frozen=True, slots=True)

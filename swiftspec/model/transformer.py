@@ -56,13 +56,26 @@ class ModelOps(Protocol):
     def norm_linear(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
     def tree_attention(self, qkv: Tensor, plan: Any, layer: int, qk_norm: Any, sinks: Tensor | None, /) -> Tensor: ...
     def linear_residual(
-        self, x: Tensor, packed: Any, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None, norm: Any,
-        multiplier: float, /,
-    ) -> Tensor: ...  # fmt: skip
+        self,
+        x: Tensor,
+        packed: Any,
+        residual: Tensor,
+        reduce: Callable[[Tensor], Tensor] | None,
+        norm: Any,
+        multiplier: float,
+        /,
+    ) -> Tensor: ...
     def mlp(
-        self, hidden: Tensor, norm: Any, weights: Any, residual: Tensor,
-        reduce: Callable[[Tensor], Tensor] | None, output_norm: Any, multiplier: float, /,
-    ) -> Tensor: ...  # fmt: skip
+        self,
+        hidden: Tensor,
+        norm: Any,
+        weights: Any,
+        residual: Tensor,
+        reduce: Callable[[Tensor], Tensor] | None,
+        output_norm: Any,
+        multiplier: float,
+        /,
+    ) -> Tensor: ...
     def norm_head(self, x: Tensor, norm: Any, packed: Any, multiplier: float, softcap: float | None, /) -> Tensor: ...
     def mask_outputs(self, packed: Any, outputs: Sequence[int], device: torch.device | str, /) -> Any: ...
 
@@ -132,11 +145,20 @@ class Transformer:
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: ModelWeights, ops: ModelOps, device: torch.device | str, dtype: torch.dtype,
-        max_positions: int, *, shard: ShardInfo | None = None, group: TensorParallelGroup | None = None,
-        cache_dtype: torch.dtype | None = None, hidden_layers: tuple[int, ...] = (),
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        ops: ModelOps,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_positions: int,
+        *,
+        shard: ShardInfo | None = None,
+        group: TensorParallelGroup | None = None,
+        cache_dtype: torch.dtype | None = None,
+        hidden_layers: tuple[int, ...] = (),
         stream_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`stream_dtype`: None: `dtype`."""
         if sorted({*hidden_layers} & {*range(len(spec.layers))}) != [*hidden_layers]:
             raise ValueError(f"hidden_layers: {hidden_layers} are not ascending layers below {len(spec.layers)}")
@@ -160,10 +182,19 @@ class Transformer:
             kind = max(kind_of[index], 0)
             layers.append(self._pack(read(), layer, attention[kind], (kind, cache_layers[index])))
         self.stack = PackedModel(
-            embedding, layers, self._pack_norm(weights.norm), head, attention, group, hidden_layers,
-            float(torch.tensor(spec.embedding_multiplier, dtype=dtype)), spec.logit_multiplier, spec.logit_softcap,
-            self.delta_shape, None if weights.per_layer is None else self._pack_per_layer(weights.per_layer),
-        )  # fmt: skip
+            embedding,
+            layers,
+            self._pack_norm(weights.norm),
+            head,
+            attention,
+            group,
+            hidden_layers,
+            float(torch.tensor(spec.embedding_multiplier, dtype=dtype)),
+            spec.logit_multiplier,
+            spec.logit_softcap,
+            self.delta_shape,
+            None if weights.per_layer is None else self._pack_per_layer(weights.per_layer),
+        )
         # context of the layers of a prefill chunk
         self._prefill_chunk: Callable[[], AbstractContextManager[None]] = getattr(ops, "prefill_chunk", nullcontext)
         self.fused: Any = self._fuse()  # a `FusedModel` or None; native executors call further methods of it
@@ -343,9 +374,13 @@ class Transformer:
         return self._run_layers_on(hidden, batch, cache, count=count)
 
     def _run_layers_on(
-        self, hidden: Tensor, batch: Batch, cache: LayerCaches, first_qkv: Tensor | None = None,
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        cache: LayerCaches,
+        first_qkv: Tensor | None = None,
         count: int | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    ) -> tuple[Tensor, list[Tensor]]:
         """As `_run_layers`. `hidden` [rows, hidden]: input of the first layer. `first_qkv`: is added to the queries,
         keys and values of the first layer. `count`: number of layers, the first ones; None: all."""
         ops, stack = self._ops, self.stack

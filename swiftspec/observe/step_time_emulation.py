@@ -58,8 +58,9 @@ class StepTimeEmulation:
         """Creates an object from the result of `dataclasses.asdict`, also after a round trip through JSON."""
         sides = {
             side: StepTimes(tuple((int(tp), int(rows), float(seconds)) for tp, rows, seconds in times["points"]))
-            for side, times in data.items() if times is not None
-        }  # fmt: skip
+            for side, times in data.items()
+            if times is not None
+        }
         return StepTimeEmulation(**sides)
 
 

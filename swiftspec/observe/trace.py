@@ -138,10 +138,14 @@ class TreeTrace:
     """
 
     def __init__(
-        self, recorder: Recorder, busy: Callable[[], float], drafter_active: Callable[[], bool], probabilities:
-        Probabilities,
-        lane: DraftTimeline | None = None, rpcs: Callable[[], Sequence[RpcRecord]] = tuple,
-    ) -> None:  # fmt: skip
+        self,
+        recorder: Recorder,
+        busy: Callable[[], float],
+        drafter_active: Callable[[], bool],
+        probabilities: Probabilities,
+        lane: DraftTimeline | None = None,
+        rpcs: Callable[[], Sequence[RpcRecord]] = tuple,
+    ) -> None:
         self._drain_rpcs = rpcs
         self._recorder, self._busy, self._drafter_active, self._probabilities, self._timeline = (
             recorder,
@@ -155,9 +159,12 @@ class TreeTrace:
         self._drafted, self._grown = False, None  # in this round: whether the drafter was asked; its snapshots
         self.times = list[float]()
         self.handlers: dict[str, Callable[..., None]] = {
-            "opening": self._opening, "opened": self._opened, "grown": self._on_expanded, "settled": self._settled,
+            "opening": self._opening,
+            "opened": self._opened,
+            "grown": self._on_expanded,
+            "settled": self._settled,
             "closed": recorder.end,
-        }  # fmt: skip
+        }
 
     def watch(self, on: bool) -> None:
         """Installs or removes the hooks that record forwards."""
@@ -202,9 +209,11 @@ class DraftTrace:
         self._request, self._round = 0, 0
         self.times = list[float]()
         self.handlers: dict[str, Callable[..., None]] = {
-            "opening": self._opening, "drafter opened": self._timeline.opened, "proposed": self._proposed,
+            "opening": self._opening,
+            "drafter opened": self._timeline.opened,
+            "proposed": self._proposed,
             "grown": self._grown,
-        }  # fmt: skip
+        }
         self.watch = self._timeline.watch
 
     def _opening(self, start: RequestStart) -> None:
@@ -229,8 +238,11 @@ class ParticleTrace:
         self._request, self._round = 0, 0
         self.times = list[float]()
         self.handlers: dict[str, Callable[..., None]] = {
-            "opening": self._opening, "opened": self._opened, "collected": self._collected, "closed": recorder.end,
-        }  # fmt: skip
+            "opening": self._opening,
+            "opened": self._opened,
+            "collected": self._collected,
+            "closed": recorder.end,
+        }
 
     def watch(self, on: bool) -> None:
         """Installs or removes the hooks that record forwards."""

@@ -174,11 +174,14 @@ def best_run(profile: Mapping[str, Any], wanted: Mapping[str, Any] | None = None
     """
     ranks, ops = profile["key"]["ranks"], profile["key"]["ops"]
     runs = [
-        run for run in profile["runs"]
+        run
+        for run in profile["runs"]
         if run["plan"]["mode"] in (EXACT_MODES if wanted is None or "mode" not in wanted else (wanted["mode"],))
-        and run["speeds"] and run["ops"] == ops and ranks_of(run["plan"]) == ranks
+        and run["speeds"]
+        and run["ops"] == ops
+        and ranks_of(run["plan"]) == ranks
         and all(run["plan"][name] == value for name, value in (wanted or {}).items())
-    ]  # fmt: skip
+    ]
     return max(runs, key=median_speed, default=None)
 
 

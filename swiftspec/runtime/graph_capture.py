@@ -15,9 +15,12 @@ Progress = Callable[[str, int, int], None]  # description, step, number of steps
 
 
 def capture_graphs(
-    verifier: LocalVerifier | None, drafter: LocalDrafter | None, config: EngineConfig, progress: Progress | None,
+    verifier: LocalVerifier | None,
+    drafter: LocalDrafter | None,
+    config: EngineConfig,
+    progress: Progress | None,
     barrier: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
+) -> None:
     """Captures the graphs of the models in this process, so that no request waits for a capture, which also stops all
     other work on the GPU. No request may be open. Raises RankLost instead of a device error that another rank has
     caused.

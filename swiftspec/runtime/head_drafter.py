@@ -26,9 +26,15 @@ class HeadDrafter(LocalDrafter):
     commits_root = True  # whether the root's KV, as the draft tree has it, becomes that of a verified token
 
     def __init__(
-        self, runner: Runner, executor: StateExecutor, tree: DraftTree, children: ChildSelector, config: TreeConfig,
-        states: TargetStates, target: Runner,
-    ) -> None:  # fmt: skip
+        self,
+        runner: Runner,
+        executor: StateExecutor,
+        tree: DraftTree,
+        children: ChildSelector,
+        config: TreeConfig,
+        states: TargetStates,
+        target: Runner,
+    ) -> None:
         """`states`: the target's hidden states. `target`: the runner of the target."""
         super().__init__(runner, [executor], tree, children, config)
         self._rows, self._states, self._target = executor, states, target

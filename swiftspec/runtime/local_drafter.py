@@ -84,9 +84,14 @@ class LocalDrafter:
         if self._children.sampled:
             return start.sampling
         return replace(
-            start.sampling, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
+            start.sampling,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
             frequency_penalty=0.0,
-        )  # fmt: skip
+        )
 
     def open(self, start: RequestStart) -> None:
         config, sampling = self._config, start.sampling

@@ -71,9 +71,14 @@ class SuffixDrafter:
         self._matches = [*zip(lengths[:count], shares[:count], strict=True)]
         request, round_, at, root = self._root
         self._proposal = Proposal(
-            request, round_, at, (root, *tokens[:count]), (-1, *parents[:count]), (0.0, *weights[:count]),
+            request,
+            round_,
+            at,
+            (root, *tokens[:count]),
+            (-1, *parents[:count]),
+            (0.0, *weights[:count]),
             (NodeSource.ROOT, *(NodeSource.SUFFIX,) * count),
-        )  # fmt: skip
+        )
         return self._proposal
 
     def grow(self) -> None:

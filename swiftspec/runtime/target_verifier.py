@@ -22,9 +22,12 @@ class TargetVerifier(LocalVerifier):
     and output."""
 
     def __init__(
-        self, runner: Runner, executors: Sequence[TreeExecutor], rejection: Callable[[Sampler], AcceptFn] | None = None,
+        self,
+        runner: Runner,
+        executors: Sequence[TreeExecutor],
+        rejection: Callable[[Sampler], AcceptFn] | None = None,
         synthetic_length: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`rejection`: creates the acceptance rule of requests at a temperature above 0; None: coupled verification.
         `synthetic_length`: mean tokens per round of synthetic acceptance, which excludes `rejection`; None: off."""
         super().__init__(runner, executors)

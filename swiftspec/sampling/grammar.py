@@ -30,9 +30,12 @@ MAX_GRAMMAR_CHARS = 2**18  # characters
 MAX_COMPILED_GRAMMARS = 4  # compiled grammars in the LRU cache
 # These limit compilation to a few seconds, a mask to about 10 ms (as measured by the library), and memory to 100 MB.
 PARSER_LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 100_000, "step_lexer_fuel": 100_000, "step_max_items": 25_000, "max_lexer_states": 50_000,
+    "initial_lexer_fuel": 100_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 25_000,
+    "max_lexer_states": 50_000,
     "verbose_errors": False,
-}  # fmt: skip
+}
 
 
 class GrammarTooComplex(RequestFailed):

@@ -25,9 +25,13 @@ class PositionNoise:
     BLOCK_POSITIONS = 32
 
     def __init__(
-        self, seed: int, device: torch.device | str, *, stream: int = TARGET_STREAM,
+        self,
+        seed: int,
+        device: torch.device | str,
+        *,
+        stream: int = TARGET_STREAM,
         gumbel_rows: GumbelRows = reference.gumbel_rows,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._seed, self._stream, self._device = seed, stream, device
         self._gumbel_rows = gumbel_rows
         self._tokens = range(0)

@@ -115,9 +115,15 @@ class Sampler:
     """
 
     def __init__(
-        self, params: SamplingParams, prompt: Sequence[int], vocab: int, device: torch.device | str,
-        ops: SamplerOps = reference, shard: ShardedVocab | None = None, constraint: TokenConstraint | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        vocab: int,
+        device: torch.device | str,
+        ops: SamplerOps = reference,
+        shard: ShardedVocab | None = None,
+        constraint: TokenConstraint | None = None,
+    ) -> None:
         self.params, self.vocab, self.shard, self.constraint = params, vocab, shard, constraint
         self.device, self._ops = device, ops
         self.noise = self.noise_of(TARGET_STREAM)

@@ -20,10 +20,19 @@ DECIMALS = 3  # of the numbers in JSON
 
 
 def answer_summary(
-    *, model: str, draft_model: str | None, plan: EngineConfig, stats: Stats, text: str, token_ids: Sequence[int],
-    prompt_token_ids: Sequence[int], finish_reason: str, sampling: SamplingParams, load_time: float,
+    *,
+    model: str,
+    draft_model: str | None,
+    plan: EngineConfig,
+    stats: Stats,
+    text: str,
+    token_ids: Sequence[int],
+    prompt_token_ids: Sequence[int],
+    finish_reason: str,
+    sampling: SamplingParams,
+    load_time: float,
     outages: Sequence[Outage] = (),
-) -> Json:  # fmt: skip
+) -> Json:
     """Returns the object that --json prints. All numbers in it are finite.
 
     `finish_reason`: "stop", "length", or "abort" after Ctrl-C. `load_time`: seconds that loading the models took.

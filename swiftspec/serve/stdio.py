@@ -94,9 +94,12 @@ def command_streams(first: bool) -> Iterator[CommandStreams]:
     elif sys.stdout is not None and sys.stdout is sys.__stdout__:
         original = sys.stdout
         answers = sys.stdout = _AnswerStream(
-            _open_fd(1), original.encoding, "replace",  # an unsupported character becomes ?
-            line_buffering=bool(original.line_buffering), write_through=bool(getattr(original, 'write_through', False)),
-        )  # fmt: skip
+            _open_fd(1),
+            original.encoding,
+            "replace",  # an unsupported character becomes ?
+            line_buffering=bool(original.line_buffering),
+            write_through=bool(getattr(original, "write_through", False)),
+        )
     try:
         yield CommandStreams(answers)
     finally:

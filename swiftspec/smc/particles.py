@@ -30,9 +30,13 @@ class Particles(GroupRows):
     STATE_FIELDS = (*GroupRows.STATE_FIELDS, *WEIGHT_FIELDS)
 
     def __init__(
-        self, shape: GroupShape, slots: int, max_tokens: int, device: torch.device | str = "cpu",
+        self,
+        shape: GroupShape,
+        slots: int,
+        max_tokens: int,
+        device: torch.device | str = "cpu",
         resample: resampling.Resample = resampling.resample,
-    ) -> None:  # fmt: skip
+    ) -> None:
         g, self._resample = shape.max_groups, resample
         self.log_weights = torch.zeros(g, shape.rows, dtype=torch.float64, device=device)
         # log of the mean weight, summed over the resamplings; effective sample size, summed over the rounds

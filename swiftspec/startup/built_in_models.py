@@ -44,9 +44,13 @@ class BuiltInModels:
 
 
 DEMO_MODELS = BuiltInModels(
-    "the demo code model", "swiftspec-demo", DEMO_DIR / "target", DEMO_DIR / "draft", DEMO_DIR / "target",
+    "the demo code model",
+    "swiftspec-demo",
+    DEMO_DIR / "target",
+    DEMO_DIR / "draft",
+    DEMO_DIR / "target",
     completes_code=True,
-)  # fmt: skip
+)
 
 
 def built_in_models(model: str | None) -> BuiltInModels | None:

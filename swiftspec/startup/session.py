@@ -144,9 +144,17 @@ def open_session(
             _warm_up(llm, sampling, phases)
     phases.ready()
     return Session(
-        llm, codec, resolved.model, resolved.draft_model, resolved.built_in,
-        str(llm.dtype).removeprefix("torch."), llm.threads, defaults, settings.packed_cache, warn=phases.warn,
-    )  # fmt: skip
+        llm,
+        codec,
+        resolved.model,
+        resolved.draft_model,
+        resolved.built_in,
+        str(llm.dtype).removeprefix("torch."),
+        llm.threads,
+        defaults,
+        settings.packed_cache,
+        warn=phases.warn,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +273,13 @@ def _print_advice(
 
 
 def _load_llm(
-    settings: Settings, resolved: ResolvedModels, codec: TextCodec, masked: tuple[int, ...], world: World | None,
+    settings: Settings,
+    resolved: ResolvedModels,
+    codec: TextCodec,
+    masked: tuple[int, ...],
+    world: World | None,
     phases: StartupReporter,
-) -> LLMEngine:  # fmt: skip
+) -> LLMEngine:
     """Loads the models. `masked`: tokens that the draft must not propose. Raises UserError if there is not enough
     memory."""
     phases.begin("target weights")

@@ -123,8 +123,11 @@ class TextCodec:
         special = {name: text for name, text in self.tokenizer.special_tokens_map.items() if isinstance(text, str)}
         tokenizer_class = type(self.tokenizer).__name__
         return {
-            **shown, **special, "tokenizer_class": tokenizer_class, "chat_template": self.tokenizer.chat_template,
-        }  # fmt: skip
+            **shown,
+            **special,
+            "tokenizer_class": tokenizer_class,
+            "chat_template": self.tokenizer.chat_template,
+        }
 
     def close(self) -> None:
         """Ends the process that renders the chat template, if one runs."""
@@ -250,9 +253,14 @@ class TextCodec:
         }
         known = {**(variables or {}), **special}
         text = self._renderer.render(
-            template, messages, known, self.max_text_bytes(context), tools, continue_final_message,
+            template,
+            messages,
+            known,
+            self.max_text_bytes(context),
+            tools,
+            continue_final_message,
             add_generation_prompt and not continue_final_message,
-        )  # fmt: skip
+        )
         self._check_roles(messages, text)
         return text
 

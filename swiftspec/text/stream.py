@@ -184,9 +184,15 @@ class TextBuilder:
     """
 
     def __init__(
-        self, codec: TokenCodec, stops: Sequence[str] = (), context: Sequence[int] = (), *, min_tokens: int = 0,
-        include_stop: bool = False, hidden_ends: Collection[int] = (),
-    ) -> None:  # fmt: skip
+        self,
+        codec: TokenCodec,
+        stops: Sequence[str] = (),
+        context: Sequence[int] = (),
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+        hidden_ends: Collection[int] = (),
+    ) -> None:
         self._detokenizer = Detokenizer(codec, context)
         self._stops = StopStrings(stops, include=include_stop)
         self._min_tokens, self._hidden_ends = min_tokens, hidden_ends
@@ -290,9 +296,13 @@ class TextStream:
     """
 
     def __init__(
-        self, chunks: Iterator[ChunkLike], codec: TokenCodec, stops: Sequence[str] = (), context: Sequence[int] = (),
+        self,
+        chunks: Iterator[ChunkLike],
+        codec: TokenCodec,
+        stops: Sequence[str] = (),
+        context: Sequence[int] = (),
         view: TextView | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._chunks, self._view = chunks, view
         self._builder = TextBuilder(codec, stops, context)
         self._shown = ""

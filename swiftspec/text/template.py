@@ -69,9 +69,12 @@ class TemplateRenderer:
         self._connection, remote_end = socket.socketpair()
         with remote_end:
             self._process = subprocess.Popen(  # in its own session, so that Ctrl-C does not reach it
-                [sys.executable, "-P", template_process.__file__], stdin=remote_end.fileno(),
-                stdout=remote_end.fileno(), stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-P", template_process.__file__],
+                stdin=remote_end.fileno(),
+                stdout=remote_end.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         self._replies = self._connection.makefile("rb")
         self._ready = False
         self._finalizer = weakref.finalize(self, _kill, self._process, self._connection, self._replies)
@@ -103,11 +106,16 @@ class TemplateRenderer:
         Raises UserError if the template fails or exceeds a limit, PromptTooLong if the result exceeds `max_bytes`.
         """
         request = {
-            "template": template, "messages": [dict(message) for message in messages], "variables": dict(variables),
+            "template": template,
+            "messages": [dict(message) for message in messages],
+            "variables": dict(variables),
             "tools": None if tools is None else [dict(tool) for tool in tools],
-            "continue_final_message": continue_final_message, "add_generation_prompt": add_generation_prompt,
-            "max_bytes": max_bytes, "timeout_s": self._timeout_s, "memory_bytes": self._memory_bytes,
-        }  # fmt: skip
+            "continue_final_message": continue_final_message,
+            "add_generation_prompt": add_generation_prompt,
+            "max_bytes": max_bytes,
+            "timeout_s": self._timeout_s,
+            "memory_bytes": self._memory_bytes,
+        }
         try:
             reply = self._exchange(
                 json.dumps(request).encode(), REPLY_OVERHEAD_BYTES + MAX_JSON_BYTES_PER_BYTE * max_bytes

@@ -200,9 +200,13 @@ def norm_swiglu(x: Tensor, norm: CpuNorm | None, gate_up: PackedLinear, activati
 
 
 def linear_residual(
-    x: Tensor, packed: PackedLinear, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None = None,
-    norm: CpuNorm | None = None, multiplier: float = 1.0,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    packed: PackedLinear,
+    residual: Tensor,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+    norm: CpuNorm | None = None,
+    multiplier: float = 1.0,
+) -> Tensor:
     """Applies a projection (O, down), all-reduces it over the ranks of a group with `reduce`, applies RMSNorm, if there
     is one, multiplies by `multiplier`, and adds the residual: x [rows, inputs] and residual [rows, hidden] -> [rows,
     hidden]."""
@@ -212,9 +216,12 @@ def linear_residual(
 
 
 def _add_residual(
-    product: Tensor, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None, norm: CpuNorm | None,
+    product: Tensor,
+    residual: Tensor,
+    reduce: Callable[[Tensor], Tensor] | None,
+    norm: CpuNorm | None,
     multiplier: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The part of `linear_residual` after the projection, whose result is `product`."""
     if reduce is not None:
         product = reduce(product)
@@ -282,9 +289,13 @@ class CpuAttentionPlan:
 
 
 def prepare(
-    batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int,
+    batch: Batch,
+    cache: KVTensors,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
     options: AttentionOptions = PLAIN_ATTENTION,
-) -> CpuAttentionPlan:  # fmt: skip
+) -> CpuAttentionPlan:
     """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`."""
     parts: list[CpuSequenceRows] = []
     for rows, slots, mask, length, sequence in _sequence_rows(batch, cache.k.shape[1]):
@@ -329,11 +340,27 @@ def tree_attention(
         mine = qkv if part.rows is None else qkv[part.rows]
         result = out if part.rows is None else out.new_empty(mine.shape[0], out.shape[1])
         _C.attention(
-            mine, part.cos, part.sin, part.slots, part.mask, plan.cache, layer, part.sequence, part.length, result,
-            weight, eps, options.window, options.scale, options.softcap, part.query_scale,
+            mine,
+            part.cos,
+            part.sin,
+            part.slots,
+            part.mask,
+            plan.cache,
+            layer,
+            part.sequence,
+            part.length,
+            result,
+            weight,
+            eps,
+            options.window,
+            options.scale,
+            options.softcap,
+            part.query_scale,
             bool(options.norm_after_rope),
-            sums if sums is None or part.rows is None else sums[part.rows], *sizes, sinks,
-        )  # fmt: skip
+            sums if sums is None or part.rows is None else sums[part.rows],
+            *sizes,
+            sinks,
+        )
         if part.rows is not None:
             out[part.rows] = result
     return out
@@ -417,8 +444,16 @@ def gated_delta(projected: Tensor, rates: Tensor, plan: CpuDeltaPlan, layer: int
         mine = (projected, rates) if part.rows is None else (projected[part.rows], rates[part.rows])
         result = out if part.rows is None else out.new_empty(len(part.rows), out.shape[1])
         _C.gated_delta(
-            *mine, part.slots, part.mask, plan.cache, layer, part.sequence, part.length, *tensors, result,
-        )  # fmt: skip
+            *mine,
+            part.slots,
+            part.mask,
+            plan.cache,
+            layer,
+            part.sequence,
+            part.length,
+            *tensors,
+            result,
+        )
         if part.rows is not None:
             out[part.rows] = result
     return out

@@ -47,23 +47,41 @@ class HostDecoder:
         shared: ShmCollectives | None = None if stack.group is None else stack.group.memory
         layers = [
             (
-                _weight(layer.input_norm), layer.qkv.native, layer.o.native, _weight(layer.mlp_norm),
-                mlp_args(layer.mlp), layer.attention, _weight(layer.qk_norm), _weight(layer.mixer_output_norm),
-                _weight(layer.mlp_output_norm), layer.residual_multiplier,
-                1.0 if layer.output_scale is None else float(layer.output_scale), layer.sinks, layer.cache_layer,
+                _weight(layer.input_norm),
+                layer.qkv.native,
+                layer.o.native,
+                _weight(layer.mlp_norm),
+                mlp_args(layer.mlp),
+                layer.attention,
+                _weight(layer.qk_norm),
+                _weight(layer.mixer_output_norm),
+                _weight(layer.mlp_output_norm),
+                layer.residual_multiplier,
+                1.0 if layer.output_scale is None else float(layer.output_scale),
+                layer.sinks,
+                layer.cache_layer,
                 None if layer.delta is None else _delta_args(layer.delta),
                 None if layer.per_layer is None else _per_layer_part_args(layer.per_layer),
             )
             for layer in stack.layers
-        ]  # fmt: skip
+        ]
         kinds = [_kind_args(kind) for kind in stack.attention]
         self._native = _C.Decoder(
-            stack.embedding, stack.embedding_multiplier, kinds, stack.norm.weight, stack.norm.eps, stack.head.native,
-            stack.logit_multiplier, stack.logit_softcap, layers, None if shared is None else shared.native,
-            0.0 if shared is None else shared.timeout_s, [*stack.hidden_layers],
+            stack.embedding,
+            stack.embedding_multiplier,
+            kinds,
+            stack.norm.weight,
+            stack.norm.eps,
+            stack.head.native,
+            stack.logit_multiplier,
+            stack.logit_softcap,
+            layers,
+            None if shared is None else shared.native,
+            0.0 if shared is None else shared.timeout_s,
+            [*stack.hidden_layers],
             None if stack.delta is None else _delta_shape_args(stack.delta),
             None if stack.per_layer is None else _per_layer_args(stack.per_layer),
-        )  # fmt: skip
+        )
 
     def rounds(self, cache: LayerCaches) -> _C.Rounds:
         """Returns native expansion and verification on a cache with one sequence."""
@@ -84,9 +102,17 @@ class HostDecoder:
     ) -> _C.Population:
         """Returns native rounds of a population with this model as target. `tensors`: `GroupRound.tensors`."""
         return _C.Population(
-            draft._native, _cache_args(draft_cache), self._native, _cache_args(cache), [*tensors], params.draft_tokens,
-            params.verify_mode, params.power, params.ess_threshold, params.deferred_bonus,
-        )  # fmt: skip
+            draft._native,
+            _cache_args(draft_cache),
+            self._native,
+            _cache_args(cache),
+            [*tensors],
+            params.draft_tokens,
+            params.verify_mode,
+            params.power,
+            params.ess_threshold,
+            params.deferred_bonus,
+        )
 
     def hidden_states(self, rows: int) -> Tensor | None:
         """Returns the hidden states [rows, hidden layers, hidden size] of the first `rows` rows of the last forward,
@@ -124,23 +150,46 @@ class HostDecoder:
 def _kind_args(
     kind: PackedAttention,
 ) -> tuple[
-    Tensor, Tensor, int | None, float | None, float | None, Tensor | None, bool, int, int, Tensor | None, bool, int,
-    int, int,
-]:  # fmt: skip
+    Tensor,
+    Tensor,
+    int | None,
+    float | None,
+    float | None,
+    Tensor | None,
+    bool,
+    int,
+    int,
+    Tensor | None,
+    bool,
+    int,
+    int,
+    int,
+]:
     """Returns the arguments of one kind of attention; see `_C.Decoder`."""
     options, whole = kind.options, kind.options.projection_norm
     q_size, k_size, counted = (0, 0, None) if whole is None else (whole.q_size, whole.k_size, whole.counted)
     return (
-        kind.cos, kind.sin, options.window, options.scale, options.softcap, options.query_scale,
-        bool(options.norm_after_rope), q_size, k_size, counted, kind.gate_size > 0, kind.num_heads, kind.kv_heads,
+        kind.cos,
+        kind.sin,
+        options.window,
+        options.scale,
+        options.softcap,
+        options.query_scale,
+        bool(options.norm_after_rope),
+        q_size,
+        k_size,
+        counted,
+        kind.gate_size > 0,
+        kind.num_heads,
+        kind.kv_heads,
         kind.cache,
-    )  # fmt: skip
+    )
 
 
 SigmoidArgs = tuple[Tensor, int, int, float]
 MlpArgs = tuple[
     _C.Weights, _C.Weights, str, _C.Weights | None, int, bool, _C.Weights | None, _C.Weights | None, SigmoidArgs | None
-]  # fmt: skip
+]
 
 
 def mlp_args(mlp: PackedMlp | PackedMixture) -> MlpArgs:

@@ -129,18 +129,36 @@ class PackedLinear:
 
     @staticmethod
     def create(
-        inputs: int, outputs: int, int8_activations: int, data: Tensor, scales: Tensor | None, zeros: Tensor | None,
-        bias: Tensor | None, minima: Tensor | None = None, order: Tensor | None = None,
-        super_scales: Tensor | None = None, super_minima: Tensor | None = None,
-    ) -> PackedLinear:  # fmt: skip
+        inputs: int,
+        outputs: int,
+        int8_activations: int,
+        data: Tensor,
+        scales: Tensor | None,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        minima: Tensor | None = None,
+        order: Tensor | None = None,
+        super_scales: Tensor | None = None,
+        super_minima: Tensor | None = None,
+    ) -> PackedLinear:
         """Creates a packed projection with its native object. Raises ValueError if shapes or dtypes do not match."""
         native = _C.Weights(
             data, scales, zeros, bias, inputs, outputs, int8_activations, minima, order, super_scales, super_minima
         )
         return PackedLinear(
-            native, inputs, outputs, int8_activations, data, scales, zeros, bias, minima, order, super_scales,
+            native,
+            inputs,
+            outputs,
+            int8_activations,
+            data,
+            scales,
+            zeros,
+            bias,
+            minima,
+            order,
+            super_scales,
             super_minima,
-        )  # fmt: skip
+        )
 
     def optional_tensors(self) -> dict[str, Tensor | None]:
         """Returns all tensors but `data`, as the arguments of `create`."""

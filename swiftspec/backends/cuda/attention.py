@@ -68,9 +68,17 @@ class FlashAttention:
         batch = self.batch
         sequence = batch.sequence if batch.kv_len.shape[0] > 1 else None
         _C.rope_append_cuda(
-            qkv, self.cos, self.sin, batch.positions, batch.slots, sequence, self.stored, layer, self.queries,
+            qkv,
+            self.cos,
+            self.sin,
+            batch.positions,
+            batch.slots,
+            sequence,
+            self.stored,
+            layer,
+            self.queries,
             current_stream(),
-        )  # fmt: skip
+        )
         q = self.queries.transpose(0, 1).unsqueeze(0)
         k, v = (part[layer].unsqueeze(0).to(q.dtype) for part in (self.keys, self.values))
         return _flash_attention(q, k, v).transpose(1, 2).reshape(len(batch), -1)
@@ -86,9 +94,13 @@ class CudaAttentionPlan:
 
 
 def prepare(
-    batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int,
+    batch: Batch,
+    cache: KVTensors,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
     options: AttentionOptions = PLAIN_ATTENTION,
-) -> CudaAttentionPlan:  # fmt: skip
+) -> CudaAttentionPlan:
     """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`. The slot
     of every row must lie in the window of the mask, as `Batch` requires. `options`: the defaults, see
     `check_supported`."""

@@ -40,18 +40,31 @@ def reject_chains(target: Tensor, draft: Tensor, tokens: Tensor, uniforms: Tenso
 
 
 def _verify(
-    target: Tensor, tokens: Tensor, keys: Tensor | None, bias: Tensor | None, temperature: float,
-    draft: Tensor | None, uniforms: Tensor | None,
-) -> ChainVerdict:  # fmt: skip
+    target: Tensor,
+    tokens: Tensor,
+    keys: Tensor | None,
+    bias: Tensor | None,
+    temperature: float,
+    draft: Tensor | None,
+    uniforms: Tensor | None,
+) -> ChainVerdict:
     (batch, steps), device = tokens.shape, tokens.device
     accepted = torch.empty(batch, steps, dtype=torch.bool, device=device)
     count, bonus = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
     if batch > 0:
         _C.verify_chains_cuda(
-            target=target, draft=draft, bias=bias, temperature=temperature, tokens=tokens.contiguous(),
-            uniforms=uniforms, keys=keys,
+            target=target,
+            draft=draft,
+            bias=bias,
+            temperature=temperature,
+            tokens=tokens.contiguous(),
+            uniforms=uniforms,
+            keys=keys,
             marks=torch.empty(batch * (steps + 1) * MARK_WORDS, dtype=torch.int32, device=device),
             arrived=torch.zeros(batch, dtype=torch.int32, device=device),
-            accepted=accepted, count=count, bonus=bonus, stream=current_stream(),
-        )  # fmt: skip
+            accepted=accepted,
+            count=count,
+            bonus=bonus,
+            stream=current_stream(),
+        )
     return ChainVerdict(accepted, count, bonus)

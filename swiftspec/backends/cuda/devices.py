@@ -74,9 +74,13 @@ def machine_facts(device: torch.device) -> dict[str, str | None]:
     with Path(_C.__file__).open("rb") as extension:
         digest = hashlib.file_digest(extension, "sha256").hexdigest()
     return {
-        "version": __version__, "extension": digest, "gpu": torch.cuda.get_device_name(device),
-        "uuid": gpu_uuid(device), "driver": _driver_build() or driver_version(), "torch": torch.__version__,
-    }  # fmt: skip
+        "version": __version__,
+        "extension": digest,
+        "gpu": torch.cuda.get_device_name(device),
+        "uuid": gpu_uuid(device),
+        "driver": _driver_build() or driver_version(),
+        "torch": torch.__version__,
+    }
 
 
 def _driver_build() -> str | None:

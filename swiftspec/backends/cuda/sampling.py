@@ -31,9 +31,15 @@ def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if logits.shape[0] > 0:
         _C.draw_cuda(
-            logits, vocab, scores.bias, *_noise_arguments(scores), scores.temperature, scores.scalars, tokens,
+            logits,
+            vocab,
+            scores.bias,
+            *_noise_arguments(scores),
+            scores.temperature,
+            scores.scalars,
+            tokens,
             current_stream(),
-        )  # fmt: skip
+        )
     return tokens
 
 
@@ -47,9 +53,17 @@ def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES
         noise = _noise_arguments(scores)
         tau = 1.0 if noise[0] is None else scores.tau
         _C.children_cuda(
-            logits, vocab, scores.bias, *noise, scores.temperature, tau, scores.scalars, tokens, values,
+            logits,
+            vocab,
+            scores.bias,
+            *noise,
+            scores.temperature,
+            tau,
+            scores.scalars,
+            tokens,
+            values,
             current_stream(),
-        )  # fmt: skip
+        )
     return tokens, values
 
 

@@ -53,9 +53,12 @@ class TrialRequest:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "plan": self.plan.to_json(), "device": self.device, "early_starts": self.early_starts,
-            "on_library": [*self.on_library], "names": [*self.names],
-        }  # fmt: skip
+            "plan": self.plan.to_json(),
+            "device": self.device,
+            "early_starts": self.early_starts,
+            "on_library": [*self.on_library],
+            "names": [*self.names],
+        }
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> TrialRequest:

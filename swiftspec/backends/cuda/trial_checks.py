@@ -178,9 +178,7 @@ def trial_checks(plan: TrialPlan) -> list[TrialCheck]:
     checks = [TrialCheck(str(shape), partial(check_projection, shape), "projections") for shape in shapes]
     attention = dict.fromkeys(layer.attention for layer in plan.layers)
     checks += [TrialCheck(str(shape), partial(check_attention, shape), "attention") for shape in attention]
-    checks += [
-        TrialCheck(f"slot moves of {shape}", partial(check_slot_moves, shape), "cache") for shape in attention
-    ]  # fmt: skip
+    checks += [TrialCheck(f"slot moves of {shape}", partial(check_slot_moves, shape), "cache") for shape in attention]
     for hidden in dict.fromkeys(head.inputs for head in plan.heads):
         checks.append(TrialCheck(f"embedding of {hidden}", partial(check_embedding, hidden), "embedding"))
     for vocab in dict.fromkeys(head.outputs for head in plan.heads):
@@ -253,9 +251,11 @@ def matrix_slice(weight: DenseWeight | Int4Weight, rows: slice) -> Tensor:
         return weight.weight[rows].float()
     eighths = slice(rows.start // 8, rows.stop // 8)
     part = Int4Weight(
-        weight.packed[:, eighths].contiguous(), weight.scales[:, rows].contiguous(),
-        weight.zeros[:, eighths].contiguous(), weight.group_size,
-    )  # fmt: skip
+        weight.packed[:, eighths].contiguous(),
+        weight.scales[:, rows].contiguous(),
+        weight.zeros[:, eighths].contiguous(),
+        weight.group_size,
+    )
     return part.dequantize(F32)
 
 

@@ -109,9 +109,13 @@ class ReferenceAttentionPlan:
 
 
 def prepare(
-    batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int,
+    batch: Batch,
+    cache: KVTensors,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
     options: AttentionOptions = PLAIN_ATTENTION,
-) -> ReferenceAttentionPlan:  # fmt: skip
+) -> ReferenceAttentionPlan:
     """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`."""
     lengths = batch.kv_len.tolist()
     present = sorted(set(batch.sequence.tolist()))
@@ -124,9 +128,13 @@ def prepare(
 
 
 def plan_of(
-    batch: Batch, cos: Tensor, sin: Tensor, num_heads: int, parts: list[ReferenceSequenceRows],
+    batch: Batch,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    parts: list[ReferenceSequenceRows],
     options: AttentionOptions,
-) -> ReferenceAttentionPlan:  # fmt: skip
+) -> ReferenceAttentionPlan:
     """Returns a plan with the values of the rows' positions from the tables."""
     cos, sin = (table.index_select(0, batch.positions).unsqueeze(1) for table in (cos, sin))
     scale = options.query_scale
@@ -136,9 +144,13 @@ def plan_of(
 
 
 def _sequence_rows(
-    batch: Batch, cache: KVTensors, sequence: int, rows: Tensor | None, length: int,
+    batch: Batch,
+    cache: KVTensors,
+    sequence: int,
+    rows: Tensor | None,
+    length: int,
     shape: tuple[int, torch.dtype, int | None],
-) -> ReferenceSequenceRows:  # fmt: skip
+) -> ReferenceSequenceRows:
     """`shape`: query heads that share keys, dtype of the mask, sliding window."""
     slots, window = (each if rows is None else each[rows] for each in (batch.slots, batch.mask))
     indices = slots.tolist()
@@ -178,9 +190,12 @@ def last_visible(visible: Tensor, count: int) -> Tensor:
 
 
 def tree_attention(
-    qkv: Tensor, plan: ReferenceAttentionPlan, layer: int, qk_norm: ReferenceNorm | None = None,
+    qkv: Tensor,
+    plan: ReferenceAttentionPlan,
+    layer: int,
+    qk_norm: ReferenceNorm | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
     kv_heads) * head_dim] -> [rows, heads * head_dim]. With queries only (a shared KV layer), qkv [rows, heads *
     head_dim], the rows attend to the keys and values that an earlier layer has appended.
@@ -235,9 +250,14 @@ def _norm_projections(x: Tensor, norm: ReferenceNorm, whole: ProjectionNorm, kv_
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, part: ReferenceSequenceRows, layer: int, options: AttentionOptions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    part: ReferenceSequenceRows,
+    layer: int,
+    options: AttentionOptions,
     sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Writes the keys and values of one sequence's rows to the cache and returns their attention outputs: q [rows,
     heads, head_dim], k and v [rows, kv_heads, head_dim], or without heads -> [rows, heads * head_dim].
 

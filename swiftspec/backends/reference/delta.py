@@ -111,9 +111,13 @@ def _rows_of(
 
 
 def _group_of(
-    rows: NDArray, before: tuple[int, ...], path: tuple[int, ...], slots: NDArray, visible: NDArray,
+    rows: NDArray,
+    before: tuple[int, ...],
+    path: tuple[int, ...],
+    slots: NDArray,
+    visible: NDArray,
     device: torch.device,
-) -> ReferenceFoldGroup:  # fmt: skip
+) -> ReferenceFoldGroup:
     """`before`: the folded ancestors of the group before. `path`: those of these rows."""
     restarts = path[: len(before)] != before
     folds = torch.tensor(path if restarts else path[len(before) :], dtype=torch.int64, device=device)

@@ -173,9 +173,13 @@ def _unpack(words: Tensor) -> Tensor:
 
 
 def prepare(
-    batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int,
+    batch: Batch,
+    cache: KVTensors,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
     options: AttentionOptions = PLAIN_ATTENTION,
-) -> ReferenceAttentionPlan:  # fmt: skip
+) -> ReferenceAttentionPlan:
     """Prepares the attention of a forward, before its layers, over `capture_bucket` slots. For a cache of several
     sequences it calls reference/, which reads on the host."""
     if cache.k.shape[1] > 1:

@@ -31,9 +31,15 @@ def prepare_delta(batch: Batch, cache: DeltaTensors) -> ReferenceDeltaPlan:
     window = F.pad(batch.mask, (0, 1)).index_select(0, order).index_select(1, column.clamp(0, width))
     visible = window | (column < 0)
     group = ReferenceFoldGroup(
-        rows=torch.arange(len(own), device=device), restarts=True, folds=(), first=0, end=count, visible=visible,
-        own=own, earlier=_earlier(visible, own),
-    )  # fmt: skip
+        rows=torch.arange(len(own), device=device),
+        restarts=True,
+        folds=(),
+        first=0,
+        end=count,
+        visible=visible,
+        own=own,
+        earlier=_earlier(visible, own),
+    )
     last = _last_slots(visible, cache.conv_width)
     return ReferenceDeltaPlan(cache, [ReferenceDeltaRows(0, order, own, last, [group])])
 

@@ -103,9 +103,16 @@ class PeerMemoryGroup:
 
 
 def join(
-    store: Store, name: str, rank: int, size: int, *, device: torch.device, timeout: timedelta, width: int,
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    *,
+    device: torch.device,
+    timeout: timedelta,
+    width: int,
     log: Callable[[str], None] = lambda line: None,
-) -> TorchDistGroup | PeerMemoryGroup:  # fmt: skip
+) -> TorchDistGroup | PeerMemoryGroup:
     """Joins an NCCL group. Returns a `PeerMemoryGroup` on top of it if `width` > 0 and the GPUs exchange data through
     peer memory, which most consumer GPUs do not; otherwise returns the NCCL group.
 

@@ -214,9 +214,11 @@ class LeaderScheduler:
 
     def admit(self, start: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
         ends = replace(
-            start.sampling, stop_token_ids=tuple(sorted(stops)), max_tokens=limit,
+            start.sampling,
+            stop_token_ids=tuple(sorted(stops)),
+            max_tokens=limit,
             min_tokens=min(start.sampling.min_tokens, limit),
-        )  # fmt: skip
+        )
         start = replace(start, sampling=ends, executor=self.scheduler.select_executor(start).name)
         start = with_cached_lengths(start, self.scheduler.target, self.scheduler.draft)
         return self._team.run(Opcode.POPULATION_OPEN, start, partial(self.scheduler.admit, start, stops, limit))

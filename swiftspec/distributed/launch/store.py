@@ -55,9 +55,15 @@ def _handshake(here: LaunchedRank, serves_store: bool) -> TCPStore:
     def connect() -> None:
         try:
             made = TCPStore(
-                here.host, here.port, here.size, serves_store, timedelta(seconds=HANDSHAKE_TIMEOUT_S),
-                wait_for_workers=False, multi_tenant=True, master_listen_fd=listening,
-            )  # fmt: skip
+                here.host,
+                here.port,
+                here.size,
+                serves_store,
+                timedelta(seconds=HANDSHAKE_TIMEOUT_S),
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=listening,
+            )
             found.append(made)
         except (RuntimeError, ValueError) as error:
             found.append(error)

@@ -60,9 +60,16 @@ class World:
 
     @staticmethod
     def join(
-        rank: int, size: int, store_address: str, *, local_rank: int | None = None, local_size: int | None = None,
-        cores: Collection[int] | None = None, log: LogFn = no_log, timeouts: Timeouts | None = None,
-    ) -> World:  # fmt: skip
+        rank: int,
+        size: int,
+        store_address: str,
+        *,
+        local_rank: int | None = None,
+        local_size: int | None = None,
+        cores: Collection[int] | None = None,
+        log: LogFn = no_log,
+        timeouts: Timeouts | None = None,
+    ) -> World:
         """Joins the ranks of a job from explicit values, for a launcher that does not set torchrun's environment
         variables, such as Ray. Blocks until all ranks have joined, and pins this process to its cores.
 
@@ -188,9 +195,18 @@ def _join(
 ) -> World:
     store = open_store(here, log, timeouts)
     world = World(
-        here.rank, here.size, here.local_rank, here.local_size, here.host, store, cores, log=log, timeouts=timeouts,
-        supervisor=supervisor, rendezvous=None if supervisor is None else Rendezvous(store, here.rank),
-    )  # fmt: skip
+        here.rank,
+        here.size,
+        here.local_rank,
+        here.local_size,
+        here.host,
+        store,
+        cores,
+        log=log,
+        timeouts=timeouts,
+        supervisor=supervisor,
+        rendezvous=None if supervisor is None else Rendezvous(store, here.rank),
+    )
     incarnation = 0 if supervisor is None else supervisor.incarnation
     if store.add(f"rank {here.rank} incarnation {incarnation}", 1) > 1:
         raise UserError(

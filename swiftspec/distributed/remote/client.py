@@ -103,10 +103,13 @@ class DraftLink:
         except ValueError as error:
             raise DrafterLost(f"this request cannot be sent to the draft: {error}") from None
         self._has_answered = False
-        self._send_all([
-            *([] if steps is None else [(Opcode.SET_DRAFT_STEPS, [steps])]),
-            (Opcode.DRAFTER_OPEN, pack_message(start)),
-        ], restart=True)  # fmt: skip
+        self._send_all(
+            [
+                *([] if steps is None else [(Opcode.SET_DRAFT_STEPS, [steps])]),
+                (Opcode.DRAFTER_OPEN, pack_message(start)),
+            ],
+            restart=True,
+        )
 
     def send_result(self, result: VerifyResult, steps: int | None = None) -> None:
         """Sends a result. `steps`: the d of all later expansions; None if it has not changed."""

@@ -90,10 +90,17 @@ class DraftGroupServer(SessionServer):
     role: ServedDrafter
 
     def __init__(
-        self, target: Transport, drafter: LeaderDrafter, limits: ModelLimits, recording: DraftTraceSender,
-        cancel_check: CancelCheck, heartbeat: Heartbeat, *, stay_on_error: bool = True,
+        self,
+        target: Transport,
+        drafter: LeaderDrafter,
+        limits: ModelLimits,
+        recording: DraftTraceSender,
+        cancel_check: CancelCheck,
+        heartbeat: Heartbeat,
+        *,
+        stay_on_error: bool = True,
         on_error: Callable[[Exception], object] = lambda error: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`target`: transport to the target's leader.
 
         `limits`: limits against which messages are validated.

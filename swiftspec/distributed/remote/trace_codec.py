@@ -36,8 +36,10 @@ def pack_record(request: int, round_: int, record: Record) -> Words:
         np.array([request, round_, *(record[name] for name in COUNTS), known, len(forwards)], np.int32),
         np.array(times, np.float64).view(np.int32),
         np.array([rows for _, _, rows in forwards], np.int32),
-        tree["tokens"], 2 * tree["parents"] + tree["expanded"], tree["logprobs"].view(np.int32),
-    )  # fmt: skip
+        tree["tokens"],
+        2 * tree["parents"] + tree["expanded"],
+        tree["logprobs"].view(np.int32),
+    )
     return np.concatenate(parts).tolist()
 
 

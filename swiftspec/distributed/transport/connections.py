@@ -123,9 +123,7 @@ class Connections:
 def accept_draft_leader(world: World, timeout: float) -> Transport:
     """Opens the target leader's channel to the draft's leader, and blocks until it is connected. Raises OSError if the
     draft's leader does not connect within `timeout` seconds."""
-    return accept(
-        world.store, LEADERS_KEY, "the draft group", host=_host(world), spin=world.spin, timeout=timeout
-    )  # fmt: skip
+    return accept(world.store, LEADERS_KEY, "the draft group", host=_host(world), spin=world.spin, timeout=timeout)
 
 
 def _host(world: World) -> str | None:

@@ -140,9 +140,11 @@ def _detect_lost_machine(sock: socket.socket) -> None:
     hours for reads and a quarter of an hour for writes. A peer that is only busy or suspended is not lost."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
-        "TCP_KEEPIDLE": KEEPALIVE_S, "TCP_KEEPINTVL": KEEPALIVE_S, "TCP_KEEPCNT": LOST_TIMEOUT_S // KEEPALIVE_S,
+        "TCP_KEEPIDLE": KEEPALIVE_S,
+        "TCP_KEEPINTVL": KEEPALIVE_S,
+        "TCP_KEEPCNT": LOST_TIMEOUT_S // KEEPALIVE_S,
         "TCP_USER_TIMEOUT": 1000 * LOST_TIMEOUT_S,
-    }  # fmt: skip
+    }
     for name, value in options.items():
         if hasattr(socket, name):  # not on every system
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

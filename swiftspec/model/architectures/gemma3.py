@@ -47,9 +47,14 @@ def gemma3_spec(fields: Fields) -> ModelSpec:
     kinds = layer_kinds(fields, sliding_every(fields, period))
     bias = fields.boolean("attention_bias")
     spec = decoder_spec(
-        fields, qkv_bias=bias, o_bias=bias, qk_norm="head", norms="both", activation=GELU,
+        fields,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="head",
+        norms="both",
+        activation=GELU,
         windows=windows_of(fields, kinds),
-    )  # fmt: skip
+    )
     scale = fields.number("query_pre_attn_scalar", ge=1e-3, le=1e6) ** -0.5
     local = RopeSpec(fields.number("rope_local_base_freq", ge=1.0, le=1e15))
     nested = SLIDING in fields.object("rope_parameters").data

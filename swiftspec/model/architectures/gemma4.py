@@ -54,9 +54,14 @@ def gemma4_spec(fields: Fields) -> ModelSpec:
     kinds[-1] = FULL
     bias = fields.boolean("attention_bias")
     spec = decoder_spec(
-        fields, qkv_bias=bias, o_bias=bias, qk_norm="head", norms="both", activation=GELU,
+        fields,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="head",
+        norms="both",
+        activation=GELU,
         windows=windows_of(fields, kinds),
-    )  # fmt: skip
+    )
     mixers = {
         index: _mixer(fields, layer.attention, kind, index)
         for index, (layer, kind) in enumerate(zip(spec.layers, kinds, strict=True))

@@ -38,9 +38,14 @@ def quantize_rows(x: Tensor, group: int, parts: int = 1) -> list[tuple[Tensor, T
 
 
 def quantized_matmul(
-    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, minima: Tensor | None = None,
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bias: Tensor | None,
+    minima: Tensor | None = None,
     parts: int = 1,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Quantises x [rows, inputs] to `parts` int8 numbers per input and multiplies it by the matrix (codes - zeros) *
     scales + minima. Returns [rows, outputs] in the dtype of x.
 

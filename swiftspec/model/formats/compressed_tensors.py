@@ -32,9 +32,14 @@ EIGHTS = -0x77777778  # eight nibbles of 8, the zero point of symmetric codes
 
 
 def from_pack_quantized(
-    packed: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int, bias: Tensor | None = None, *,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+    bias: Tensor | None = None,
+    *,
     order: Tensor | None = None,
-) -> Int4Weight:  # fmt: skip
+) -> Int4Weight:
     """Creates a weight from packed [outputs, inputs / 8], scale [outputs, groups], and zero_point [outputs / 8, groups]
     or None (symmetric codes), where groups = inputs / `group_size`. `order`: [inputs] int64, the inputs sorted by group
     ("activation order"); None: they are sorted already.

@@ -20,9 +20,15 @@ LOW_BITS = 0x77777777  # of eight nibbles, all but the highest bit
 
 
 def from_gptq(
-    qweight: Tensor, qzeros: Tensor, scales: Tensor, group_size: int, bias: Tensor | None = None, *,
-    order: Tensor | None = None, zero_offset: int = 1,
-) -> Int4Weight:  # fmt: skip
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    group_size: int,
+    bias: Tensor | None = None,
+    *,
+    order: Tensor | None = None,
+    zero_offset: int = 1,
+) -> Int4Weight:
     """Creates a weight from qweight [inputs / 8, outputs], qzeros [groups, outputs / 8] and scales [groups, outputs],
     where groups = inputs / `group_size`.
 

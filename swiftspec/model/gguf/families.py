@@ -23,25 +23,54 @@ from swiftspec.model.gguf.rope import DEFAULT_THETA
 from swiftspec.model.tensor_names import TensorNames
 
 GGUF_NAMES = TensorNames(
-    embedding="token_embd", layers="blk", norm="output_norm", head="output", input_norm="attn_norm", q="attn_q",
-    k="attn_k", v="attn_v", o="attn_output", q_norm="attn_q_norm", k_norm="attn_k_norm",
-    mixer_output_norm="post_attention_norm", mlp_norm="ffn_norm", mlp_output_norm="post_ffw_norm", gate="ffn_gate",
-    up="ffn_up", down="ffn_down",
-)  # fmt: skip
+    embedding="token_embd",
+    layers="blk",
+    norm="output_norm",
+    head="output",
+    input_norm="attn_norm",
+    q="attn_q",
+    k="attn_k",
+    v="attn_v",
+    o="attn_output",
+    q_norm="attn_q_norm",
+    k_norm="attn_k_norm",
+    mixer_output_norm="post_attention_norm",
+    mlp_norm="ffn_norm",
+    mlp_output_norm="post_ffw_norm",
+    gate="ffn_gate",
+    up="ffn_up",
+    down="ffn_down",
+)
 JOINED_MLP = replace(GGUF_NAMES, gate_up="ffn_up")
 DELTA = replace(
-    GGUF_NAMES, mlp_norm="post_attention_norm", delta_qkv="attn_qkv", delta_gate="attn_gate", update_rate="ssm_beta",
-    decay_rate="ssm_alpha", delta_o="ssm_out", delta_norm="ssm_norm.weight", conv="ssm_conv1d.weight", decay="ssm_a",
-    decay_bias="ssm_dt.bias", tiled_value_heads=True,
-)  # fmt: skip
+    GGUF_NAMES,
+    mlp_norm="post_attention_norm",
+    delta_qkv="attn_qkv",
+    delta_gate="attn_gate",
+    update_rate="ssm_beta",
+    decay_rate="ssm_alpha",
+    delta_o="ssm_out",
+    delta_norm="ssm_norm.weight",
+    conv="ssm_conv1d.weight",
+    decay="ssm_a",
+    decay_bias="ssm_dt.bias",
+    tiled_value_heads=True,
+)
 
 
 def _with_experts(names: TensorNames) -> TensorNames:
     return replace(
-        names, router="ffn_gate_inp", gate_experts="ffn_gate_exps", up_experts="ffn_up_exps",
-        down_experts="ffn_down_exps", shared_gate="ffn_gate_inp_shexp", shared_gate_proj="ffn_gate_shexp",
-        shared_up_proj="ffn_up_shexp", shared_down_proj="ffn_down_shexp", correction="exp_probs_b.bias",
-    )  # fmt: skip
+        names,
+        router="ffn_gate_inp",
+        gate_experts="ffn_gate_exps",
+        up_experts="ffn_up_exps",
+        down_experts="ffn_down_exps",
+        shared_gate="ffn_gate_inp_shexp",
+        shared_gate_proj="ffn_gate_shexp",
+        shared_up_proj="ffn_up_shexp",
+        shared_down_proj="ffn_down_shexp",
+        correction="exp_probs_b.bias",
+    )
 
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # of `expert_gating_func`

@@ -29,13 +29,43 @@ SPECIAL_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token",
 TEMPLATE = "tokenizer.chat_template"
 # Texts of tokens that end a generation, as llama.cpp knows them: metadata often name the end of a document only. The
 # last two lines have those that separate the files of a repository.
-END_TEXTS = frozenset((
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
-    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
-    "<eos>", "<turn|>", "<|tool_response>", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
-    "<reponame>", "<|file_sep|>",
-))  # fmt: skip
+END_TEXTS = frozenset(
+    (
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|flush|>",
+        "<|calls|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "</s>",
+        "<|eom_id|>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
+        "<eos>",
+        "<turn|>",
+        "<|tool_response>",
+        "[e~[",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "<|fim_pad|>",
+        "<fim-pad>",
+        "<fim_pad>",
+        "<PAD>",
+        "[PAD]",
+        "<|fim_repo|>",
+        "<|repo_name|>",
+        "<fim-repo>",
+        "<REPO>",
+        "<reponame>",
+        "<|file_sep|>",
+    )
+)
 # a token that chat templates write, whatever its kind in the file
 MARKER = re.compile(r"<\|[^\s<>|]+\|>|<\uff5c[^\s<>\uff5c]+\uff5c>|<(start|end)_of_[a-z]+>")
 
@@ -315,14 +345,25 @@ def _sentence_piece(
 
 
 def _bpe(
-    vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], unknown: str | None, *, byte_fallback: bool,
+    vocab: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    unknown: str | None,
+    *,
+    byte_fallback: bool,
     ignore_merges: bool,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     return {
-        "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": byte_fallback, "byte_fallback": byte_fallback,
-        "ignore_merges": ignore_merges, "vocab": dict(vocab), "merges": merges,
-    }  # fmt: skip
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unknown,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": byte_fallback,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges,
+        "vocab": dict(vocab),
+        "merges": merges,
+    }
 
 
 def _added(number: int, content: str, *, special: bool, rstrip: bool) -> dict[str, Any]:

@@ -163,9 +163,13 @@ class GraphCache:
         return graph.out
 
     def ensure(
-        self, name: Hashable, key: Hashable, work: Callable[[], Any], state: Sequence[Tensor] = (),
+        self,
+        name: Hashable,
+        key: Hashable,
+        work: Callable[[], Any],
+        state: Sequence[Tensor] = (),
         inputs: GraphInputs | None = None,
-    ) -> CapturedGraph:  # fmt: skip
+    ) -> CapturedGraph:
         """Returns the graph `key` of the graph set `name`. Captures it if it does not exist; parameters as in `run`.
         `inputs`: the batch that `work` reads."""
         graphs = self._graph_sets.setdefault(name, {})
@@ -181,9 +185,13 @@ class GraphCache:
         return graphs[key]
 
     def run_batch(
-        self, name: Hashable, batch: HostBatch, work: Callable[[Batch], RowOutputs], device: torch.device,
+        self,
+        name: Hashable,
+        batch: HostBatch,
+        work: Callable[[Batch], RowOutputs],
+        device: torch.device,
         shape: Hashable = None,
-    ) -> RowOutputs:  # fmt: skip
+    ) -> RowOutputs:
         """As `run`, for a `work` over a batch of at most CAPTURED_ROWS[-1] rows per sequence. `shape`: the shape of
         other inputs of `work`. Returns the outputs [rows, ...] for the rows of the first sequence, without padding."""
         key, count = self.batch_key(name, batch, shape), rows_per_sequence(batch)
@@ -208,10 +216,13 @@ class GraphCache:
         if own in graphs or name not in self._complete:
             return own
         larger = [
-            key for key in graphs
-            if isinstance(key, BatchKey) and (key.shape, key.bucket) == (shape, bucket)
-            and key.rows >= own.rows and key.width >= own.width
-        ]  # fmt: skip
+            key
+            for key in graphs
+            if isinstance(key, BatchKey)
+            and (key.shape, key.bucket) == (shape, bucket)
+            and key.rows >= own.rows
+            and key.width >= own.width
+        ]
         return min(larger, default=own, key=lambda key: (key.rows, key.width))
 
 

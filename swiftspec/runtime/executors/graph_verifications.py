@@ -96,8 +96,10 @@ class GraphVerificationExecutor(GraphForwardExecutor):
 
         return [
             partial(capture, processed, shape, kv_len)
-            for processed in (False, True) for kv_len in lengths for shape in shapes
-        ]  # fmt: skip
+            for processed in (False, True)
+            for kv_len in lengths
+            for shape in shapes
+        ]
 
     def verify(self, proposal: Proposal) -> Accepted:
         runner, began, self._logits = self.runner, time.perf_counter(), None

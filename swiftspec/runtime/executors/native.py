@@ -49,13 +49,29 @@ class NativeTreeRounds(Protocol):
         self, vocab: int, temperature: float, bias: Tensor | None, noisy: bool, seed: int, stream: int, /
     ) -> NativeScoring: ...
     def expand(
-        self, tree: Any, prefix: int, pending: list[int], w: int, k: int, scoring: Any, coupled: bool, tau: float,
-        allowed: AllowedTokenBits | None, /,
-    ) -> tuple[int, float]: ...  # fmt: skip
+        self,
+        tree: Any,
+        prefix: int,
+        pending: list[int],
+        w: int,
+        k: int,
+        scoring: Any,
+        coupled: bool,
+        tau: float,
+        allowed: AllowedTokenBits | None,
+        /,
+    ) -> tuple[int, float]: ...
     def verify(
-        self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: Any, allowed: NDArray | None,
-        guidance: tuple[int, int, float] | None, forced: Sequence[int] | None, /,
-    ) -> tuple[list[int], list[int], float]: ...  # fmt: skip
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        prefix: int,
+        scoring: Any,
+        allowed: NDArray | None,
+        guidance: tuple[int, int, float] | None,
+        forced: Sequence[int] | None,
+        /,
+    ) -> tuple[list[int], list[int], float]: ...
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int], scoring: Any, /) -> list[float]: ...
     def logits(self, nodes: Sequence[int], out: Tensor, /) -> None: ...
 
@@ -83,9 +99,14 @@ class NativeModel(FusedModel, Protocol):
         ...
 
     def population(
-        self, cache: LayerCaches, draft: Any, draft_cache: LayerCaches, tensors: Sequence[Tensor],
-        params: NativeRoundParams, /,
-    ) -> NativePopulation:  # fmt: skip
+        self,
+        cache: LayerCaches,
+        draft: Any,
+        draft_cache: LayerCaches,
+        tensors: Sequence[Tensor],
+        params: NativeRoundParams,
+        /,
+    ) -> NativePopulation:
         """Returns the native rounds of a population, with this model as the target, on the caches of both models.
         `tensors`: `RoundProgram.tensors`."""
         ...
@@ -135,9 +156,16 @@ class NativeExecutor(EagerExecutor):
             prefix = runner.cache.prefix_len[0]
             try:
                 expanded, seconds = self._rounds.expand(
-                    tree.native, prefix, pending, leaves, shape.children, self._scoring, shape.coupled, shape.tau,
+                    tree.native,
+                    prefix,
+                    pending,
+                    leaves,
+                    shape.children,
+                    self._scoring,
+                    shape.coupled,
+                    shape.tau,
                     allowed,
-                )  # fmt: skip
+                )
             except OSError as error:
                 raise self._reason(error) from None
             runner.cache.append_written(len(pending), expanded)
@@ -152,9 +180,14 @@ class NativeExecutor(EagerExecutor):
         forced = accept.path(proposal) if isinstance(accept, SyntheticAcceptance) else None
         try:
             path, tokens, seconds = self._rounds.verify(
-                proposal.tokens, proposal.parents, prefix, self._scoring, allowed, self._guidance(proposal.tokens[0]),
+                proposal.tokens,
+                proposal.parents,
+                prefix,
+                self._scoring,
+                allowed,
+                self._guidance(proposal.tokens[0]),
                 forced,
-            )  # fmt: skip
+            )
         except OSError as error:
             raise self._reason(error) from None
         runner.cache.append_written(len(path))

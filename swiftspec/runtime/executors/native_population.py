@@ -37,9 +37,14 @@ class NativePopulationModel(Protocol):
     `NativeModel.population`."""
 
     def population(
-        self, cache: LayerCaches, draft: Any, draft_cache: LayerCaches, tensors: Sequence[Tensor],
-        params: NativeRoundParams, /,
-    ) -> NativePopulation: ...  # fmt: skip
+        self,
+        cache: LayerCaches,
+        draft: Any,
+        draft_cache: LayerCaches,
+        tensors: Sequence[Tensor],
+        params: NativeRoundParams,
+        /,
+    ) -> NativePopulation: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,9 @@ HELP_PAGES = {  # by sub-command
     "chat": HelpPage(
         "swiftspec chat [MODEL] [flags]",
         f"Chat with a model in the terminal. MODEL: value of --model. {DEFAULT_MODELS}",
-        (SERVER,), ("otlp_endpoint",), prompt_flags=False,
+        (SERVER,),
+        ("otlp_endpoint",),
+        prompt_flags=False,
     ),
     "serve": HelpPage(
         "swiftspec serve [MODEL] [--port N] [flags]",
@@ -73,15 +75,17 @@ HELP_PAGES = {  # by sub-command
         "swiftspec generate [MODEL] --prompt TEXT [flags]",
         "Print one answer to the prompt of --prompt, --prompt-file or standard input. With --target-url a worker runs"
         " the target model.",
-        (SERVER,), ("otlp_endpoint",),
+        (SERVER,),
+        ("otlp_endpoint",),
     ),
     "worker": HelpPage(
         "swiftspec worker draft|target [MODEL] [--listen HOST:PORT] [flags]",
         "Run one model for clients on other machines or devices, over gRPC.",
         (SERVER, SPECULATION, PARTICLES, SAMPLING, STOPPING),
-        ("drain_timeout", "verify_batch", "draft_leaves", "draft_steps"), prompt_flags=False,
+        ("drain_timeout", "verify_batch", "draft_leaves", "draft_steps"),
+        prompt_flags=False,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)

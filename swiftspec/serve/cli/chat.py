@@ -290,10 +290,17 @@ class Chat:
         stats.keep_tokens(len(stream.token_ids))
         sampling = self._session.sampling_params(self._settings)
         self._last_summary = answer_stats.answer_summary(
-            model=self._session.model, draft_model=self._session.draft_model, plan=llm.config, stats=stats,
-            text=stream.text, token_ids=stream.token_ids, prompt_token_ids=prompt,
-            finish_reason=stream.finish_reason or "abort", sampling=sampling, load_time=llm.load_time,
-        )  # fmt: skip
+            model=self._session.model,
+            draft_model=self._session.draft_model,
+            plan=llm.config,
+            stats=stats,
+            text=stream.text,
+            token_ids=stream.token_ids,
+            prompt_token_ids=prompt,
+            finish_reason=stream.finish_reason or "abort",
+            sampling=sampling,
+            load_time=llm.load_time,
+        )
         notes = answer_stats.ending_notes(stats, stream.finish_reason, len(stream.token_ids), sampling.max_tokens)
         if self._show_stats:
             notes.append(answer_stats.summary_line(stats, len(stream.token_ids)))

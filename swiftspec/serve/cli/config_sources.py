@@ -52,8 +52,9 @@ def unknown_variable_warnings() -> list[str]:
     names = sorted(name for name, value in os.environ.items() if name.startswith(ENV_PREFIX) and value)
     return [
         f"the environment variable {name[:80]} is not a setting{_hint(name, known)}"
-        for name in names if name not in known and name not in NON_SETTING_VARIABLES
-    ]  # fmt: skip
+        for name in names
+        if name not in known and name not in NON_SETTING_VARIABLES
+    ]
 
 
 def _read_yaml(file: Path) -> dict[str, object]:

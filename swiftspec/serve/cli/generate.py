@@ -101,11 +101,18 @@ def _answer(command: ParsedCommand, prompt: str, session: Session) -> int:
     stats.keep_tokens(len(stream.token_ids))
     if command.json:
         result = answer_stats.answer_summary(
-            model=session.model, draft_model=session.draft_model, plan=session.llm.config, stats=stats,
-            text=stream.text, token_ids=stream.token_ids, prompt_token_ids=tokens,
-            finish_reason=stream.finish_reason or "abort", sampling=sampling,
-            load_time=session.llm.load_time, outages=session.llm.outages,
-        )  # fmt: skip
+            model=session.model,
+            draft_model=session.draft_model,
+            plan=session.llm.config,
+            stats=stats,
+            text=stream.text,
+            token_ids=stream.token_ids,
+            prompt_token_ids=tokens,
+            finish_reason=stream.finish_reason or "abort",
+            sampling=sampling,
+            load_time=session.llm.load_time,
+            outages=session.llm.outages,
+        )
         print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
     else:
         print(end="" if stream.text.endswith("\n") else "\n", flush=True)

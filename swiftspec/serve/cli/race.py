@@ -61,9 +61,14 @@ def race(
 
 
 def _run(
-    session: Session, settings: Settings, prompt: Sequence[int], painter: Painter, guard: Interrupt, name: str,
+    session: Session,
+    settings: Settings,
+    prompt: Sequence[int],
+    painter: Painter,
+    guard: Interrupt,
+    name: str,
     bs: int | None,
-) -> RaceResult | None:  # fmt: skip
+) -> RaceResult | None:
     """Decodes and shows one answer. Returns None if Ctrl-C ended it. `bs`: nodes per round; 1: without the draft, None:
     as configured."""
     limit = session.sampling_params(settings).max_tokens or MAX_ANSWER_TOKENS

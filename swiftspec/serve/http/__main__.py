@@ -59,11 +59,19 @@ async def serve_frontend(supervisor: SupervisorClient, listener: socket.socket) 
     app = build_app(engine, tokenizer_loader.get, config, tracing)
     server = NoSignalHandlerServer(
         uvicorn.Config(
-            app, http=RequestTimeoutProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
-            server_header=False, h11_max_incomplete_event_size=MAX_HEAD_BYTES, limit_concurrency=MAX_CONNECTIONS,
-            timeout_keep_alive=IDLE_CONNECTION_TIMEOUT_S, timeout_graceful_shutdown=RESPONSE_GRACE_S,
+            app,
+            http=RequestTimeoutProtocol,
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_keep_alive=IDLE_CONNECTION_TIMEOUT_S,
+            timeout_graceful_shutdown=RESPONSE_GRACE_S,
         )
-    )  # fmt: skip
+    )
     connections = EngineConnections(supervisor, engine)
     heartbeat_task = asyncio.create_task(send_heartbeats(supervisor))
     connection_task = asyncio.create_task(connections.run())
@@ -121,9 +129,11 @@ class EngineConnections:
 
 
 def build_app(
-    engine: EngineClient, codec: Callable[[], TextCodec | None], config: FrontendConfig,
+    engine: EngineClient,
+    codec: Callable[[], TextCodec | None],
+    config: FrontendConfig,
     tracing: RequestTracing | None = None,
-) -> ASGIApp:  # fmt: skip
+) -> ASGIApp:
     """Builds the front end's ASGI application: the endpoints behind the security, CORS and request-id middleware.
 
     `codec`: returns the target's tokenizer, or None while it loads.
@@ -132,9 +142,13 @@ def build_app(
     metrics = PrometheusMetrics(engine, config.model_names[0], config.kv_block_size)
     on_finished = [] if tracing is None else [tracing.record]
     app = create_app(
-        engine, codec, config.model_names, metrics=metrics, on_finished=on_finished,
+        engine,
+        codec,
+        config.model_names,
+        metrics=metrics,
+        on_finished=on_finished,
         response_store_bytes=config.response_store_bytes,
-    )  # fmt: skip
+    )
     allowed_hosts = None if config.api_keys else local_host_names(config.host)
     secured = SecurityMiddleware(
         app, config.api_keys, allowed_hosts, metrics.record_refusal, public_metrics=config.public_metrics

@@ -88,13 +88,21 @@ def create_app(
     )
     error_schema: dict[int | str, dict[str, Any]] = {"default": {"model": Error, "description": "An error."}}
     app = FastAPI(
-        title="SwiftSpec", version=__version__, docs_url=None, redoc_url=None, responses=error_schema,
+        title="SwiftSpec",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=error_schema,
         description="Low-latency speculative decoding behind OpenAI's and Anthropic's endpoints.",
-    )  # fmt: skip
+    )
     for create_router in (
-        chat.chat_router, completions.completions_router, messages.messages_router, tokens.tokens_router,
-        render.render_router, info.info_router,
-    ):  # fmt: skip
+        chat.chat_router,
+        completions.completions_router,
+        messages.messages_router,
+        tokens.tokens_router,
+        render.render_router,
+        info.info_router,
+    ):
         app.include_router(create_router(context))
     store = ResponseStore(response_store_bytes)
     app.include_router(responses.responses_router(context, store))

@@ -39,9 +39,11 @@ MODELS_PATH = "/v1/models"  # both APIs have it
 ANTHROPIC_HEADER = b"anthropic-version"  # every client of Anthropic's API sends it
 MAX_PATH_CHARS = 100  # of a path in a message
 ANTHROPIC_ERROR_TYPES = {  # by OpenAI's error type; the other types are equal
-    "unavailable_error": "overloaded_error", "timeout": "timeout_error", "engine_error": "api_error",
+    "unavailable_error": "overloaded_error",
+    "timeout": "timeout_error",
+    "engine_error": "api_error",
     "replaced": "invalid_request_error",
-}  # fmt: skip
+}
 NO_RETRY_HEADERS = {"x-should-retry": "false"}
 
 
@@ -55,9 +57,15 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, kind: str | None = None,
-        headers: Mapping[str, str] | None = None, anthropic_message: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        anthropic_message: str | None = None,
+    ) -> None:
         super().__init__(message)
         message_line = " ".join(message.encode("utf-8", "replace").decode().split())
         self.status, self.param, self.code = status, param, code
@@ -220,8 +228,13 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(api_error, request.scope)
 
     handled = (
-        ApiError, UserError, RequestValidationError, RecursionError, UnicodeEncodeError, ClientDisconnect,
-    )  # fmt: skip
+        ApiError,
+        UserError,
+        RequestValidationError,
+        RecursionError,
+        UnicodeEncodeError,
+        ClientDisconnect,
+    )
     for kind in handled:
         app.add_exception_handler(kind, handle)
     app.add_exception_handler(HTTPException, handle_unknown_route)

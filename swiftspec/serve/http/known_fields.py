@@ -30,25 +30,61 @@ class Refusal:
 
 
 # Identifiers, hints, and parameters of features that are refused when they are switched on.
-IGNORED = frozenset({
-    # OpenAI
-    "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-    "safety_identifier", "service_tier", "store", "stream_options", "stream_options.include_obfuscation", "user",
-    "verbosity", "max_tool_calls",
-    # clients of DeepSeek, GLM and OpenRouter, in chat completions
-    "reasoning", "thinking",
-    # Anthropic
-    "cache_control", "context_management", "inference_geo",
-    # vLLM
-    "guided_decoding_backend", "length_penalty", "media_io_kwargs", "mm_processor_kwargs", "request_id", "session_id",
-    "spaces_between_special_tokens", "structured_outputs.disable_fallback",
-    # llama.cpp
-    "cache_prompt", "chat_format", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",
-    "dynatemp_exponent", "id_slot", "min_keep", "mirostat_eta", "mirostat_tau", "n_cache_reuse", "n_discard",
-    "parse_tool_calls", "repeat_last_n", "xtc_threshold",
-    # SGLang
-    "data_parallel_rank", "rid", "routed_dp_rank",
-})  # fmt: skip
+IGNORED = frozenset(
+    {
+        # OpenAI
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream_options",
+        "stream_options.include_obfuscation",
+        "user",
+        "verbosity",
+        "max_tool_calls",
+        # clients of DeepSeek, GLM and OpenRouter, in chat completions
+        "reasoning",
+        "thinking",
+        # Anthropic
+        "cache_control",
+        "context_management",
+        "inference_geo",
+        # vLLM
+        "guided_decoding_backend",
+        "length_penalty",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "request_id",
+        "session_id",
+        "spaces_between_special_tokens",
+        "structured_outputs.disable_fallback",
+        # llama.cpp
+        "cache_prompt",
+        "chat_format",
+        "dry_allowed_length",
+        "dry_base",
+        "dry_penalty_last_n",
+        "dry_sequence_breakers",
+        "dynatemp_exponent",
+        "id_slot",
+        "min_keep",
+        "mirostat_eta",
+        "mirostat_tau",
+        "n_cache_reuse",
+        "n_discard",
+        "parse_tool_calls",
+        "repeat_last_n",
+        "xtc_threshold",
+        # SGLang
+        "data_parallel_rank",
+        "rid",
+        "routed_dp_rank",
+    }
+)
 
 STRUCTURED = "use structured_outputs or response_format, in /v1/messages output_config.format"
 CHAT_ONLY = "use /v1/chat/completions"

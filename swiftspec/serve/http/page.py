@@ -21,10 +21,12 @@ CONTENT_SECURITY_POLICY = (  # only files of this server; no inline styles, scri
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 PAGE_HEADERS = {
-    "content-security-policy": CONTENT_SECURITY_POLICY, "x-content-type-options": "nosniff",
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin", "cache-control": "no-cache",
-}  # fmt: skip
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
 
 
 class PageFiles(StaticFiles):

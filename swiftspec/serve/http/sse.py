@@ -98,9 +98,12 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes], on_error: Callable[[Exception], bytes | None],
-        comment: Callable[[], bytes], keep_alive_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        events: AsyncGenerator[bytes],
+        on_error: Callable[[Exception], bytes | None],
+        comment: Callable[[], bytes],
+        keep_alive_s: float,
+    ) -> None:
         super().__init__(headers=SSE_HEADERS)
         del self.headers["content-length"]
         self._events, self._on_error, self._comment, self._keep_alive_s = events, on_error, comment, keep_alive_s

@@ -66,9 +66,7 @@ class KvEventPublisher:
             self._publisher = self._open(zmq.PUB, config.endpoint, "--kv-events-endpoint", binds=config.binds)
             self._replay: zmq.Socket[bytes] | None = None
             if config.replay_endpoint is not None:
-                self._replay = self._open(
-                    zmq.ROUTER, config.replay_endpoint, "--kv-events-replay-endpoint", binds=True
-                )  # fmt: skip
+                self._replay = self._open(zmq.ROUTER, config.replay_endpoint, "--kv-events-replay-endpoint", binds=True)
         except BaseException:
             self._context.destroy(linger=0)
             raise

@@ -110,6 +110,8 @@ def add_rpc_spans(tracer: Any, request: Any, hops: Iterable[RpcRecord]) -> None:
 
 def _usage_attributes(stats: Stats) -> dict[str, Any]:
     return {
-        "gen_ai.usage.input_tokens": stats.prompt_tokens, "gen_ai.usage.output_tokens": stats.tokens,
-        "swiftspec.num_spec_steps": stats.rounds, "swiftspec.decode_seconds": stats.decode_time,
-    }  # fmt: skip
+        "gen_ai.usage.input_tokens": stats.prompt_tokens,
+        "gen_ai.usage.output_tokens": stats.tokens,
+        "swiftspec.num_spec_steps": stats.rounds,
+        "swiftspec.decode_seconds": stats.decode_time,
+    }

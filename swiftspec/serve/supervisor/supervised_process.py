@@ -86,10 +86,12 @@ class SupervisedProcess:
         with remote_end:
             try:
                 self.process = subprocess.Popen(
-                    program.command(remote_end.fileno(), self.incarnation), env={**os.environ, **program.environment},
-                    pass_fds=(remote_end.fileno(), *program.inherited_fds), start_new_session=program.new_session,
+                    program.command(remote_end.fileno(), self.incarnation),
+                    env={**os.environ, **program.environment},
+                    pass_fds=(remote_end.fileno(), *program.inherited_fds),
+                    start_new_session=program.new_session,
                     stdin=None if program.inherit_stdin else subprocess.DEVNULL,
-                )  # fmt: skip
+                )
             except OSError:
                 self._close_control()
                 raise

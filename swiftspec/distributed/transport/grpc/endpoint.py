@@ -24,9 +24,10 @@ LOOKAHEAD_BYTES = (
     1 << 20
 )  # flow-control window of a stream; with gRPC's default of 64 KiB, tree deltas would block on a slow network
 SIZE_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,14 +133,25 @@ class ChatWriter(ChoiceWriter):
     """
 
     def __init__(
-        self, outputs: RequestOutputs, model: str, logprob_formatter: LogprobFormatter, top: int | None,
-        usage: StreamUsage, fingerprint: str, token_fields: TokenFields, role: str = "assistant", echo: str = "",
+        self,
+        outputs: RequestOutputs,
+        model: str,
+        logprob_formatter: LogprobFormatter,
+        top: int | None,
+        usage: StreamUsage,
+        fingerprint: str,
+        token_fields: TokenFields,
+        role: str = "assistant",
+        echo: str = "",
         with_reasoning: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         common_fields = {
-            "id": new_id("chatcmpl-"), "object": "chat.completion.chunk", "created": int(time.time()), "model": model,
+            "id": new_id("chatcmpl-"),
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": model,
             "system_fingerprint": fingerprint,
-        }  # fmt: skip
+        }
         super().__init__(outputs, usage, common_fields, top is not None or token_fields.has_prompt_logprobs)
         self._logprob_formatter, self._top = logprob_formatter, top
         self._role, self._echo, self._token_fields = role, echo, token_fields
@@ -194,14 +205,15 @@ class ChatWriter(ChoiceWriter):
         outputs = self._outputs
         choices = [
             {
-                "index": index, "message": answer_message(
-                    choice, self._role, self._echo, with_reasoning=self._with_reasoning
-                ),
-                "logprobs": self._logprobs(choice, 0, len(choice.tokens)), "finish_reason": choice.finish_reason,
-                **outputs.choice_end_fields(choice), **self._token_fields.whole_output(choice.tokens),
+                "index": index,
+                "message": answer_message(choice, self._role, self._echo, with_reasoning=self._with_reasoning),
+                "logprobs": self._logprobs(choice, 0, len(choice.tokens)),
+                "finish_reason": choice.finish_reason,
+                **outputs.choice_end_fields(choice),
+                **self._token_fields.whole_output(choice.tokens),
             }
             for index, choice in outputs.choices()
-        ]  # fmt: skip
+        ]
         head = {**self._common_fields, "object": "chat.completion"}
         first = outputs.outputs[0]
         prompt_fields = self._token_fields.whole_prompt(first.prompt, first.prompt_logprobs)
@@ -231,19 +243,35 @@ def chat_router(context: AppContext) -> APIRouter:
         limit = body.max_completion_tokens or body.max_tokens
         conversation = chat_to_conversation(body)
         generation_request = await chat_generation_request(
-            context, request, body, conversation, limit=limit, stops=stop_list(body.stop),
-            grammar=grammar_request(body), logprobs=top, choices=choices.population, scoring=body, stream=body.stream,
+            context,
+            request,
+            body,
+            conversation,
+            limit=limit,
+            stops=stop_list(body.stop),
+            grammar=grammar_request(body),
+            logprobs=top,
+            choices=choices.population,
+            scoring=body,
+            stream=body.stream,
             keep_cut_call=True,
-        )  # fmt: skip
+        )
         requests = sampled_requests(generation_request, choices.num_samples, body.seed is not None)
         check_logprob_size(body, info, requests)
         outputs = RequestOutputs.create([requests], codec, choices.n)
         formatter = logprob_formatter(body, codec)
         writer = ChatWriter(
-            outputs, model, formatter, listed_logprobs(body, top), usage, context.system_fingerprint(),
-            response_fields(body, formatter), response_role(body), echoed_text(body, conversation),
+            outputs,
+            model,
+            formatter,
+            listed_logprobs(body, top),
+            usage,
+            context.system_fingerprint(),
+            response_fields(body, formatter),
+            response_role(body),
+            echoed_text(body, conversation),
             body.include_reasoning is not False,
-        )  # fmt: skip
+        )
         return await respond(context, request, outputs, writer, body.stream)
 
     return router

@@ -46,9 +46,14 @@ class ChoiceWriter:
         return self._chunk(choice, content, len(output.tokens), None, fields, stats)
 
     def _chunk(
-        self, choice: int, content: Mapping[str, Any], end_token: int, logprobs: Any = None,
-        fields: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None,
-    ) -> bytes:  # fmt: skip
+        self,
+        choice: int,
+        content: Mapping[str, Any],
+        end_token: int,
+        logprobs: Any = None,
+        fields: Mapping[str, Any] | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> bytes:
         """Returns a chunk. `content`: field with the new output. `end_token`: number of the choice's output tokens so
         far. `fields`: further fields of the choice. `more`: further fields of the chunk."""
         usage = {"usage": self._outputs.outputs[choice].usage_so_far(end_token)} if self._usage.in_chunks else {}

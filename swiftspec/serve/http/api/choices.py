@@ -29,9 +29,14 @@ class RequestedChoices:
 
 
 def requested_choices(
-    body: SamplingFields, n: int | None, stream: bool | None, info: EngineInfo, *, num_prompts: int = 1,
+    body: SamplingFields,
+    n: int | None,
+    stream: bool | None,
+    info: EngineInfo,
+    *,
+    num_prompts: int = 1,
     ranked: bool = False,
-) -> RequestedChoices:  # fmt: skip
+) -> RequestedChoices:
     """Returns the numbers of choices that a request asks for. With the field `smc` they are texts of one population,
     otherwise independent samples. Raises ApiError if they are invalid, too many or not supported with other fields.
 

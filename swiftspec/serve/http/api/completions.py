@@ -194,13 +194,23 @@ class CompletionWriter(ChoiceWriter):
     """
 
     def __init__(
-        self, outputs: RequestOutputs, model: str, logprob_formatter: LogprobFormatter, top: int | None,
-        usage: StreamUsage, fingerprint: str, echoes: Sequence[Echo], token_fields: TokenFields,
-    ) -> None:  # fmt: skip
+        self,
+        outputs: RequestOutputs,
+        model: str,
+        logprob_formatter: LogprobFormatter,
+        top: int | None,
+        usage: StreamUsage,
+        fingerprint: str,
+        echoes: Sequence[Echo],
+        token_fields: TokenFields,
+    ) -> None:
         common_fields = {
-            "id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": model,
+            "id": new_id("cmpl-"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
             "system_fingerprint": fingerprint,
-        }  # fmt: skip
+        }
         super().__init__(outputs, usage, common_fields, top is not None or token_fields.has_prompt_logprobs)
         self._logprob_formatter, self._top = logprob_formatter, top
         self._echoes, self._token_fields = echoes, token_fields
@@ -243,11 +253,14 @@ class CompletionWriter(ChoiceWriter):
     def _full_choice(self, index: int, choice: GenerationOutput) -> dict[str, Any]:
         logprobs = self._logprobs(index, choice, 0, len(choice.tokens), with_prompt=True)
         return {
-            "index": index, "text": self._echo(index).text + choice.content, "logprobs": logprobs,
-            "finish_reason": choice.finish_reason, **self._outputs.choice_end_fields(choice),
+            "index": index,
+            "text": self._echo(index).text + choice.content,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+            **self._outputs.choice_end_fields(choice),
             **self._token_fields.whole_output(choice.tokens),
             **self._token_fields.whole_prompt(choice.prompt, self._prompt_logprobs(index)),
-        }  # fmt: skip
+        }
 
     def _echo(self, choice: int) -> Echo:
         return self._echoes[choice // self._outputs.n]
@@ -301,11 +314,14 @@ async def completion_requests(
         except (ApiError, UserError) as error:
             raise _prompt_error(error, number, len(prompts)) from None
         generation_request = GenerationRequest(
-            EngineRequest(tokens, sampling, key, choices.population), stop_list(body.stop),
-            continues_text=not body.suffix, prompt_only=body.max_tokens == 0,
-            include_stop=bool(body.include_stop_str_in_output), end_tokens=info.eos_token_ids,
+            EngineRequest(tokens, sampling, key, choices.population),
+            stop_list(body.stop),
+            continues_text=not body.suffix,
+            prompt_only=body.max_tokens == 0,
+            include_stop=bool(body.include_stop_str_in_output),
+            end_tokens=info.eos_token_ids,
             skip_special_tokens=body.skip_special_tokens is not False,
-        )  # fmt: skip
+        )
         requests.append(sampled_requests(generation_request, choices.num_samples, body.seed is not None))
     return requests
 
@@ -351,9 +367,15 @@ def completions_router(context: AppContext) -> APIRouter:
         ]
         formatter = logprob_formatter(body, codec)
         writer = CompletionWriter(
-            outputs, model, formatter, listed_logprobs(body, body.logprobs), usage, context.system_fingerprint(),
-            echoes, response_fields(body, formatter),
-        )  # fmt: skip
+            outputs,
+            model,
+            formatter,
+            listed_logprobs(body, body.logprobs),
+            usage,
+            context.system_fingerprint(),
+            echoes,
+            response_fields(body, formatter),
+        )
         return await respond(context, request, outputs, writer, body.stream)
 
     return router

@@ -169,11 +169,20 @@ def _derive_template_format(codec: TextCodec, source: str) -> TemplateFormat:
 
 
 async def chat_generation_request(
-    context: AppContext, request: Request, body: SamplingFields, conversation: Conversation, *, limit: int | None,
-    stops: Sequence[str] = (), grammar: GrammarRequest | None = None, logprobs: int | None = None,
-    choices: tuple[int, int] | None = None, scoring: ScoringFields | None = None, stream: bool | None = None,
+    context: AppContext,
+    request: Request,
+    body: SamplingFields,
+    conversation: Conversation,
+    *,
+    limit: int | None,
+    stops: Sequence[str] = (),
+    grammar: GrammarRequest | None = None,
+    logprobs: int | None = None,
+    choices: tuple[int, int] | None = None,
+    scoring: ScoringFields | None = None,
+    stream: bool | None = None,
     keep_cut_call: bool = False,
-) -> GenerationRequest:  # fmt: skip
+) -> GenerationRequest:
     """Builds the generation request for the answer to a conversation.
 
     `limit`: maximum number of output tokens; None: the server's default, or the rest of the context.
@@ -218,9 +227,13 @@ async def _negative_prompt(context: AppContext, body: SamplingFields, conversati
 
 
 async def respond(
-    context: AppContext, request: Request, output: OutputSource, writer: OutputWriter, stream: bool | None,
+    context: AppContext,
+    request: Request,
+    output: OutputSource,
+    writer: OutputWriter,
+    stream: bool | None,
     error_events: Callable[[ApiError], bytes] | None = None,
-) -> Response:  # fmt: skip
+) -> Response:
     """Runs the generation and returns the response of `writer`: a JSON object, or with `stream` server-sent events.
 
     `error_events`: returns the last events of a stream that fails; by default one event in the schema of the API.

@@ -100,13 +100,20 @@ def _model_card(context: AppContext, name: str) -> dict[str, Any]:
     info, codec = context.engine.info, context.codec()
     length = info and info.plan.get("synthetic_acceptance_length")
     return {
-        "id": name, "object": "model", "created": context.created, "owned_by": "swiftspec",
-        "root": context.model_names[0], "parent": None, "max_model_len": info and info.max_model_len, "permission": [],
-        "type": "model", "display_name": name,
+        "id": name,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "swiftspec",
+        "root": context.model_names[0],
+        "parent": None,
+        "max_model_len": info and info.max_model_len,
+        "permission": [],
+        "type": "model",
+        "display_name": name,
         "created_at": datetime.fromtimestamp(context.created, UTC).isoformat(timespec="seconds"),
         "chat_template": codec and codec.has_template,  # None while the tokenizer loads
         **({} if length is None else {"synthetic_acceptance_length": length}),
-    }  # fmt: skip
+    }
 
 
 def _require_up(context: AppContext) -> EngineInfo:

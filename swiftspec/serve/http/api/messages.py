@@ -246,9 +246,11 @@ def anthropic_to_conversation(body: CountRequest) -> Conversation:
 def anthropic_usage(input_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, int]:
     """Returns Anthropic's `usage` object. `input_tokens`: without those that the prefix cache supplied."""
     return {
-        "input_tokens": input_tokens, "output_tokens": output_tokens, "cache_read_input_tokens": cached_tokens,
+        "input_tokens": input_tokens,
+        "output_tokens": output_tokens,
+        "cache_read_input_tokens": cached_tokens,
         "cache_creation_input_tokens": 0,
-    }  # fmt: skip
+    }
 
 
 class MessageWriter:
@@ -302,11 +304,13 @@ class MessageWriter:
         if not self._has_content():
             content.append({"type": "text", "text": ""})
         return {
-            **self._common_fields, "content": content, "stop_reason": self._stop_reason(), "stop_sequence":
-            output.text_builder.stop_string,
+            **self._common_fields,
+            "content": content,
+            "stop_reason": self._stop_reason(),
+            "stop_sequence": output.text_builder.stop_string,
             "usage": self._usage(),
             **output.synthetic_stats(),
-        }  # fmt: skip
+        }
 
     def _has_content(self) -> bool:
         """Whether the output contains more than reasoning. Otherwise the message ends with an empty text block."""
@@ -360,10 +364,14 @@ def messages_router(context: AppContext) -> APIRouter:
         model = context.resolve_model_name(body.model)
         reject_unsupported(body, ["best_of"])
         generation_request = await chat_generation_request(
-            context, request, body, anthropic_to_conversation(body), limit=body.max_tokens, stops=body.stop_sequences
-            or (),
+            context,
+            request,
+            body,
+            anthropic_to_conversation(body),
+            limit=body.max_tokens,
+            stops=body.stop_sequences or (),
             grammar=messages_grammar_request(body),
-        )  # fmt: skip
+        )
         output = GenerationOutput.create(generation_request, codec)
         return await respond(context, request, output, MessageWriter(output, model), body.stream)
 

@@ -43,9 +43,13 @@ class ConversationOutput:
 
 
 def conversation_output(
-    codec: TextCodec, format: TemplateFormat, conversation: Conversation, prompt: Sequence[int],
-    grammar: GrammarRequest | None, keep_cut_call: bool,
-) -> ConversationOutput:  # fmt: skip
+    codec: TextCodec,
+    format: TemplateFormat,
+    conversation: Conversation,
+    prompt: Sequence[int],
+    grammar: GrammarRequest | None,
+    keep_cut_call: bool,
+) -> ConversationOutput:
     """Returns how the output is constrained and parsed, in the format that the chat template and the vocabulary show.
     Raises ApiError on constraints that exclude each other, and on tools if their format is unknown.
 
@@ -80,9 +84,13 @@ def _by_name(conversation: Conversation) -> dict[str, dict[str, Any]]:
 
 
 def _harmony_output(
-    codec: TextCodec, conversation: Conversation, prompt: Sequence[int], grammar: GrammarRequest | None,
-    keep_cut_call: bool, markers: Mapping[int, str],
-) -> ConversationOutput:  # fmt: skip
+    codec: TextCodec,
+    conversation: Conversation,
+    prompt: Sequence[int],
+    grammar: GrammarRequest | None,
+    keep_cut_call: bool,
+    markers: Mapping[int, str],
+) -> ConversationOutput:
     """As `conversation_output`, for harmony: the output can have analysis before whatever a grammar constrains."""
     prompt_end = HarmonyCodec(codec, markers).prompt_end(prompt)
     has_tools = bool(conversation.tools) and conversation.tool_choice != "none"

@@ -329,16 +329,22 @@ def _echoed_fields(body: ResponsesRequest, model: str, sampling: Mapping[str, An
     """Returns the fields of a request that its response repeats. Raises UnicodeEncodeError on an unpaired surrogate,
     before the engine gets the request."""
     fields = {
-        "instructions": body.instructions, "metadata": body.metadata or {}, "model": model,
-        "temperature": sampling.get("temperature", 1.0), "top_p": sampling.get("top_p", 1.0),
-        "max_output_tokens": body.max_output_tokens, "previous_response_id": body.previous_response_id,
+        "instructions": body.instructions,
+        "metadata": body.metadata or {},
+        "model": model,
+        "temperature": sampling.get("temperature", 1.0),
+        "top_p": sampling.get("top_p", 1.0),
+        "max_output_tokens": body.max_output_tokens,
+        "previous_response_id": body.previous_response_id,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
         "tools": [{"strict": False, **tool.sent} for tool in body.tools or ()],
         "text": {"format": {"type": "text"}} if body.text is None else _plain(body.text),
         "reasoning": {} if body.reasoning is None else _plain(body.reasoning),
-        "truncation": body.truncation or "disabled", "store": is_stored, "background": bool(body.background),
-    }  # fmt: skip
+        "truncation": body.truncation or "disabled",
+        "store": is_stored,
+        "background": bool(body.background),
+    }
     ENCODER.encode(fields)
     return fields
 
@@ -357,9 +363,14 @@ def responses_router(context: AppContext, store: ResponseStore) -> APIRouter:
         conversation = responses_to_conversation(with_previous_items(body, earlier_items))
         top = body.top_logprobs or 0 if body.top_logprobs or LOGPROBS in (body.include or ()) else None
         generation_request = await chat_generation_request(
-            context, request, body, conversation, limit=body.max_output_tokens,
-            grammar=responses_grammar_request(body), logprobs=top,
-        )  # fmt: skip
+            context,
+            request,
+            body,
+            conversation,
+            limit=body.max_output_tokens,
+            grammar=responses_grammar_request(body),
+            logprobs=top,
+        )
         output = GenerationOutput.create(generation_request, codec)
         fields = _echoed_fields(body, model, generation_request.engine_request.sampling, is_stored)
         writer = ResponsesWriter(output, fields, LogprobFormatter(codec), top, namespaces(body))

@@ -142,9 +142,12 @@ class ResponsesWriter:
             "total_tokens": len(output.prompt) + len(output.tokens),
         }
         self._set_state(
-            "incomplete" if cut else "completed", output=list(self._items), usage=usage,
-            incomplete_details={"reason": "max_output_tokens"} if cut else None, **output.stats(),
-        )  # fmt: skip
+            "incomplete" if cut else "completed",
+            output=list(self._items),
+            usage=usage,
+            incomplete_details={"reason": "max_output_tokens"} if cut else None,
+            **output.stats(),
+        )
         self.on_end()
         return self._response
 

@@ -126,9 +126,12 @@ def grammar_request(body: ConstraintFields) -> GrammarRequest | None:
         schema = schema if response_format.json_schema.strict else lenient(schema)
         requests.append(("json_schema", json.dumps(schema), "response_format"))
     requests += _requested_constraints(
-        "guided_", json_=body.guided_json, regex=body.guided_regex, choice=body.guided_choice,
+        "guided_",
+        json_=body.guided_json,
+        regex=body.guided_regex,
+        choice=body.guided_choice,
         grammar=body.guided_grammar,
-    )  # fmt: skip
+    )
     requests += _requested_constraints(
         "", json_=body.json_schema, regex=body.regex, choice=None, grammar=body.grammar or None, json_name="json_schema"
     )
@@ -146,9 +149,12 @@ def _structured_constraints(structured: StructuredOutputs) -> list[GrammarReques
     if structured.structural_tag is not None:
         raise unsupported("structured_outputs.structural_tag", "not supported; use json, regex, choice or grammar")
     requests = _requested_constraints(
-        "structured_outputs.", json_=structured.json_, regex=structured.regex, choice=structured.choice,
+        "structured_outputs.",
+        json_=structured.json_,
+        regex=structured.regex,
+        choice=structured.choice,
         grammar=structured.grammar,
-    )  # fmt: skip
+    )
     if structured.json_object:
         requests.append(("json_schema", json.dumps(ANY_OBJECT), "structured_outputs.json_object"))
     if not requests and structured.json_object is None:
@@ -205,9 +211,13 @@ def close_objects(schema: Any) -> Any:
 
 
 def _requested_constraints(
-    prefix: str, json_: dict[str, Any] | str | None, regex: str | None, choice: list[str] | None, grammar: str | None,
+    prefix: str,
+    json_: dict[str, Any] | str | None,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: str | None,
     json_name: str = "json",
-) -> list[GrammarRequest]:  # fmt: skip
+) -> list[GrammarRequest]:
     requests: list[GrammarRequest] = []
     if json_ is not None:
         requests.append(("json_schema", json_ if isinstance(json_, str) else json.dumps(json_), f"{prefix}{json_name}"))

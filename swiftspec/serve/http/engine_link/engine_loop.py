@@ -213,8 +213,10 @@ class EngineLoop:
         metrics = answer_stats.metrics(llm.config.for_request(sampling), stats, stats.tokens, llm.outages)
         choice_frames: list[frames.Choice] = []
         if choices is not None and stats.population is not None:
-            choice_frames = [frames.Choice([*each.tokens], "stop" if each.stopped else "length", each.weight)
-                    for each in stats.population.choices(*choices)]  # fmt: skip
+            choice_frames = [
+                frames.Choice([*each.tokens], "stop" if each.stopped else "length", each.weight)
+                for each in stats.population.choices(*choices)
+            ]
         return frames.DoneFrame(request.number, timings, metrics, extra, choice_frames, stats.verified)
 
 
@@ -246,8 +248,15 @@ def engine_info(
     """Returns the properties of the models and the engine for the front end. `defaults`: sampling parameters of
     requests that do not set them."""
     return frames.EngineInfo(
-        model=model, draft_model=draft_model, max_model_len=llm.max_model_len, vocab_size=llm.vocab_size,
-        eos_token_ids=list(llm.eos_token_ids), defaults=dict(defaults), plan=asdict(llm.config),
-        load_ms=round(llm.load_time * 1e3, 3), trace_head=llm.roles.trace_header, max_num_seqs=llm.max_num_seqs,
+        model=model,
+        draft_model=draft_model,
+        max_model_len=llm.max_model_len,
+        vocab_size=llm.vocab_size,
+        eos_token_ids=list(llm.eos_token_ids),
+        defaults=dict(defaults),
+        plan=asdict(llm.config),
+        load_ms=round(llm.load_time * 1e3, 3),
+        trace_head=llm.roles.trace_header,
+        max_num_seqs=llm.max_num_seqs,
         cache_tokens=llm.roles.cache_tokens,
-    )  # fmt: skip
+    )

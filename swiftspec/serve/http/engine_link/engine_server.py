@@ -67,9 +67,13 @@ def run_engine_server(
             supervisor.set_ready()
             with GracefulStop() as stop:
                 EngineServer(
-                    session.llm, publisher, stop, supervisor, send_rpc_records=settings.otlp_endpoint is not None,
+                    session.llm,
+                    publisher,
+                    stop,
+                    supervisor,
+                    send_rpc_records=settings.otlp_endpoint is not None,
                     on_cache_change=None if kv_events is None else kv_events.publish,
-                ).run()  # fmt: skip
+                ).run()
         except Exception:  # the supervisor restarts this rank and then the others
             will_restart = True
             raise

@@ -61,9 +61,12 @@ def frontend_program(settings: Settings, listener: socket.socket) -> Program:
         return [sys.executable, "-m", "swiftspec.serve.http", str(control), str(incarnation), str(listener.fileno())]
 
     return Program(
-        "the HTTP front end", command, inherited_fds=(listener.fileno(),), heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+        "the HTTP front end",
+        command,
+        inherited_fds=(listener.fileno(),),
+        heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         first_message=msgspec.msgpack.encode(frontend_config(settings)),
-    )  # fmt: skip
+    )
 
 
 def listener_url(listener: socket.socket) -> str:

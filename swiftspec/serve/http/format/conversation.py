@@ -14,10 +14,19 @@ from swiftspec.serve.http.format.tool_reader import STRICT_JSON
 from swiftspec.serve.http.schema import Body, ExtensibleBody, JsonObject, ShortText, Text, Variables
 from swiftspec.text.messages import template_message, template_tool_call
 
-RESERVED_VARIABLES = frozenset({
-    "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "return_assistant_tokens_mask",
-})  # fmt: skip
+RESERVED_VARIABLES = frozenset(
+    {
+        "conversation",
+        "conversations",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
+    }
+)
 FUNCTION = "function"
 CUSTOM_INPUT = "input"  # parameter of a custom tool, whose input is a text
 MAX_VARIABLES_CHARS = 16 << 10  # length of all template variables as JSON

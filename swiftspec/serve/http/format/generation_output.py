@@ -65,10 +65,13 @@ class GenerationRequest:
             text_codec = HarmonyCodec(codec, self.harmony_markers, self.skip_special_tokens)
         ends = {*self.end_tokens, *self.stop_token_ids} - self.harmony_markers.keys()
         return TextBuilder(
-            text_codec, self.stop_strings, context,
-            min_tokens=self.engine_request.sampling.get("min_tokens") or 0, include_stop=self.include_stop,
+            text_codec,
+            self.stop_strings,
+            context,
+            min_tokens=self.engine_request.sampling.get("min_tokens") or 0,
+            include_stop=self.include_stop,
             hidden_ends=() if self.include_stop else ends,
-        )  # fmt: skip
+        )
 
 
 @dataclass(slots=True)

@@ -36,9 +36,13 @@ class HarmonyParser:
     """
 
     def __init__(
-        self, prompt_end: str, tool_names: Collection[str] | None = None, *, drops_cut_call: bool = False,
+        self,
+        prompt_end: str,
+        tool_names: Collection[str] | None = None,
+        *,
+        drops_cut_call: bool = False,
         keep_cut_call: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._channels = ChannelParser(prompt_end)
         self._tool_names = tool_names
         self._drops_cut_call, self._keep_cut_call = drops_cut_call, keep_cut_call
@@ -115,9 +119,11 @@ def _parse_object(text: str) -> dict[str, Any] | None:
 
 
 def harmony_grammar(
-    markers: Mapping[int, str], state: Literal["between", "header"], tools: Mapping[str, dict[str, Any]],
+    markers: Mapping[int, str],
+    state: Literal["between", "header"],
+    tools: Mapping[str, dict[str, Any]],
     answer: bool,
-) -> str:  # fmt: skip
+) -> str:
     """Returns a Lark grammar for llguidance of an output in harmony: at most one message of analysis, then one call or
     one answer in the channel final.
 

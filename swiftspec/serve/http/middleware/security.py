@@ -49,10 +49,14 @@ class SecurityMiddleware:
     """
 
     def __init__(
-        self, app: ASGIApp, api_keys: Sequence[str] = (), allowed_hosts: frozenset[str] | None = None,
-        on_refusal: Callable[[str], None] = ignore_refusal, max_body_bytes: int = MAX_BODY_BYTES,
+        self,
+        app: ASGIApp,
+        api_keys: Sequence[str] = (),
+        allowed_hosts: frozenset[str] | None = None,
+        on_refusal: Callable[[str], None] = ignore_refusal,
+        max_body_bytes: int = MAX_BODY_BYTES,
         public_metrics: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._public_paths = PUBLIC_PATHS | {"/metrics"} if public_metrics else PUBLIC_PATHS
         self._app, self._allowed_hosts = app, allowed_hosts
         self._on_refusal, self._max_body_bytes = on_refusal, max_body_bytes
@@ -91,14 +95,19 @@ class SecurityMiddleware:
             for host in headers.getlist("host"):
                 if _without_port(host) not in self._allowed_hosts:
                     raise _Refusal(
-                        "foreign_host", 403, f"the host {host[:100]!r} is not allowed: use localhost or 127.0.0.1, or"
+                        "foreign_host",
+                        403,
+                        f"the host {host[:100]!r} is not allowed: use localhost or 127.0.0.1, or"
                         " start the server with --api-key, which allows any name",
-                    )  # fmt: skip
+                    )
         if self._keys and path not in self._public_paths and not is_page_path(path) and api_key is None:
             raise _Refusal(
-                "unauthorized", 401, "missing or wrong API key: send one as 'Authorization: Bearer KEY' or 'x-api-key:"
-                " KEY'", {"WWW-Authenticate": "Bearer"}, "invalid_api_key",
-            )  # fmt: skip
+                "unauthorized",
+                401,
+                "missing or wrong API key: send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                {"WWW-Authenticate": "Bearer"},
+                "invalid_api_key",
+            )
 
     def _find_key(self, headers: Headers) -> int | None:
         """Returns the index of the request's API key, or None if it has no valid key. Compares in constant time, which

@@ -48,13 +48,19 @@ class RequestTracing:
         operation = "chat" if context.path in CHAT_PATHS else "text_completion"
         began = now - int(1e9 * (record.ended_at - record.started_at))
         span = self._tracer.start_span(
-            f"{operation} {self._name}", parent, SpanKind.SERVER, start_time=began,
+            f"{operation} {self._name}",
+            parent,
+            SpanKind.SERVER,
+            start_time=began,
             attributes={
-                "gen_ai.operation.name": operation, "gen_ai.provider.name": "swiftspec",
-                "gen_ai.request.model": self._name, **_context_attributes(context),
-                **_sampling_attributes(record), **_outcome_attributes(record),
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "swiftspec",
+                "gen_ai.request.model": self._name,
+                **_context_attributes(context),
+                **_sampling_attributes(record),
+                **_outcome_attributes(record),
             },
-        )  # fmt: skip
+        )
         add_rpc_spans(self._tracer, span, record.rpc_records)
         if record.error is not None:
             span.set_attribute("error.type", record.outcome)
