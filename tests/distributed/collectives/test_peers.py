@@ -24,11 +24,11 @@ from swiftspec.backends.cuda import peers as cuda_peers
 from swiftspec.backends.cuda.peers import PeerAccessError
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.distributed.collectives import leave, peers
+from swiftspec.distributed.launch import supervisor
 from swiftspec.errors import RankLost, UserError
 from swiftspec.model.batch import ForwardOutput
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.serve.supervisor import supervisor
 from tests.support.proposals import draft_proposal
 from tests.support.roles import make_runner, make_verifier, request_start
 from tests.support.thread_group import ThreadGroup
