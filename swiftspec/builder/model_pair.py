@@ -15,13 +15,14 @@ from weakref import WeakSet
 import torch
 
 from swiftspec import __version__
-from swiftspec.backends import cpu, cuda, unfused
+from swiftspec.backends.cpu import cpu
 from swiftspec.backends.cpu.packed_weight_cache import CACHE_FOLDER, PackedWeightCache
 from swiftspec.backends.cuda import trial
+from swiftspec.backends.cuda.attention import CLUSTER_MAJORS
 from swiftspec.backends.cuda.devices import gpu_uuid, is_device_error, machine_facts, why_gpu_unused
 from swiftspec.backends.cuda.trial_checks import TreeShape
-from swiftspec.backends.reference import resampling
-from swiftspec.backends.reference.resampling import Resample
+from swiftspec.backends.reference import Backend
+from swiftspec.backends.unfused import has_int4_kernels
 from swiftspec.batching.chains import chain_region_slots, make_chains
 from swiftspec.batching.group_method import GroupMethod
 from swiftspec.batching.scheduler import BatchScheduler
@@ -256,10 +257,9 @@ class ModelPair:
             if why is not None:
                 note(f"the {side} runs on torch's own operators: {why}")
             layout = format_of(config)
-            expanded = ops is unfused and (self.dtype != torch.bfloat16 or not unfused.has_int4_kernels(self.device))
-            if layout is not None and layout.is_int4 and expanded and self.device.type == "cuda":
+            need = ops.int4_needs(self.dtype, self.device)
+            if layout is not None and layout.is_int4 and need is not None and self.device.type == "cuda":
                 bits = 8 * self.dtype.itemsize
-                need = "dtype bfloat16" if self.dtype != torch.bfloat16 else "a GPU since Ampere"
                 note(f"the int4 weights of the {side} are expanded to {bits} bits; {need} would keep them")
 
     def memory_needs(self, plan: EngineConfig) -> list[dict[Side, MemoryEstimate]]:
@@ -267,9 +267,7 @@ class ModelPair:
         major, _ = torch.cuda.get_device_capability(self.device)
         needs: dict[Side, MemoryEstimate] = {}
         for side, config in self._sides(plan).items():
-            ops = select_operators(self.ops, config.spec, self.dtype, self.device)
-            if ops is cuda and "projections" in self.verdict.on_library:
-                ops = unfused
+            ops = select_operators(self.ops, config.spec, self.dtype, self.device, self.verdict)
             needs[side] = MemoryEstimate(
                 config,
                 self.dtype,
@@ -281,8 +279,8 @@ class ModelPair:
                 int4_head=self._quantization(side, ops).head == "int4",
                 prefix_tokens=0 if plan.num_sequences > 1 else self._prefix_cache_tokens(plan),
                 tree_slots=self.tree_slots(side, plan),
-                clusters=major in cuda.CLUSTER_MAJORS,
-                int4_kernels=unfused.has_int4_kernels(self.device),
+                clusters=major in CLUSTER_MAJORS,
+                int4_kernels=has_int4_kernels(self.device),
             )
         apart = plan.mode == "async" and plan.num_ranks > 1  # each rank holds one of the two models
         return [{side: need} for side, need in needs.items()] if apart else [needs]
@@ -404,7 +402,7 @@ class ModelPair:
         """Sets the CPU threads of the native operators, and with `set_torch_threads` those of torch, for the whole
         process. Called before the models are loaded, since packing uses the threads, too."""
         specs = self._specs(plan)
-        native = all(select_operators(self.ops, spec, self.dtype, self.device) is cpu for spec in specs)
+        native = all(select_operators(self.ops, spec, self.dtype, self.device).OWN_THREADS for spec in specs)
         hardware.set_thread_counts(self.threads, native=native, set_torch_threads=set_torch_threads)
 
     def with_vocab(self, vocab_size: int, masked_tokens: tuple[int, ...]) -> ModelPair:
@@ -591,7 +589,7 @@ class ModelPair:
             model = self.load(
                 path,
                 cache_dtype=self.cache_dtype,
-                packed_cache=self.cache if ops is cpu else None,
+                packed_cache=self.cache if ops.PACKED_CACHE else None,
                 hidden_layers=self.hidden_layers if side == "target" else (),
                 vocab_rows=self.vocab_size if side == "draft" else 0,
                 **how,
@@ -641,7 +639,7 @@ class ModelPair:
         block = self._block
         return draft_tree_slots(plan) if block is None else block.size
 
-    def _quantization(self, side: Side, ops: Any) -> LoadTimeQuantization:
+    def _quantization(self, side: Side, ops: Backend) -> LoadTimeQuantization:
         """Returns what is quantised when the target or the draft is loaded."""
         activations = self._usual_activations(side, ops)
         if self.activations != "auto":
@@ -652,7 +650,7 @@ class ModelPair:
         # int8 activations of the target's head would have more error than its weights
         return LoadTimeQuantization(activations, head, 2 if side == "target" else max(activations, 1))
 
-    def _usual_head(self, side: Side, ops: Any, activations: int) -> HeadFormat | None:
+    def _usual_head(self, side: Side, ops: Backend, activations: int) -> HeadFormat | None:
         """Returns the default of `LoadTimeQuantization.head` for the target or the draft, whose products quantise an
         activation to `activations` int8 numbers."""
         if side == "draft":
@@ -661,9 +659,9 @@ class ModelPair:
         is_int4 = layout is not None and layout.is_int4
         return "int8" if is_int4 and activations == INT8_NUMBERS["int8"] else None
 
-    def _usual_activations(self, side: Side, ops: Any) -> int:
+    def _usual_activations(self, side: Side, ops: Backend) -> int:
         """Returns the default of `LoadTimeQuantization.activations` for the target or the draft."""
-        if ops is not cpu or self.dtype != torch.bfloat16:
+        if not ops.INT8_ACTIVATIONS or self.dtype != torch.bfloat16:
             return 0
         small = side == "target" and self.config_of(side).spec.hidden_size <= MAX_INT16_HIDDEN_SIZE
         return INT8_NUMBERS["int16" if small else "int8"]
@@ -794,9 +792,7 @@ def make_group_method(
     slots, device = min(target.tree_slots, draft.tree_slots), target.model.device
     if isinstance(config, BatchConfig):
         return make_chains(config, slots, max_tokens, device)
-    # optional operator: backends without it use the reference implementation
-    resample: Resample = getattr(target.ops, "resample", resampling.resample)
-    return ParticleMethod(config, slots, max_tokens, device, resample)
+    return ParticleMethod(config, slots, max_tokens, device, target.ops.resample)
 
 
 def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalVerifier:
