@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 from swiftspec.builder.hardware import physical_cores, thread_count
 from swiftspec.distributed.launch.world import available_cores
 from swiftspec.lab.latency_model import GPUS, Constants, Gpu, LatencyLine, constants

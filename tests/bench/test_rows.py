@@ -12,7 +12,7 @@ from torch import Tensor
 from bench import rows
 from bench.rows import FORWARD, LINES, Measurement, first_block
 from swiftspec import _C
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 from tests.backends.test_cpu import BF16, int4, random
 
 pytestmark = pytest.mark.skipif(not _C.levels(), reason="this CPU has no AVX2")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swiftspec.__main__ import main
-from swiftspec.backends import cpu
+from swiftspec.backends.cpu import cpu
 from swiftspec.errors import UserError
 from swiftspec.extras import EXTRAS, install_hint
 from swiftspec.lab import doctor, machine

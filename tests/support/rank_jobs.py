@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import cpu as host
-from swiftspec.backends import reference
+from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.reference import reference
 from swiftspec.builder.load_options import LoadOptions, Side
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.control import policy

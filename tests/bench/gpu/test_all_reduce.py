@@ -14,7 +14,7 @@ from bench.gpu.all_reduce import GATHER, NCCL, ONE_SHOT, PRODUCT, SumBench, SumT
 from bench.gpu.cases import OURS, Maker
 from bench.gpu.shapes import RankShape
 from bench.gpu.timing import Call
-from swiftspec.backends import unfused
+from swiftspec.backends.unfused import unfused
 from tests.support.thread_group import ThreadGroup, on_ranks, peers
 
 SMALL = RankShape(128, 2, 1, 64, 256, 512, 64)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.group.leader import FollowerGroup, LeaderDrafter
 from swiftspec.distributed.launch.supervision import Heartbeat

@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swiftspec.backends import cpu, cuda, reference, unfused
+from swiftspec.backends.cpu import cpu
 from swiftspec.backends.cpu.packed_weight_cache import PackedWeightCache
+from swiftspec.backends.cuda import cuda
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder.memory_estimate import MemoryEstimate
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig, PopulationConfig

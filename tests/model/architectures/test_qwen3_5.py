@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swiftspec.backends import cpu, reference
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
 from swiftspec.builder.memory_estimate import MemoryEstimate
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
 from swiftspec.lab.pair import parameters

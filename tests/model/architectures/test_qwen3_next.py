@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftspec.backends import cpu, reference, unfused
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
 from swiftspec.lab.pair import parameters

@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.config import EngineConfig
 from swiftspec.lab import latency_model, results, timeline
 from swiftspec.lab.profile import read_prompts
