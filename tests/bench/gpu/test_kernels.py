@@ -24,7 +24,7 @@ from bench.gpu.kernels import Findings, Run
 from bench.gpu.shapes import RankShape
 from bench.gpu.timing import Call, GpuLost
 from bench.gpu.watchdog import watch
-from swiftspec.lab import latency_model
+from bench.prediction import latency_model
 from tests.bench.baselines import fakes
 
 MAKE = Maker("cpu", BaselineKernels())

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from swiftspec.__main__ import main
-from swiftspec.lab import pair
-from swiftspec.lab.latency_model import GPUS, constants
-from swiftspec.lab.machine import PredictedMachine
-from swiftspec.lab.pair import LocalModel, PairedDraft, PairFinder, RefusedDraft, format_pairs, models_in, parameters
+from bench import pair
+from bench.pair import LocalModel, PairedDraft, PairFinder, RefusedDraft, format_pairs, main, models_in, parameters
+from bench.prediction.latency_model import GPUS, constants
+from bench.prediction.machine import PredictedMachine
 from swiftspec.model.checkpoint_files import read_config
 from tests.support.gguf_files import write_gguf
 from tests.support.tiny_checkpoints import make_checkpoint, make_model
@@ -100,7 +99,7 @@ def test_the_command(
     (cache / "models--toy--good" / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(pair, "this_machine", lambda: MACHINE)
-    assert main(["pair", str(models / "target"), str(models)]) == 0
+    assert main([str(models / "target"), str(models)]) == 0
     out = capsys.readouterr().out
     table, _, rest = out.partition("\n\n")
     assert [line.split()[0] for line in table.splitlines()[1:4]] == ["toy/good", str(models / "bare"),
@@ -128,7 +127,7 @@ def test_no_model_can_draft(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
     monkeypatch.setattr(pair, "this_machine", lambda: MACHINE)
-    assert main(["pair", str(models / "target")]) == 0
+    assert main([str(models / "target")]) == 0
     out = capsys.readouterr().out
     assert "no model on this machine can draft" in out and "name directories that do" in out
 
@@ -149,6 +148,6 @@ def test_bad_arguments_take_one_line(
         ([target, "--hardware", "abacus"], "expected GPU and count", 1),
         ([], "the following arguments are required: TARGET", 2),
     ):
-        assert main(["pair", *argv]) == code
+        assert main([*argv]) == code
         err = capsys.readouterr().err
         assert words in err and err.count("\n") == 1

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.exactness import trial
+from bench.exactness.__main__ import main
+from bench.exactness.statistics import chi_square, compare, holm, pooled, survival, total_variation
 from swiftspec.config import EngineConfig
 from swiftspec.errors import DrafterLost
-from swiftspec.lab.exactness import trial
-from swiftspec.lab.exactness.command import main
-from swiftspec.lab.exactness.statistics import chi_square, compare, holm, pooled, survival, total_variation
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import VerifyResult
 from swiftspec.params import SamplingParams

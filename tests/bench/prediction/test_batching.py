@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.prediction import batching, latency_model
+from bench.prediction.predictor import main
+from bench.prediction.simulation import RecordedAcceptance, SimulatedTimes
 from swiftspec.errors import UserError
-from swiftspec.lab import batching_prediction, latency_model
-from swiftspec.lab.profile import main
-from swiftspec.lab.simulation import RecordedAcceptance, SimulatedTimes
 from swiftspec.model.config_json import parse_config
-from tests.lab.test_predict import LLAMA_3B, LLAMA_70B
+from tests.bench.prediction.test_predictor import LLAMA_3B, LLAMA_70B
 
 CHAINS = RecordedAcceptance(
     [{"plan": {"mode": "serial", "verify_batch": 3, "draft_leaves": 1, "draft_steps": 2}, "rounds": [[2, 0], [0, 0]]}]
@@ -28,10 +28,7 @@ def test_rows_and_tokens_of_each_kind_of_batching() -> None:
         times = SimulatedTimes(10.0 + rows, 1.0 + drafted / 10, verify=0.5)
         return times, times
 
-    found = {
-        (each.name, each.groups): each.speed
-        for each in batching_prediction.predict_batches([1, 4], 2, 2, CHAINS, forwards)
-    }
+    found = {(each.name, each.groups): each.speed for each in batching.predict_batches([1, 4], 2, 2, CHAINS, forwards)}
     assert found["ar", 4] == pytest.approx(4 / 14.5)
     # G (K + 1) rows verified; 2 G of the draft, then G; two tokens a round on average
     assert found["chains K 2", 4] == pytest.approx(4 * 2 / (22.5 + 1.8 + 1.4))
@@ -40,7 +37,7 @@ def test_rows_and_tokens_of_each_kind_of_batching() -> None:
     assert found["smc N 2 K 2", 1] == pytest.approx(3 / (16.5 + 1.4 + 1.2))
     assert (24, 16, 4) in calls and (24, 8, 4) in calls
     assert (
-        batching_prediction.format_batches(batching_prediction.predict_batches([1, 4], 2, 2, CHAINS, forwards))
+        batching.format_batches(batching.predict_batches([1, 4], 2, 2, CHAINS, forwards))
         .splitlines()[2]
         .startswith("4 ")
     )
@@ -66,7 +63,7 @@ def test_the_command_compares_particles_with_chains(tmp_path: Path, capsys: pyte
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     models = ["--model", str(tmp_path / "target"), "--draft-model", str(tmp_path / "draft")]
-    assert main(["predict", "--hardware", "h200x1", *models, "--groups", "1,8", "--particles", "2"]) == 0
+    assert main(["--hardware", "h200x1", *models, "--groups", "1,8", "--particles", "2"]) == 0
     out = capsys.readouterr().out
     assert "ar, tok/s" in out and "chains K 4, tok/s" in out and "smc N 2 K 4, tok/s" in out
     for more, message in (
@@ -75,6 +72,6 @@ def test_the_command_compares_particles_with_chains(tmp_path: Path, capsys: pyte
         (["--groups", "2", "--smc-draft-tokens", "5"], "were recorded; recorded lengths: 1, 2, 3, 4, 6, 8"),
         ([], "use at least two ranks, --link or --groups"),
     ):
-        assert main(["predict", "--hardware", "h200x1", *models, *more]) == 1
+        assert main(["--hardware", "h200x1", *models, *more]) == 1
         errors = capsys.readouterr().err
         assert message in errors and errors.count("\n") == 1
