@@ -104,7 +104,7 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
         raise UsageError(f"nothing to test: {why}")
     tested = CountingEngine(tree.llm)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        verdict, texts = _trials(own, plain, tree, tested, settings, prompt, progress)
+        verdict, texts = _trials(own, plain, tree, tested=tested, settings=settings, prompt=prompt, progress=progress)
     for session in (tree, plain):
         session.close()
     return _report(tree, tested, verdict, texts)
@@ -114,6 +114,7 @@ def _trials(
     own: argparse.Namespace,
     plain: Session,
     tree: Session,
+    *,
     tested: CountingEngine,
     settings: Settings,
     prompt: str,

@@ -327,8 +327,10 @@ def modelled_step_times(
     ) -> tuple[SimulatedTimes, SimulatedTimes]:
         slow, fast = (
             SimulatedTimes(
-                latency_model.forward(target, x, rows, lines, int4, context, sequences),
-                latency_model.forward(draft, y, leaves or draft_leaves, lines, int4, context, sequences),
+                latency_model.forward(target, x, rows, lines, int4, context=context, sequences=sequences),
+                latency_model.forward(
+                    draft, y, leaves or draft_leaves, lines, int4, context=context, sequences=sequences
+                ),
                 **around,
             )
             for lines in ends

@@ -182,16 +182,16 @@ def _request(
     texts = read_prompts(args.prompts or PROMPTS, "humaneval" if code_only and not args.prompts else None, args.limit)
     sampling = settings.sampling_params(generation_defaults(found.generation_config))
     return SweepRequest(
-        modes,
-        pairs,
-        whole,
-        encode_prompts(pair.target, texts, chat=not code_only),
-        args.max_tokens,
-        args.repeats,
-        seconds(args.budget),
-        (GREEDY,) if sampling.greedy else (GREEDY, sampling),
-        USUAL.for_device(device).leaves_per_expansion,
-        "unfused" if device == "cuda" else "reference",
+        modes=modes,
+        pairs=pairs,
+        shards_on_all_ranks=whole,
+        prompts=encode_prompts(pair.target, texts, chat=not code_only),
+        max_tokens=args.max_tokens,
+        repeats=args.repeats,
+        budget=seconds(args.budget),
+        samplings=(GREEDY,) if sampling.greedy else (GREEDY, sampling),
+        draft_leaves=USUAL.for_device(device).leaves_per_expansion,
+        base_ops="unfused" if device == "cuda" else "reference",
     )
 
 

@@ -85,15 +85,19 @@ def _cost(this: Json, after: Json) -> RoundCost:
     begin, end = this["target"]["verify"]
     length = after["target"]["verify"][0] - begin
     asked, given = after.get("wait", (0.0, 0.0))  # a round without the draft does not wait
-    grown, short = this.get("draft", {}), expanded_first(after)
+    grown = this.get("draft", {})
+    proposed = grown.get("propose", (0, 0))[1]
     late = max(grown.get("grow", (end, end))[1] - end, 0.0)
-    seconds = sum(f[1] - f[0] for f in short)
-    expansions = len(grown.get("forwards", ())) - sum(
-        1 for f in grown.get("forwards", ()) if f[0] < grown.get("propose", (0, 0))[1]
-    )
-    forward = this["target"]["forward"]
+    short = expanded_first(after)
     return RoundCost(
-        length, end - begin, forward, given - asked, min(late, given - asked), seconds, len(short), expansions
+        length=length,
+        verify=end - begin,
+        forward=this["target"]["forward"],
+        wait=given - asked,
+        late=min(late, given - asked),
+        short=sum(forward[1] - forward[0] for forward in short),
+        critical=len(short),
+        expansions=sum(forward[0] >= proposed for forward in grown.get("forwards", ())),
     )
 
 

@@ -140,18 +140,6 @@ def test_an_unused_draft_proves_nothing(
     assert idle.idle == "no draft token was accepted"
 
 
-def test_rounding_is_reported_if_only_single_answers_differ(
-    pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trial, "compare_texts", lambda name, *_: trial.TextComparison(name, 8, [3]))
-    flags = [*pair, "--raw", "--temperature", "0", "--prompt", "a"]
-    assert main(flags) == 1
-    out = capsys.readouterr().out
-    assert "7 of 8 answers are identical; first difference at token 4" in out and "DIFFERENT" in out
-    assert "use --dtype float64" in out
-    assert main([*flags, "--dtype", "float64"]) == 1 and "--dtype float64" not in capsys.readouterr().out
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_demo_models_pass() -> None:

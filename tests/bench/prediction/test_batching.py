@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from bench.prediction import batching, latency_model
-from bench.prediction.predictor import main
 from bench.prediction.simulation import RecordedAcceptance, SimulatedTimes
-from swiftspec.errors import UserError
 from swiftspec.model.config_json import parse_config
-from tests.bench.prediction.test_predictor import LLAMA_3B, LLAMA_70B
+from tests.bench.prediction.test_predictor import LLAMA_70B
 
 CHAINS = RecordedAcceptance(
     [{"plan": {"mode": "serial", "verify_batch": 3, "draft_leaves": 1, "draft_steps": 2}, "rounds": [[2, 0], [0, 0]]}]
@@ -43,35 +38,9 @@ def test_rows_and_tokens_of_each_kind_of_batching() -> None:
     )
 
 
-def test_chains_without_recorded_acceptance() -> None:
-    with pytest.raises(UserError, match="no chains of 3 draft tokens were recorded; recorded lengths: 2"):
-        CHAINS.chains(3)
-    with pytest.raises(UserError, match="recorded lengths: none"):
-        RecordedAcceptance([]).chains(2)
-
-
 def test_rows_are_nearly_free_until_compute_is_the_limit() -> None:
     config, lines = parse_config(LLAMA_70B), latency_model.constants(latency_model.GPUS["h200"])[1]
     times = [latency_model.forward(config, 1, rows, lines, False) for rows in (1, 64, 1024)]
     assert times[1] < 1.05 * times[0] and times[2] > 3 * times[0]
     four = latency_model.forward(config, 1, 4, lines, False, sequences=4)
     assert four > latency_model.forward(config, 1, 4, lines, False), "each request has a context of its own to read"
-
-
-def test_the_command_compares_particles_with_chains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, config in (("target", LLAMA_70B), ("draft", LLAMA_3B)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    models = ["--model", str(tmp_path / "target"), "--draft-model", str(tmp_path / "draft")]
-    assert main(["--hardware", "h200x1", *models, "--groups", "1,8", "--particles", "2"]) == 0
-    out = capsys.readouterr().out
-    assert "ar, tok/s" in out and "chains K 4, tok/s" in out and "smc N 2 K 4, tok/s" in out
-    for more, message in (
-        (["--groups", "1,x"], "--groups '1,x': expected numbers of requests"),
-        (["--groups", "1,999"], "in 1..256"),
-        (["--groups", "2", "--smc-draft-tokens", "5"], "were recorded; recorded lengths: 1, 2, 3, 4, 6, 8"),
-        ([], "use at least two ranks, --link or --groups"),
-    ):
-        assert main(["--hardware", "h200x1", *models, *more]) == 1
-        errors = capsys.readouterr().err
-        assert message in errors and errors.count("\n") == 1

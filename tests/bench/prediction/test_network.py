@@ -9,7 +9,6 @@ from bench.prediction.network import LinkCost
 from bench.prediction.network_link import Link
 from bench.prediction.predictor import main
 from bench.prediction.simulation import SimulatedTimes
-from swiftspec.errors import UserError
 
 TIMES = SimulatedTimes(30, 3)  # milliseconds
 DRAFT_APART, BOTH_APART = LinkCost(20, 0, both=False), LinkCost(20, 0, both=True)
@@ -47,15 +46,6 @@ def test_valid_links() -> None:
     assert Link.parse("40ms") == Link(0.04)
     assert Link.parse("200us,1Gbit").one_way(0) == pytest.approx(1e-4)
     assert Link.parse("1s, 500kbit").one_way(62_500) == pytest.approx(1.5)
-
-
-BAD = ["", "40", "ms", "-1ms", "40ms,", "40ms,fast", "40ms,0Gbit", "61s", "1e3ms", "1ms,1Gbit,"]
-
-
-@pytest.mark.parametrize("text", BAD)
-def test_invalid_links(text: str) -> None:
-    with pytest.raises(UserError, match=r"--link .*: expected a round trip"):
-        Link.parse(text)
 
 
 def test_the_command_reports_whether_it_pays(capsys: pytest.CaptureFixture[str]) -> None:

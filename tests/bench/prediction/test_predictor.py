@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from bench.prediction import latency_model, machine, predictor, simulation
+from bench.prediction import latency_model, machine, simulation
 from bench.prediction.predictor import main
-from bench.prediction.simulation import RecordedAcceptance, SimulatedTimes
+from bench.prediction.simulation import SimulatedTimes
 from swiftspec.errors import UserError
 from swiftspec.model.config_json import parse_config
 from swiftspec.profiles import emulation
 from swiftspec.text.codec import TextCodec
-from tests.support.profiles import KEY, profile, run
+from tests.support.profiles import profile, run
 from tests.support.ranks import Pool
 
 ROUNDS = [(1, 0), (2, 1), (0, 0)]  # accepted, expansions on the critical path
@@ -58,15 +58,6 @@ def test_expansions_longer_than_a_round_delay_the_next_one() -> None:
     """An expansion on the critical path delays the target, which lets the draft catch up."""
     found = simulation.asynchronous([(0, 0), (0, 1), (0, 0)], 4, SimulatedTimes(10, 3))
     assert found.round * 3 == pytest.approx(12 + 15 + 12)
-
-
-def test_the_advice_names_the_side_that_limits() -> None:
-    assert simulation.best_improvement("async", [(1, 0)] * 9, 2, SimulatedTimes(10, 3))[0] == "10 % shorter target step"
-    assert simulation.best_improvement("async", [(1, 0)] * 9, 4, SimulatedTimes(10, 3))[0] == "10 % shorter draft step"
-    assert (
-        simulation.best_improvement("ar", [(0, 0)], 1, SimulatedTimes(1, 1, verify=9))[0]
-        == "no time outside the models"
-    )
 
 
 def test_the_interval_contains_the_estimate() -> None:
@@ -133,15 +124,6 @@ def test_prediction_is_compared_with_measurement(tmp_path: Path, capsys: pytest.
     assert "async 1+1    predicted   300.0  measured   250.0 (d 2)  +20.0%" in capsys.readouterr().out, "w = 8 as w = 8"
 
 
-def test_autoregressive_decoding_verifies_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "t.json").write_text(json.dumps({"target": {"1": {"1": 4, "8": 10}}, "draft": {"1": {"8": 2}}}))
-    profile_ = profile(run("ar", 2, 0, 250.0), key={**KEY, "ranks": 2}, around={"verify": 0.0})
-    (tmp_path / "p.json").write_text(json.dumps(profile_))
-    spec = ["--emulate", str(tmp_path / "t.json"), "--ranks", "2", "--against", str(tmp_path / "p.json")]
-    assert main([*spec]) == 0
-    assert "ar 2         predicted   250.0  measured   250.0  +0.0%" in capsys.readouterr().out
-
-
 TABLE = {"target": {"1": {"8": 160}, "2": {"8": 100}, "3": {"8": 80}},
          "draft": {"1": {"8": 26}, "2": {"8": 22}, "3": {"8": 20}}}  # fmt: skip
 PLANS = [
@@ -170,25 +152,6 @@ def test_no_split_is_faster_than_predicted_or_loses_its_overlap(tmp_path: Path, 
         rounds = [tuple(round_) for round_ in run_["rounds"]] or [(0, 0)]
         predicted = simulation.run(plan["mode"], rounds, plan.get("draft_steps", 1), times).speed
         assert 0.65 * predicted <= run_["speed"] <= 1.05 * predicted, plan
-
-
-@pytest.mark.parametrize(
-    "argv", [[], ["--hardware", "h200"], ["--hardware", "tpux8", "--model", "x"], ["--hardware", "h200x8"],
-             ["--emulate", "target=3ms"], ["--emulate", "target=3ms,draft=1ms", "--ranks", "1"],
-             ["--emulate", "target=3ms,draft=1ms", "--verify-batch", "5"], ["--against", "nowhere.json"]],
-)  # fmt: skip
-def test_predictions_that_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*argv]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_the_recorded_rounds_of_the_demo_models_exist() -> None:
-    known = RecordedAcceptance(json.loads(predictor.ACCEPTANCE.read_text())["rounds"])
-    assert known.depths("async", 8, 8)[:4] == [1, 2, 3, 4]
-    means = [
-        simulation.serial(known.rounds("serial", 8, 8, d), d, SimulatedTimes(1, 1)).tokens_per_round for d in (1, 2, 4)
-    ]
-    assert 1 < means[0] < means[1] < means[2] < 8
 
 
 def test_constants_of_this_cpu() -> None:
