@@ -161,7 +161,7 @@ class TokenEngine:
         """Sets the listener that receives trace records, from the next request on. None removes the listener.
 
         The listener is called on the decoding thread with the records of several rounds. Functions in
-        `observe.round_records` and `observe.trace_format` convert records to trace lines in any thread; see
+        `observe.trace_format` convert records to trace lines in any thread; see
         docs/reference/trace.md.
         """
         self.roles.recorder.listener = listener
