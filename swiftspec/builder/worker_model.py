@@ -12,6 +12,7 @@ from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions, Side
 from swiftspec.builder.loaded_model import LoadedModel
 from swiftspec.builder.model_pair import ModelPair, build_drafter, build_verifier
+from swiftspec.builder.rules import resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives.join import RankGroup
 from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
@@ -83,7 +84,7 @@ class WorkerModel:
         self.side: Side = side
         with report_startup_error(world):
             device = resolve_device(options.get("device", "auto"))
-            limits = replace(limits, shape=limits.shape.for_device(device.type))
+            limits = replace(limits, shape=resolve_config(limits.shape, model, device.type))
             self.limits, self.path = limits, model
             models = ModelPair.create(model, model if side == "draft" else None, limits.shape, world, options)
         models.set_thread_counts(limits.shape, set_torch_threads=options.get("set_torch_threads", True))

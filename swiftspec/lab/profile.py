@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftspec import file_io
+from swiftspec.builder.rules import resolve_config
 from swiftspec.capabilities import check_features
 from swiftspec.config import SUFFIX_LOOKUP
 from swiftspec.errors import UserError
@@ -194,7 +195,7 @@ def _request(
         args.repeats,
         seconds(args.budget),
         (GREEDY,) if sampling.greedy else (GREEDY, sampling),
-        USUAL.for_device(device).leaves_per_expansion,
+        resolve_config(USUAL, pair.draft, device).leaves_per_expansion,
         "unfused" if device == "cuda" else "reference",
     )
 
