@@ -71,7 +71,7 @@ def test_a_resolved_configuration_stays_as_it_is(
 
 def test_a_given_value_precedes_that_of_a_profile() -> None:
     profile = {"mode": "serial", "draft_steps": 5, "draft_leaves": 2}
-    options = Settings(draft_model="draft", draft_leaves=3)
+    options = Settings.create({"draft_model": "draft", "draft_leaves": 3}, flag_name)
     resolution = Resolution(options.choices(True, 1, profile, "best.json"))
     config = resolution.config()
     assert (config.mode, config.draft_steps, config.draft_leaves) == ("serial", 5, 3)
