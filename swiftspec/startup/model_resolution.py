@@ -112,7 +112,9 @@ class ResolvedModels:
         return ResolvedModels(model, draft_model, target, draft, choices, plan, built_in)
 
 
-def check_before_download(named: Sequence[tuple[str, str | None]], config: EngineConfig | Choices, check: ConfigCheck | None) -> None:
+def check_before_download(
+    named: Sequence[tuple[str, str | None]], config: EngineConfig | Choices, check: ConfigCheck | None
+) -> None:
     """Judges models before their weights are downloaded, by their small files, which it downloads: configuration,
     format of the weights, what `check` checks if it applies, and tokenizers. Raises UserError if they cannot run.
     `named`: names and revisions of the target, and of the draft if there is one."""
