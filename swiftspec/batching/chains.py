@@ -88,7 +88,7 @@ class CoupledChains(VerifiedChains):
         """Accepts the draft tokens before the first one that differs from the token of autoregressive decoding."""
         keys = [each for each in drafted.keys if each is not None]
         stacked = torch.stack(keys, 1) if keys else None
-        found = match_chains(sampler, logits.squeeze(2), drafted.tokens.squeeze(1), stacked)
+        found = match_drafts(sampler, logits.squeeze(2), drafted.tokens.squeeze(1), stacked)
         return RoundVerdict(found.count[:, None], found.bonus[:, None])
 
 
@@ -114,7 +114,7 @@ class RejectionSampledChains(VerifiedChains):
         keys, tokens = drafted.keys[-1], drafted.tokens.squeeze(1)
         assert keys is not None
         uniforms = drafted.uniforms(tokens.shape[1]).squeeze(1)
-        found = reject_chains(sampler, logits.squeeze(2), torch.stack(drafted.logits, 1), tokens, uniforms, keys)
+        found = reject_drafts(sampler, logits.squeeze(2), torch.stack(drafted.logits, 1), tokens, uniforms, keys)
         return RoundVerdict(found.count[:, None], found.bonus[:, None])
 
 
@@ -135,7 +135,7 @@ def _draw_autoregressive(sampler: RowSampler, logits: Tensor, keys: Tensor | Non
     return sampler.ops.draw_keyed(logits, sampler.vocab, keys, scores)[0]
 
 
-def match_chains(sampler: RowSampler, logits: Tensor, tokens: Tensor, keys: Tensor | None) -> ChainVerdict:
+def match_drafts(sampler: RowSampler, logits: Tensor, tokens: Tensor, keys: Tensor | None) -> ChainVerdict:
     """Accepts the draft tokens before the first one that differs from the token of autoregressive decoding.
 
     `logits`: the target's raw logits, [requests, K + 1, at least V].
@@ -154,7 +154,7 @@ def match_chains(sampler: RowSampler, logits: Tensor, tokens: Tensor, keys: Tens
     return fused(rows.view(*shape, -1), sampler.vocab, tokens, keys, scores)
 
 
-def reject_chains(
+def reject_drafts(
     sampler: RowSampler, logits: Tensor, draft: Tensor, tokens: Tensor, uniforms: Tensor, keys: Tensor
 ) -> ChainVerdict:
     """Accepts draft tokens by rejection sampling.

@@ -1,4 +1,4 @@
-// Layout of packed proposals and results: the words of the header, then columns of kCount words each. Made by
+// Layout of packed proposals and results: a header, then columns of kCount 32-bit words each. Made by
 // `python -m tools.message_layout` from swiftspec/distributed/transport/codec.py and swiftspec/messages.py.
 #pragma once
 

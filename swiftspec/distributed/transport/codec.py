@@ -24,7 +24,7 @@ Frame = tuple[int, Words]  # opcode and words of a message
 MAX_REASON_CHARS = 200  # longest quotation of a peer's data in an error message, in characters
 MAX_ERROR_CHARS = 500  # of a peer's error message
 Message = RequestStart | Proposal | VerifyResult | int
-# Layout of proposals and results: the words of the header, then columns of `count` words each. After a change run
+# Layout of proposals and results: a header, then columns of `count` words each. After a change run
 # `python -m tools.message_layout`, which generates it for C++.
 HEADER = ("request", "round", "prefix_len", "count")
 PROPOSAL_COLUMNS = ("tokens", "parents", "weights", "sources")  # weights: the bits of float32 numbers
