@@ -39,7 +39,7 @@ import torch
 
 from bench.common.roles import local_roles
 from bench.data.heldout import DEMO, ROOT, read_token_ids
-from swiftspec.backends import cuda
+from swiftspec.backends.cuda import cuda
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder.load_options import CacheName, HeadName, LoadModel, LoadOptions
 from swiftspec.config import EngineConfig, PopulationConfig

@@ -6,16 +6,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
 
 import torch
 from torch import Tensor
 
-from swiftspec.backends.reference import Scores, chains
+from swiftspec.backends.reference import chains
 from swiftspec.backends.reference.chains import ChainVerdict
 from swiftspec.backends.reference.noise import counters, gumbel, row_bits
+from swiftspec.backends.reference.sampling import Scores
 from swiftspec.batching.group_method import DraftedTokens, RoundVerdict
 from swiftspec.batching.group_spans import GroupSpan
 from swiftspec.batching.noise_streams import RowStreams
@@ -25,10 +26,6 @@ from swiftspec.config import BatchConfig, NativeRoundParams
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.row_sampler import RowSampler
 from swiftspec.tree.mask import MASK_WIDTHS
-
-# operators of backends/cuda/chains.py
-MatchChains = Callable[[Tensor, int, Tensor, Tensor | None, Scores], ChainVerdict]
-RejectChains = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], ChainVerdict]
 
 
 class VerifiedChains:
@@ -145,8 +142,7 @@ def match_drafts(sampler: RowSampler, logits: Tensor, tokens: Tensor, keys: Tens
     The bonus token is -1 where logits are not finite.
     """
     shape, rows, keys = logits.shape[:2], logits.flatten(0, 1), None if sampler.greedy else keys
-    # optional operator: backends without it use the reference implementation
-    fused: MatchChains | None = getattr(sampler.ops, "match_chains", None)
+    fused = sampler.ops.match_chains
     if fused is None:
         best = _draw_autoregressive(sampler, rows, None if keys is None else keys.flatten())
         return chains.accept_matching_prefix(best.view(shape), tokens)
@@ -168,8 +164,7 @@ def reject_drafts(
     The bonus token is -1 where logits are not finite.
     """
     target = sampler.target(logits.flatten(0, 1)).view(*logits.shape[:2], -1)
-    # optional operator: backends without it use the reference implementation
-    fused: RejectChains | None = getattr(sampler.ops, "reject_chains", None)
+    fused = sampler.ops.reject_chains
     if fused is not None:
         return fused(target, draft, tokens, uniforms, keys)
     noise = gumbel(row_bits(keys, counters(range(sampler.vocab), keys.device)), target.dtype)

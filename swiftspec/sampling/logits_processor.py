@@ -13,21 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.backends.reference import Scores
+from swiftspec.backends.reference import Backend
 from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters
 from swiftspec.sampling.logits_params import LogitsParams
-
-
-class SamplerOps(Protocol):
-    """Sampling operators over whole rows of logits; see the functions of the same names in
-    swiftspec.backends.reference."""
-
-    def gumbel_rows(self, seed: int, stream: int, positions: Tensor, tokens: range, /) -> Tensor: ...
-    def draw(self, logits: Tensor, vocab: int, scores: Scores, /) -> Tensor: ...
-    def children(self, logits: Tensor, vocab: int, k: int, scores: Scores, /) -> tuple[Tensor, Tensor]: ...
-    def draw_keyed(self, logits: Tensor, vocab: int, keys: Tensor, scores: Scores, /) -> tuple[Tensor, Tensor]: ...
-    def log_probs(self, logits: Tensor, vocab: int, tokens: Tensor, scores: Scores, /) -> Tensor: ...
 
 
 class ShardedVocab(Protocol):
@@ -69,7 +58,7 @@ class LogitsProcessor:
         params: SamplingParams,
         vocab: int,
         device: torch.device | str,
-        ops: SamplerOps,
+        ops: Backend,
         shard: ShardedVocab | None = None,
     ) -> None:
         self.params, self.vocab, self.device, self.shard = params, vocab, device, shard

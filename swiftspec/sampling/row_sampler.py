@@ -7,10 +7,11 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from swiftspec.backends.reference import Scores
+from swiftspec.backends.reference import Backend
+from swiftspec.backends.reference.sampling import Scores
 from swiftspec.params import FILTERS, PENALTIES, SamplingParams
 from swiftspec.sampling import filters
-from swiftspec.sampling.logits_processor import LogitsProcessor, SamplerOps
+from swiftspec.sampling.logits_processor import LogitsProcessor
 
 
 def _always(_holds: Tensor) -> bool:
@@ -26,7 +27,7 @@ class RowSampler(LogitsProcessor):
     raw logits. `key`: equal for requests that can share a sampler.
     """
 
-    def __init__(self, params: SamplingParams, vocab: int, device: torch.device, ops: SamplerOps) -> None:
+    def __init__(self, params: SamplingParams, vocab: int, device: torch.device, ops: Backend) -> None:
         super().__init__(params, vocab, device, ops)
         self.key = row_sampler_key(params)
         self.penalised = params.penalised or params.min_tokens > 0  # logits depend on the preceding tokens

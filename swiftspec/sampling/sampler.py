@@ -13,13 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from swiftspec.backends import reference
-from swiftspec.backends.reference import Scores
-from swiftspec.backends.reference.sampling import calibrated_scores, compute_scores
+from swiftspec.backends.reference import Backend, reference
+from swiftspec.backends.reference.sampling import Scores, calibrated_scores, compute_scores
 from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters
 from swiftspec.sampling.logits_params import PROCESSED, RAW, LogitsParams
-from swiftspec.sampling.logits_processor import LogitsProcessor, SamplerOps, ShardedVocab
+from swiftspec.sampling.logits_processor import LogitsProcessor, ShardedVocab
 from swiftspec.sampling.noise import TARGET_STREAM, PositionNoise
 
 NoiseRows = Callable[[Tensor, range, torch.dtype], tuple[Tensor, Tensor]]  # signature of PositionNoise.rows
@@ -81,7 +80,7 @@ class Sampler(LogitsProcessor):
         prompt: Sequence[int],
         vocab: int,
         device: torch.device | str,
-        ops: SamplerOps = reference,
+        ops: Backend = reference,
         *,
         shard: ShardedVocab | None = None,
         constraint: TokenConstraint | None = None,
@@ -167,7 +166,7 @@ class Sampler(LogitsProcessor):
     def _operator_inputs(
         self, logits: Tensor, paths: Paths | None, positions: Tensor | None, values: LogitsParams
     ) -> tuple[Tensor, int, Scores]:
-        """Returns the arguments (logits, vocab, scores) of `SamplerOps.draw` and `children`, which apply bias and
+        """Returns the arguments (logits, vocab, scores) of `Backend.draw` and `children`, which apply bias and
         temperature themselves unless penalties or filters require `process_logits`. `positions`: None for no noise."""
         bias, scalars = None, values.scores[PROCESSED]
         if self.history is not None or self.filtered:

@@ -12,7 +12,7 @@ import torch
 
 from bench.data.heldout import DEMO, read_token_ids
 from bench.gpu import step
-from swiftspec.backends import unfused
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError

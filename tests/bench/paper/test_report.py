@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from bench.paper.evaluation import DEFAULTS_NAME, GREEDY_NAME, Evaluation, Request, best_depth
-from bench.paper.report import Report, measured_kernels, write_report
+from bench.paper.report import write_report
 from bench.paper.results import ABLATION, SPLITS, TREE, TUNING, Cell, Result, ResultFile
 from bench.paper.systems import ALL, BASE, KERNELS, PAPER_SPLITS, PLAIN, SPLIT, SYSTEMS, Shape, System, split_name
 from swiftspec.control.step_times import GREEDY
@@ -62,34 +62,8 @@ def test_the_report_has_every_figure(tmp_path: Path) -> None:
     assert all(file.read_text(encoding="utf-8").startswith("<?xml") for file in files[2:])
 
 
-def test_another_order_than_the_papers_is_named(tmp_path: Path) -> None:
-    text = Report(evaluation_of(tmp_path, SPEEDS | {SPLIT: 170.0})).text("pair")
-    assert "Order as in the paper: no, base + split is faster than all." in text
-
-
-def test_figures_without_results_are_left_out(tmp_path: Path) -> None:
-    made = evaluation_of(tmp_path, SPEEDS, emulates=False)
-    made.results.found = {cell: each for cell, each in made.results.found.items() if cell.part == TUNING}
-    made.notes.append("Figure 2: not all of it was measured")
-    text = Report(made).text("pair")
-    assert "## Figure 8" not in text and "## Table 6" not in text and "**Figure 2: not all" in text
-    assert "| 1+1 | - | 1 | 150.0 |" in text  # Figure 9, from the tuning runs of this machine
-
-
 def test_the_depth_with_the_most_tokens_per_second_is_chosen(tmp_path: Path) -> None:
     made = evaluation_of(tmp_path, SPEEDS)
     assert best_depth(made.results, TUNING, ALL, (1, 1)) == (1, 150.0)
     assert best_depth(made.results, TUNING, ALL, (3, 1)) == (3, 0.0)
     assert [made.best_split(system) for system in SYSTEMS] == [(1, 0), (1, 0), (1, 1), (1, 0), (1, 1)]
-
-
-def test_measured_kernels(tmp_path: Path) -> None:
-    assert measured_kernels(tmp_path / "missing.json") == ({}, "")
-    file = tmp_path / "kernels.json"
-    file.write_text(
-        '{"machine": {"gpu": "G"}, "results": ['
-        '{"model": "m", "tp": 4, "op": "o", "rows": 8, "competitor": "swiftspec", "microseconds": 5.0},'
-        '{"model": "m", "tp": 4, "op": "o", "rows": 8, "competitor": "marlin", "microseconds": 9.0}]}',
-        encoding="utf-8",
-    )
-    assert measured_kernels(file) == ({("m", 4, "o"): 5.0}, "G")
