@@ -377,8 +377,8 @@ class Report:
         head = ["operator", *(f"{name} ({QUOTED_KIND})" for name in shares), *(f"{name} (here)" for name in shares)]
         note = (
             "Peaks: 989 TFLOP/s and 3.35 TB/s, which the paper's shares of projections imply; all-reduces in % of"
-            f" NVLink. This project ({MEASURED}): on {ours.gpu}, one rank's shard without all-reduce; attention after {CONTEXT}"
-            " tokens, O and down with their residual, QKV and SwiGLU with the norm."
+            f" NVLink. This project ({MEASURED}): on {ours.gpu}, one rank's shard without all-reduce; attention"
+            f" after {CONTEXT} tokens, O and down with their residual, QKV and SwiGLU with the norm."
             if ours
             else ""
         )

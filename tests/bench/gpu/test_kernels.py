@@ -280,7 +280,7 @@ def test_a_complete_run_in_two_processes(
     small = Maker("cpu", BaselineKernels(), cold=1)
     several = [small.linear("small", 2, "o", 8), small.attention("small", 1, 40, 8)]
     monkeypatch.setattr(kernels, "cases", lambda make, rows, contexts: iter(several))
-    monkeypatch.setattr(kernels, "copy_speed", lambda device, size: 4000.0)
+    monkeypatch.setattr(kernels, "copy_speed", lambda device: 4000.0)
     monkeypatch.setattr(kernels, "graph_timer", lambda calls: 5.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     file, constants = tmp_path / "found.json", tmp_path / "constants.json"
