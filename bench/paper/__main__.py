@@ -78,6 +78,8 @@ def main() -> None:
             read_tasks(family, files)
         ranks = CPU_RANKS if args.emulate or args.device == "cpu" else torch.cuda.device_count()
         if "RANK" not in os.environ and ranks > 1:
+            with ExitStack() as stack:  # so does a server that does not answer
+                open_servers(stack, args.server, next(iter(pairs.values()))[0])
             sys.exit(run_on_ranks(ranks, sys.argv[1:]))
         check_device(parser, args.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         evaluate_all(pairs, args, files, join_world())
@@ -184,7 +186,7 @@ def evaluate(
         folder = args.output / name
         results = ResultFile.open(folder / "results.jsonl", settings(models, args, request))
         with ExitStack() as stack:
-            servers = [stack.enter_context(client) for client in clients(args.server, chat=chats(models[0]))]
+            servers = open_servers(stack, args.server, models[0])
             evaluation = Evaluation(pool, request, results, partial(print, flush=True), servers)
             evaluation.run()
     finally:
@@ -200,11 +202,14 @@ def chats(target: Path) -> bool:
     return target != DEMO_MODELS.target
 
 
-def clients(servers: Sequence[tuple[str, str]], *, chat: bool) -> list[CompletionClient]:
-    """Returns a client of each server after its first answer. Raises UserError if one does not answer."""
-    made = [CompletionClient(name, url, model=None, chat=chat, api_key=None) for name, url in servers]
-    for client in made:
+def open_servers(stack: ExitStack, servers: Sequence[tuple[str, str]], target: Path) -> list[CompletionClient]:
+    """Returns a client of each server, which `stack` closes, after a first answer. Raises UserError if one does not
+    answer."""
+    made = []
+    for name, url in servers:
+        client = stack.enter_context(CompletionClient(name, url, model=None, chat=chats(target), api_key=None))
         client.warm_up({"temperature": 0, "ignore_eos": True})
+        made.append(client)
     return made
 
 

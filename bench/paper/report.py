@@ -286,8 +286,8 @@ class Report:
             parallel, serial = (depths[side][d].tokens_per_round or 0.0 for side in ("parallel", "serial"))
             losses.append(f"{100 * (1 - parallel / serial):.0f} % at d = {d}")
         yield (
-            f"At equal d, bs and w asynchronous rounds have fewer tokens here: {', '.join(losses)}; in the paper, whose"
-            f" two modes have one configuration, {100 * (1 - paper['parallel'] / paper['serial']):.0f} %."
+            f"At equal d, bs and w asynchronous rounds lose tokens here: {', '.join(losses)}; in the paper, whose two"
+            f" modes have one configuration, {100 * (1 - paper['parallel'] / paper['serial']):.0f} %."
         )
         times = [self.step_times(system) for system in (SPLIT, BASE)]
         if times[0] is not None and times[1] is not None:
