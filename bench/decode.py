@@ -37,7 +37,7 @@ from bench.baselines.llama_plain import LlamaCpp, LlamaSampling, has_llama_cpp
 from bench.common.device import add_device_flag, check_device
 from bench.data import tasks
 from bench.data.heldout import DEMO, read_prompts
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import PROPOSAL_METHODS, VERIFY_METHODS, EngineConfig
 from swiftspec.distributed.launch.world import available_cores, join_world, pin_to_cores

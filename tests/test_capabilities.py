@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.backends import cpu, reference, unfused
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.capabilities import (
     COMMAND_FEATURES,
     FEATURES,

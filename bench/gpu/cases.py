@@ -22,9 +22,10 @@ from bench.baselines import kernels as rivals
 from bench.baselines.kernels import BaselineKernels, Tree
 from bench.gpu.shapes import SPLITS, RankShape
 from bench.gpu.timing import Call
-from swiftspec.backends import reference, unfused
 from swiftspec.backends.cuda.linear import PeerCommunicator, make_inbox, max_lines
-from swiftspec.backends.reference import Scores
+from swiftspec.backends.reference import reference
+from swiftspec.backends.reference.sampling import Scores
+from swiftspec.backends.unfused import unfused
 from swiftspec.model.batch import Batch
 from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.weights import DenseWeight

@@ -69,7 +69,7 @@ class Findings:
     failed: list[str] = field(default_factory=list)
     rivals: list[str] = field(default_factory=list)  # available ones, failures, reasons why others are missing
     left_out: list[str] = field(default_factory=list)
-    points: list[dict[str, Any]] = field(default_factory=list)  # own operators, 8 rows, for lab/latency_model.py
+    points: list[dict[str, Any]] = field(default_factory=list)  # own operators, 8 rows, for bench/prediction/
     done: list[str] = field(default_factory=list)
     at: str | None = None
 

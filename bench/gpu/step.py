@@ -46,7 +46,7 @@ from bench.data.heldout import DEMO, ROOT, read_token_ids
 from bench.gpu.round_bytes import round_share
 from bench.gpu.timing import copy_speed
 from bench.smc_groups import ABLATED, leave_out
-from swiftspec.backends import cuda
+from swiftspec.backends.cuda import cuda
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder.load_options import CacheName, HeadName, LoadModel, LoadOptions
 from swiftspec.builder.memory_estimate import MemoryEstimate

@@ -3,24 +3,21 @@ synchronisation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from swiftspec.backends.reference import Scores, chains
+from swiftspec.backends.reference import Backend, chains
 from swiftspec.backends.reference.chains import ChainVerdict
 from swiftspec.backends.reference.noise import counters, gumbel, row_bits
+from swiftspec.backends.reference.sampling import Scores
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.population_rounds import SamplingSpan
 from swiftspec.sampling import filters
-from swiftspec.sampling.sampler import Sampler, SamplerOps
-
-# operators of backends/cuda/chains.py
-MatchChains = Callable[[Tensor, int, Tensor, Tensor | None, Scores], ChainVerdict]
-RejectChains = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], ChainVerdict]
+from swiftspec.sampling.sampler import Sampler
 
 
 class LogitsProcessor:
@@ -32,7 +29,7 @@ class LogitsProcessor:
     instead of raw logits. `key`: equal for requests that can share a processor.
     """
 
-    def __init__(self, sampling: SamplingParams, vocab: int, device: torch.device, ops: SamplerOps) -> None:
+    def __init__(self, sampling: SamplingParams, vocab: int, device: torch.device, ops: Backend) -> None:
         self.key, self.filtered, self.greedy = logits_key(sampling), sampling.filtered, sampling.greedy
         self._ops, self._vocab = ops, vocab
         self._sampling = sampling
@@ -127,8 +124,7 @@ class LogitsProcessor:
         The bonus token is -1 where logits are not finite.
         """
         shape, rows, keys = logits.shape[:2], logits.flatten(0, 1), None if self.greedy else keys
-        # optional operator: backends without it use the reference implementation
-        fused: MatchChains | None = getattr(self._ops, "match_chains", None)
+        fused = self._ops.match_chains
         if fused is None:
             best = self.draw_autoregressive(rows, None if keys is None else keys.flatten())
             return chains.accept_matching_prefix(best.view(shape), tokens)
@@ -149,8 +145,7 @@ class LogitsProcessor:
         The bonus token is -1 where logits are not finite.
         """
         target = self.target(logits.flatten(0, 1)).view(*logits.shape[:2], -1)
-        # optional operator: backends without it use the reference implementation
-        fused: RejectChains | None = getattr(self._ops, "reject_chains", None)
+        fused = self._ops.reject_chains
         if fused is not None:
             return fused(target, draft, tokens, uniforms, keys)
         noise = gumbel(row_bits(keys, counters(range(self._vocab), keys.device)), target.dtype)

@@ -16,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.backends import reference
-from swiftspec.backends.reference import Scores
-from swiftspec.backends.reference.sampling import calibrated_scores, compute_scores
+from swiftspec.backends.reference import Backend, reference
+from swiftspec.backends.reference.sampling import Scores, calibrated_scores, compute_scores
 from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters
 from swiftspec.sampling.logits_params import PROCESSED, RAW, LogitsParams
@@ -26,17 +25,6 @@ from swiftspec.sampling.noise import TARGET_STREAM, PositionNoise
 
 NoiseRows = Callable[[Tensor, range, torch.dtype], tuple[Tensor, Tensor]]  # signature of PositionNoise.rows
 Paths = Sequence[Sequence[int]]  # per row of logits, its unverified tokens, the row's own included; empty at the root
-
-
-class SamplerOps(Protocol):
-    """Sampling operators over whole rows of logits; see the functions of the same names in
-    swiftspec.backends.reference."""
-
-    def gumbel_rows(self, seed: int, stream: int, positions: Tensor, tokens: range, /) -> Tensor: ...
-    def draw(self, logits: Tensor, vocab: int, scores: Scores, /) -> Tensor: ...
-    def children(self, logits: Tensor, vocab: int, k: int, scores: Scores, /) -> tuple[Tensor, Tensor]: ...
-    def draw_keyed(self, logits: Tensor, vocab: int, keys: Tensor, scores: Scores, /) -> tuple[Tensor, Tensor]: ...
-    def log_probs(self, logits: Tensor, vocab: int, tokens: Tensor, scores: Scores, /) -> Tensor: ...
 
 
 class ShardedVocab(Protocol):
@@ -120,7 +108,7 @@ class Sampler:
         prompt: Sequence[int],
         vocab: int,
         device: torch.device | str,
-        ops: SamplerOps = reference,
+        ops: Backend = reference,
         shard: ShardedVocab | None = None,
         constraint: TokenConstraint | None = None,
     ) -> None:

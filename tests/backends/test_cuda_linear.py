@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.backends import cuda
-from swiftspec.backends.cuda import large_m
+from swiftspec.backends.cuda import cuda, large_m
 from swiftspec.backends.cuda import linear as cuda_linear
 from swiftspec.errors import UserError
 from swiftspec.model.packed_model import PackedLayer, PackedMlp

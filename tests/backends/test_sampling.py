@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends import cpu as host
-from swiftspec.backends import reference
-from swiftspec.backends.reference import Scores, noise
+from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.reference import noise, reference
+from swiftspec.backends.reference.sampling import Scores
 from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters
 from swiftspec.sampling.logits_params import LogitsParams

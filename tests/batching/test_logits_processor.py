@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.batching.logits_processor import LogitsProcessor
 from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters

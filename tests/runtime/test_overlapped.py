@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.config import EngineConfig
 from swiftspec.decode import decode
 from swiftspec.errors import UserError

@@ -200,7 +200,7 @@ def stand_in(steps: list[Step]) -> list[Step]:
 def slug(gpu: str) -> str:
     """Returns a name in a form for files.
 
-    NVIDIA H100 80GB HBM3 becomes h100, as in `profile predict --hardware`. Other names are retained whole.
+    NVIDIA H100 80GB HBM3 becomes h100, as in `bench.prediction --hardware`. Other names are retained whole.
     """
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
     return re.sub(r"-\d+gb-hbm\d\w*$", "", name)

@@ -15,7 +15,7 @@ from bench.data.heldout import DEMO, read_token_ids
 from bench.gpu import step
 from bench.gpu.round_bytes import forward_bytes, round_share
 from bench.smc_groups import ABLATED
-from swiftspec.backends import unfused
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder.memory_estimate import MemoryEstimate
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig

@@ -88,11 +88,6 @@ def test_the_report_has_every_figure(tmp_path: Path) -> None:
     assert all(file.read_text(encoding="utf-8").startswith("<?xml") for file in files[2:])
 
 
-def test_another_order_than_the_papers_is_named(tmp_path: Path) -> None:
-    text = Report(evaluation_of(tmp_path, SPEEDS | {SPLIT: 170.0})).text("pair")
-    assert "Order as in the paper: no, base + split is faster than all." in text
-
-
 def test_a_server_counts_with_its_fastest_configuration(tmp_path: Path) -> None:
     made = evaluation_of(tmp_path, SPEEDS, emulates=False)
     add_server(made, "other", {"http://slow": 50.0, "http://fast": 128.0})
@@ -112,15 +107,6 @@ def test_the_mean_over_pairs_uses_the_best_baseline_of_each(tmp_path: Path) -> N
     assert "| a | 90.0 | 100.0 | 160.0 | 1.78 | 1.60 | 1.60 | base |" in text
     assert "| b | 90.0 | 128.0 | 160.0 | 1.78 | 1.60 | 1.25 | other |" in text
     assert f"| **mean** | - | - | - | 1.78 | 1.60 | {(1.6 + 1.25) / 2:.2f} | - |" in text
-
-
-def test_figures_without_results_are_left_out(tmp_path: Path) -> None:
-    made = evaluation_of(tmp_path, SPEEDS, emulates=False)
-    made.results.found = {cell: each for cell, each in made.results.found.items() if cell.part == TUNING}
-    made.notes.append("Figure 2: not all of it was measured")
-    text = Report(made).text("pair")
-    assert "## Figure 8" not in text and "## Table 6" not in text and "**Figure 2: not all" in text
-    assert "| 1+1 | - | - | 1 | 150.0 | 1: 150, 2: 140 |" in text  # Figure 9, from the tuning runs of this machine
 
 
 def test_the_depth_with_the_most_tokens_per_second_is_chosen(tmp_path: Path) -> None:

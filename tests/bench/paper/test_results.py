@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from bench.paper.results import ABLATION, TUNING, Cell, Result, ResultFile
 from bench.paper.systems import Shape
-from swiftspec.errors import UserError
 
 SETTINGS = {"target": "a", "splits": [(1, 1)]}
 
@@ -37,14 +34,3 @@ def test_totals_add_up(tmp_path: Path) -> None:
     results.add(result(family="gsm8k", tokens=8))
     total = results.total(ABLATION, system="base")
     assert total is not None and (total.speed, total.tokens_per_round, total.busy) == (20.0, 2.5, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [('{"target": "b", "splits": [[1, 1]]}', "another value of target"), ("{", "not a file of results"), ("", "not a")],
-)
-def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "results.jsonl"
-    file.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=message):
-        ResultFile.open(file, SETTINGS)

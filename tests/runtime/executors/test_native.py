@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from swiftspec import _C
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 from swiftspec.backends.cpu import shm
 from swiftspec.backends.cpu.shm import ShmCollectives
 from swiftspec.config import EngineConfig

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from swiftspec.lab import simulation
-from swiftspec.lab.simulation import RecordedAcceptance, Rounds, SimulatedTimes
+from bench.prediction import simulation
+from bench.prediction.simulation import RecordedAcceptance, Rounds, SimulatedTimes
 
 # (rows of a target forward, rows of a draft forward, requests) -> (slow, fast) step times
 Forwards = Callable[[int, int, int], tuple[SimulatedTimes, SimulatedTimes]]

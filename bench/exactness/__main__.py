@@ -1,4 +1,4 @@
-"""`python -m swiftspec.exactness`: draws many answers with and without speculation and compares their distributions.
+"""`python -m bench.exactness`: draws many answers with and without speculation and compares their distributions.
 
 Exit codes: 0 no difference found; 1 a difference found, nothing tested because the draft was lost or none of its tokens
 accepted, or a runtime error; 2 usage error.
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from swiftspec.serve.__main__ import join_launched_world, run_guarded
+from swiftspec.serve.__main__ import exit_process, join_launched_world, run_guarded
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from swiftspec.lab.exactness.trial import CountingEngine, SampleVerdict, TextComparison
+    from bench.exactness.trial import CountingEngine, SampleVerdict, TextComparison
     from swiftspec.settings.settings import Settings
     from swiftspec.startup.session import Session
 
@@ -32,19 +32,19 @@ runs. All other flags are those of `python -m swiftspec.serve`, such as --model,
 many of their tokens."""
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m swiftspec.exactness") -> int:
-    """Runs the command on this rank and returns its exit code. Several ranks: torchrun -m swiftspec.exactness ..."""
-    return run_guarded(lambda first: _run(argv, first, prog))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command on this rank and returns its exit code. Several ranks: torchrun -m bench.exactness ..."""
+    return run_guarded(lambda first: _run(argv, first))
 
 
-def _run(argv: Sequence[str] | None, first: bool, prog: str) -> int:
+def _run(argv: Sequence[str] | None, first: bool) -> int:
     from swiftspec.capabilities import features_in
     from swiftspec.serve.cli.arguments import CommandParser, parse_command
     from swiftspec.serve.cli.generate import read_prompt
     from swiftspec.settings.settings import UsageError, check_usage
 
     parser = CommandParser(
-        prog,
+        "python -m bench.exactness",
         description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -84,7 +84,7 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from swiftspec.lab.exactness.trial import CountingEngine
+    from bench.exactness.trial import CountingEngine
     from swiftspec.serve.terminal import StartupProgress
     from swiftspec.settings.settings import UsageError
     from swiftspec.startup.session import open_session
@@ -104,7 +104,7 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
         raise UsageError(f"nothing to test: {why}")
     tested = CountingEngine(tree.llm)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        verdict, texts = _trials(own, plain, tree, tested, settings, prompt, progress)
+        verdict, texts = _trials(own, plain, tree, tested=tested, settings=settings, prompt=prompt, progress=progress)
     for session in (tree, plain):
         session.close()
     return _report(tree, tested, verdict, texts)
@@ -114,6 +114,7 @@ def _trials(
     own: argparse.Namespace,
     plain: Session,
     tree: Session,
+    *,
     tested: CountingEngine,
     settings: Settings,
     prompt: str,
@@ -124,7 +125,7 @@ def _trials(
     Returns the comparison of the sampled distributions (None for greedy requests), and the comparisons of the texts
     that must be equal token by token. `tested` is the engine of `tree`, wrapped.
     """
-    from swiftspec.lab.exactness.trial import compare_samples, compare_texts
+    from bench.exactness.trial import compare_samples, compare_texts
 
     plan = tree.llm.config
     sampling = replace(plain.sampling_params(settings), max_tokens=own.tokens)
@@ -150,7 +151,7 @@ def _report(tree: Session, tested: CountingEngine, verdict: SampleVerdict | None
     from rich.console import Console
     from rich.table import Table
 
-    from swiftspec.lab.exactness.trial import SIGNIFICANCE_LEVEL
+    from bench.exactness.trial import SIGNIFICANCE_LEVEL
 
     out, plan = Console(), tree.llm.config
     out.print(
@@ -177,3 +178,7 @@ def _report(tree: Session, tested: CountingEngine, verdict: SampleVerdict | None
     else:
         out.print("no difference found" if tested.idle is None else f"NOT TESTED: {tested.idle}")
     return 0 if same and tested.idle is None else 1
+
+
+if __name__ == "__main__":
+    exit_process(main())

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from bench.exactness.statistics import Comparison, compare, holm
 from swiftspec.engine import Completion
-from swiftspec.lab.exactness.statistics import Comparison, compare, holm
 from swiftspec.messages import NodeSource
 from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.params import SamplingParams

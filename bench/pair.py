@@ -1,4 +1,4 @@
-"""Command `swiftspec pair`: lists the models on this machine that can draft for a target, with their predicted speed.
+"""Lists the models on this machine that can draft for a target, with their predicted speed.
 
 Looks into the local Hugging Face cache and the directories given. A draft needs a supported architecture, weights, the
 ordinary tokens of the target, and fewer parameters than the target. Only configuration and tokenizers are read.
@@ -7,22 +7,23 @@ ordinary tokens of the target, and fewer parameters than the target. Only config
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.prediction import latency_model
+from bench.prediction.machine import PredictedMachine, this_machine
+from bench.prediction.predictor import Row, demo_acceptance, modelled_step_times, predict
+from bench.prediction.simulation import RecordedAcceptance
 from swiftspec import file_io
 from swiftspec.errors import UserError
-from swiftspec.lab import latency_model
-from swiftspec.lab.machine import PredictedMachine, this_machine
-from swiftspec.lab.predict import Row, demo_acceptance, modelled_step_times, predict
-from swiftspec.lab.simulation import RecordedAcceptance
 from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.gguf.file import is_gguf
 from swiftspec.model.spec import AttentionSpec, GatedDeltaSpec, LayerSpec
 from swiftspec.model.vocabulary import Vocabulary, describe_masked
+from swiftspec.serve.__main__ import run_guarded
+from swiftspec.serve.cli.arguments import CommandParser
 from swiftspec.text.codec import TextCodec, has_tokenizer
 from swiftspec.text.hub import locate_model
 
@@ -203,17 +204,15 @@ def _billions(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "swiftspec pair") -> int:
-    """Runs the command `pair` and returns its exit code."""
-    from swiftspec.serve.__main__ import run_guarded
-
-    return run_guarded(lambda first: _run(list(sys.argv[1:] if argv is None else argv), prog))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the drafts and returns the exit code."""
+    return run_guarded(lambda first: _run(argv))
 
 
-def _run(argv: Sequence[str], prog: str) -> int:
-    from swiftspec.serve.cli.arguments import CommandParser
-
-    parser = CommandParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _run(argv: Sequence[str] | None) -> int:
+    parser = CommandParser(
+        "python -m bench.pair", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("target", metavar="TARGET", help="directory or hub id; its weights are not needed")
     parser.add_argument(
         "folders",
@@ -246,3 +245,7 @@ def _run(argv: Sequence[str], prog: str) -> int:
 def _hardware(text: str) -> PredictedMachine:
     name, count = latency_model.parse_hardware(text)
     return PredictedMachine(text.lower(), latency_model.constants(latency_model.GPUS[name]), count)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from bench.prediction import latency_model, machine, simulation
+from bench.prediction.predictor import main
+from bench.prediction.simulation import SimulatedTimes
 from swiftspec.errors import UserError
-from swiftspec.lab import latency_model, predict, simulation
-from swiftspec.lab.profile import main
-from swiftspec.lab.simulation import RecordedAcceptance, SimulatedTimes
 from swiftspec.model.config_json import parse_config
 from swiftspec.profiles import emulation
 from swiftspec.text.codec import TextCodec
-from tests.support.profiles import KEY, profile, run
+from tests.support.profiles import profile, run
 from tests.support.ranks import Pool
 
 ROUNDS = [(1, 0), (2, 1), (0, 0)]  # accepted, expansions on the critical path
@@ -60,15 +60,6 @@ def test_expansions_longer_than_a_round_delay_the_next_one() -> None:
     assert found.round * 3 == pytest.approx(12 + 15 + 12)
 
 
-def test_the_advice_names_the_side_that_limits() -> None:
-    assert simulation.best_improvement("async", [(1, 0)] * 9, 2, SimulatedTimes(10, 3))[0] == "10 % shorter target step"
-    assert simulation.best_improvement("async", [(1, 0)] * 9, 4, SimulatedTimes(10, 3))[0] == "10 % shorter draft step"
-    assert (
-        simulation.best_improvement("ar", [(0, 0)], 1, SimulatedTimes(1, 1, verify=9))[0]
-        == "no time outside the models"
-    )
-
-
 def test_the_interval_contains_the_estimate() -> None:
     rounds = [(i % 5, i % 3 == 0) for i in range(200)]
     low, middle, high = simulation.interval("async", rounds, 3, SimulatedTimes(11, 3.3), SimulatedTimes(9, 2.7))
@@ -107,7 +98,7 @@ def test_the_command_predicts_a_node_of_gpus(tmp_path: Path, capsys: pytest.Capt
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     models = ["--model", str(tmp_path / "target" / "config.json"), "--draft-model", str(tmp_path / "draft")]
-    assert main(["predict", "--hardware", "h200x8", "--int4", *models]) == 0
+    assert main(["--hardware", "h200x8", "--int4", *models]) == 0
     out = capsys.readouterr().out
     assert len([line for line in out.splitlines() if line.startswith("async")]) == 7
     assert "operators: predicted, link: predicted; acceptance: measured on the demo models" in out
@@ -121,7 +112,7 @@ def test_prediction_is_compared_with_measurement(tmp_path: Path, capsys: pytest.
     whole["key"]["ranks"] = 2
     (tmp_path / "p.json").write_text(json.dumps(whole))
     spec = ["--emulate", "target=10ms,draft=5ms", "--ranks", "2", "--against", str(tmp_path / "p.json")]
-    assert main(["predict", *spec]) == 0
+    assert main([*spec]) == 0
     out = capsys.readouterr().out
     assert "async 1+1    predicted   300.0  measured   250.0 (d 2)  +20.0%" in out
     assert "serial 2     predicted   150.0  measured   187.5 (d 2)  -20.0%" in out
@@ -129,17 +120,8 @@ def test_prediction_is_compared_with_measurement(tmp_path: Path, capsys: pytest.
     whole["runs"].append(run("async", 1, 1, 900.0, d=2, draft_leaves=32))
     whole["key"]["emulate"] = {side: {"points": [[1, 8, t]]} for side, t in (("target", 10e-3), ("draft", 5e-3))}
     (tmp_path / "p.json").write_text(json.dumps(whole))
-    assert main(["predict", "--against", str(tmp_path / "p.json")]) == 0
+    assert main(["--against", str(tmp_path / "p.json")]) == 0
     assert "async 1+1    predicted   300.0  measured   250.0 (d 2)  +20.0%" in capsys.readouterr().out, "w = 8 as w = 8"
-
-
-def test_autoregressive_decoding_verifies_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "t.json").write_text(json.dumps({"target": {"1": {"1": 4, "8": 10}}, "draft": {"1": {"8": 2}}}))
-    profile_ = profile(run("ar", 2, 0, 250.0), key={**KEY, "ranks": 2}, around={"verify": 0.0})
-    (tmp_path / "p.json").write_text(json.dumps(profile_))
-    spec = ["--emulate", str(tmp_path / "t.json"), "--ranks", "2", "--against", str(tmp_path / "p.json")]
-    assert main(["predict", *spec]) == 0
-    assert "ar 2         predicted   250.0  measured   250.0  +0.0%" in capsys.readouterr().out
 
 
 TABLE = {"target": {"1": {"8": 160}, "2": {"8": 100}, "3": {"8": 80}},
@@ -161,7 +143,7 @@ def test_no_split_is_faster_than_predicted_or_loses_its_overlap(tmp_path: Path, 
     """
     file = tmp_path / "table.json"
     file.write_text(json.dumps(TABLE))
-    prompt = TextCodec(Path(__file__).parents[2] / "swiftspec" / "demo" / "target").encode("def fibonacci(n):\n")
+    prompt = TextCodec(Path(__file__).parents[3] / "swiftspec" / "demo" / "target").encode("def fibonacci(n):\n")
     found = pool.run(3, "paced", emulate=str(file), plans=PLANS, prompts=[prompt], max_tokens=48)[0]
     given = emulation.parse_emulation(str(file))
     assert given.target is not None and given.draft is not None
@@ -172,20 +154,11 @@ def test_no_split_is_faster_than_predicted_or_loses_its_overlap(tmp_path: Path, 
         assert 0.65 * predicted <= run_["speed"] <= 1.05 * predicted, plan
 
 
-@pytest.mark.parametrize(
-    "argv", [[], ["--hardware", "h200"], ["--hardware", "tpux8", "--model", "x"], ["--hardware", "h200x8"],
-             ["--emulate", "target=3ms"], ["--emulate", "target=3ms,draft=1ms", "--ranks", "1"],
-             ["--emulate", "target=3ms,draft=1ms", "--verify-batch", "5"], ["--against", "nowhere.json"]],
-)  # fmt: skip
-def test_predictions_that_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", *argv]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_the_recorded_rounds_of_the_demo_models_exist() -> None:
-    known = RecordedAcceptance(json.loads(predict.ACCEPTANCE.read_text())["rounds"])
-    assert known.depths("async", 8, 8)[:4] == [1, 2, 3, 4]
-    means = [
-        simulation.serial(known.rounds("serial", 8, 8, d), d, SimulatedTimes(1, 1)).tokens_per_round for d in (1, 2, 4)
-    ]
-    assert 1 < means[0] < means[1] < means[2] < 8
+def test_constants_of_this_cpu() -> None:
+    slow, fast = machine.cpu_constants()
+    assert 0 < slow.linear.bandwidth < fast.linear.bandwidth and 0 < slow.flops < fast.flops
+    assert slow.linear.at(1e6) > fast.linear.at(1e6)
+    assert (
+        machine.gpu_model("NVIDIA H100 80GB HBM3") is latency_model.GPUS["h100"]
+        and machine.gpu_model("RTX 4090") is None
+    )

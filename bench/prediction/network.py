@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swiftspec.lab import simulation
-from swiftspec.lab.network_link import Link
-from swiftspec.lab.simulation import Outcome, RecordedAcceptance, Rounds, SimulatedTimes
+from bench.prediction import simulation
+from bench.prediction.network_link import Link
+from bench.prediction.simulation import Outcome, RecordedAcceptance, Rounds, SimulatedTimes
 
 MESSAGE_BYTES = 200  # bytes of a result or a proposal, protocol overhead included
 NODE_BYTES = 20  # bytes of a node in a tree delta
@@ -93,6 +93,7 @@ def predict_plans(
     acceptance: RecordedAcceptance,
     bs: int,
     w: int,
+    *,
     plain: SimulatedTimes,
     near: SimulatedTimes,
     apart: SimulatedTimes,

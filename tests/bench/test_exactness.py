@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.exactness import trial
+from bench.exactness.__main__ import main
+from bench.exactness.statistics import chi_square, compare, holm, pooled, survival, total_variation
 from swiftspec.config import EngineConfig
 from swiftspec.errors import DrafterLost
-from swiftspec.lab.exactness import trial
-from swiftspec.lab.exactness.command import main
-from swiftspec.lab.exactness.statistics import chi_square, compare, holm, pooled, survival, total_variation
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import VerifyResult
 from swiftspec.params import SamplingParams
@@ -138,18 +138,6 @@ def test_an_unused_draft_proves_nothing(
     idle = trial.CountingEngine(LLMEngine(Path(pair[1])))
     idle.generate([5, 17, 40], SamplingParams(max_tokens=3))
     assert idle.idle == "no draft token was accepted"
-
-
-def test_rounding_is_reported_if_only_single_answers_differ(
-    pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trial, "compare_texts", lambda name, *_: trial.TextComparison(name, 8, [3]))
-    flags = [*pair, "--raw", "--temperature", "0", "--prompt", "a"]
-    assert main(flags) == 1
-    out = capsys.readouterr().out
-    assert "7 of 8 answers are identical; first difference at token 4" in out and "DIFFERENT" in out
-    assert "use --dtype float64" in out
-    assert main([*flags, "--dtype", "float64"]) == 1 and "--dtype float64" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,118 +1,22 @@
-"""Analysis of a trace: timeline for Chrome or Perfetto, waiting times of draft and target with their causes, and host
-overhead per round."""
+"""Timeline of a trace for Perfetto or Chrome, and a summary of the waiting times of draft and target.
+
+swiftspec serve --trace rounds.jsonl ...
+python -m bench.timeline rounds.jsonl
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from swiftspec.observe import trace_file
-from swiftspec.profiles import schema
+from swiftspec import file_io
+from swiftspec.lab.round_costs import Json, Trace, costs
+from swiftspec.serve.__main__ import run_guarded
 
-Json = dict[str, Any]
-LARGEST = 1 << 30  # maximum bytes of a trace, about half a million rounds
 TARGET, DRAFT = 1, 2  # thread ids of the timeline
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """A trace file: its header line, its rounds in order, and the number of output tokens, or None if a request has not
-    ended. Other lines are ignored."""
-
-    head: Json
-    rounds: list[Json]
-    output_tokens: int | None = None
-
-    @staticmethod
-    def read(file: Path) -> Trace:
-        """Reads a trace. Skips a truncated last line.
-
-        Raises UserError if the file is larger than LARGEST, is not a trace, or has a damaged line.
-        """
-        head: Json = {}
-        rounds: list[Json] = []
-        output_tokens = running = 0
-        for name, data in trace_file.read_trace(file, LARGEST):
-            if not head:
-                schema.validate(schema.TraceHeader, data, name)
-                head = data
-            elif "round" in data or not data.keys() & {"begin", "end"}:
-                schema.validate(schema.TraceRound, data, name)
-                rounds.append(data)
-            elif "begin" in data:
-                running += 1
-            elif isinstance(end := data.get("end"), dict) and isinstance(end.get("tokens"), int):
-                running -= 1
-                output_tokens += end["tokens"]
-        return Trace(head, rounds, None if running > 0 else output_tokens)
-
-    def successive(self) -> Iterator[tuple[Json, Json]]:
-        """Yields pairs of successive rounds of one request.
-
-        The first round of each request is left out because it includes the prefill.
-        """
-        for this, after in pairwise(self.rounds):
-            if this["request"] == after["request"] and this["round"] > 0 and after["round"] == this["round"] + 1:
-                yield this, after
-
-
-@dataclass(frozen=True, slots=True)
-class RoundCost:
-    """Durations in one round, in seconds. A round lasts from the start of one verification to the start of the next."""
-
-    length: float  # the whole round
-    verify: float  # the verification: the target's forward and sampling
-    forward: float  # the target's forward alone
-    wait: float  # the target's wait for the next proposal
-    late: float  # part of the wait: the draft finishes the expansions that it began during the verification
-    short: float  # part of the wait: expansions before the draft can propose (serial mode: all expansions)
-    critical: int  # number of the expansions in `short`, which are on the critical path
-    expansions: int  # number of expansions during the verification
-
-
-def costs(trace: Trace) -> list[RoundCost]:
-    """Returns the cost of each verified round that another verified round of its request follows, without the first
-    round of each request."""
-    return [
-        _cost(this, after)
-        for this, after in trace.successive()
-        if "verify" in this["target"] and "verify" in after["target"]
-    ]
-
-
-def _cost(this: Json, after: Json) -> RoundCost:
-    begin, end = this["target"]["verify"]
-    length = after["target"]["verify"][0] - begin
-    asked, given = after.get("wait", (0.0, 0.0))  # a round without the draft does not wait
-    grown, short = this.get("draft", {}), expanded_first(after)
-    late = max(grown.get("grow", (end, end))[1] - end, 0.0)
-    seconds = sum(f[1] - f[0] for f in short)
-    expansions = len(grown.get("forwards", ())) - sum(
-        1 for f in grown.get("forwards", ()) if f[0] < grown.get("propose", (0, 0))[1]
-    )
-    forward = this["target"]["forward"]
-    return RoundCost(
-        length, end - begin, forward, given - asked, min(late, given - asked), seconds, len(short), expansions
-    )
-
-
-def expanded_first(line: Json) -> list[Sequence[float]]:
-    """Returns the draft forwards of a round that its proposal had to wait for, as (begin, end, rows)."""
-    draft = line.get("draft", {})
-    begin, end = draft.get("propose", (0.0, 0.0))
-    return [forward for forward in draft.get("forwards", ()) if begin <= forward[0] < end]
-
-
-def host_overhead(rounds: Iterable[RoundCost], target: float, draft: float) -> list[float]:
-    """Returns the seconds of each round outside the two models (host overhead).
-
-    This is `length - max(target, expansions * draft) - critical * draft`. `target`, `draft`: step times in seconds.
-    """
-    return [r.length - max(target, r.expansions * draft) - r.critical * draft for r in rounds]
 
 
 def to_chrome_trace(trace: Trace) -> Json:
@@ -223,3 +127,25 @@ def _draft_idle(trace: Trace) -> list[float]:
         if "grow" in this.get("draft", {}) and "observe" in after.get("draft", {}):
             found.append(max(after["draft"]["observe"][0] - this["draft"]["grow"][1], 0.0))
     return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the timeline of a trace, prints the summary, and returns the exit code."""
+    return run_guarded(lambda first: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="trace written by `serve --trace FILE`")
+    parser.add_argument("-o", "--output", type=Path, help="timeline to write (default: FILE with suffix .trace.json)")
+    args = parser.parse_args(argv)
+    trace = Trace.read(args.file)
+    output = args.output or args.file.with_suffix(".trace.json")
+    file_io.write_text(output, json.dumps(to_chrome_trace(trace)))
+    print(summary(trace))
+    print(f"timeline: {output} (open it at ui.perfetto.dev or chrome://tracing)")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,16 +1,22 @@
-"""HTML report of a profile: a single file with inline SVG plots. This is the only module that uses matplotlib."""
+"""HTML report of a profile: a single file with inline SVG plots, drawn by matplotlib (extra `report`).
+
+python -m bench.profile_report profiles/NAME.json
+"""
 
 from __future__ import annotations
 
+import argparse
 import html as escaping
 import io
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftspec.extras import require_extra
+from swiftspec import file_io
 from swiftspec.lab import results
 from swiftspec.profiles import store
+from swiftspec.serve.__main__ import run_guarded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +32,7 @@ tr.best{background:#eef6ee;font-weight:600}tr.dropped{color:#888}p.note{color:#5
 
 
 def html(profile: Json) -> str:
-    """Returns the report of a profile as an HTML page. Raises UserError if matplotlib is not installed."""
+    """Returns the report of a profile as an HTML page."""
     key, winner = profile["key"], store.best_run(profile)
     machine = f"{key['hardware']['count']} x {key['hardware']['name']}, {key['ranks']} ranks, {key['dtype']}"
     emulated = " Step times are emulated." if any(key["emulate"].values()) else ""
@@ -93,7 +99,6 @@ def _table(profile: Json, winner: Json | None) -> str:
 
 def _svg(profile: Json, draw: Callable[[Json, Axes], bool]) -> str | None:
     """Renders the figure that `draw` draws as inline SVG. Returns None if the profile has no data for it."""
-    require_extra("report", "the HTML report")
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -307,3 +312,22 @@ FIGURES: tuple[tuple[str, str, Callable[[Json, Axes], bool]], ...] = (
         draw_ablation,
     ),
 )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the report next to the profile, and returns the exit code."""
+    return run_guarded(lambda first: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="profile written by `swiftspec profile`")
+    file = parser.parse_args(argv).file
+    page = file.with_name(file.name.removesuffix(".json") + ".html")
+    file_io.write_text(page, html(store.load(file)))
+    print(f"wrote {page}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

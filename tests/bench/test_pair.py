@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swiftspec.__main__ import main
-from swiftspec.lab import pair
-from swiftspec.lab.latency_model import GPUS, constants
-from swiftspec.lab.machine import PredictedMachine
-from swiftspec.lab.pair import LocalModel, PairedDraft, PairFinder, RefusedDraft, format_pairs, models_in, parameters
+from bench import pair
+from bench.pair import LocalModel, PairedDraft, PairFinder, RefusedDraft, format_pairs, main, models_in, parameters
+from bench.prediction.latency_model import GPUS, constants
+from bench.prediction.machine import PredictedMachine
 from swiftspec.model.checkpoint_files import read_config
 from tests.support.gguf_files import write_gguf
 from tests.support.tiny_checkpoints import make_checkpoint, make_model
@@ -100,7 +98,7 @@ def test_the_command(
     (cache / "models--toy--good" / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(pair, "this_machine", lambda: MACHINE)
-    assert main(["pair", str(models / "target"), str(models)]) == 0
+    assert main([str(models / "target"), str(models)]) == 0
     out = capsys.readouterr().out
     table, _, rest = out.partition("\n\n")
     assert [line.split()[0] for line in table.splitlines()[1:4]] == ["toy/good", str(models / "bare"),
@@ -121,34 +119,3 @@ def test_gguf_files_are_models(tmp_path: Path) -> None:
     write_gguf(tmp_path / "small.gguf", make_model(hidden_size=64, intermediate_size=64, layers=1))
     found = [[model.path for model in models_in(path)] for path in (tmp_path / "small.gguf", tmp_path)]
     assert found == [[tmp_path / "small.gguf"]] * 2
-
-
-def test_no_model_can_draft(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
-    monkeypatch.setattr(pair, "this_machine", lambda: MACHINE)
-    assert main(["pair", str(models / "target")]) == 0
-    out = capsys.readouterr().out
-    assert "no model on this machine can draft" in out and "name directories that do" in out
-
-
-def test_bad_arguments_take_one_line(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(pair, "this_machine", lambda: MACHINE)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text(json.dumps([]))
-    target = str(models / "target")
-    for argv, words, code in (
-        ([str(tmp_path / "none")], "no such directory", 1),
-        ([str(tmp_path / "broken")], "not a JSON object", 1),
-        ([target, str(tmp_path / "none")], "no such directory", 1),
-        ([target, str(tmp_path / "empty")], "no model, and no directories with models", 1),
-        ([target, "--hardware", "abacus"], "expected GPU and count", 1),
-        ([], "the following arguments are required: TARGET", 2),
-    ):
-        assert main(["pair", *argv]) == code
-        err = capsys.readouterr().err
-        assert words in err and err.count("\n") == 1

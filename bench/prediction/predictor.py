@@ -1,4 +1,4 @@
-"""Predicts the decoding speed of a model pair on a machine that is not present.
+"""Predicts the decoding speed of a model pair on a machine that is not present: `python -m bench.prediction`.
 
 Step times come from a latency model, a table or the paper; acceptance comes from rounds recorded with a real pair.
 """
@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from bench.prediction import batching, latency_model, network, simulation
+from bench.prediction.latency_model import Constants
+from bench.prediction.network_link import Link
+from bench.prediction.simulation import RecordedAcceptance, SimulatedTimes
 from swiftspec.config import MAX_CONCURRENT_REQUESTS, PopulationConfig
 from swiftspec.errors import UserError
-from swiftspec.lab import batching_prediction, latency_model, network_prediction, simulation
-from swiftspec.lab.latency_model import Constants
-from swiftspec.lab.network_link import Link
-from swiftspec.lab.simulation import RecordedAcceptance, SimulatedTimes
 from swiftspec.model.config import ModelConfig
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
 from swiftspec.profiles import emulation, store
+from swiftspec.serve.__main__ import run_guarded
+from swiftspec.serve.cli.arguments import FlagParser
 
 ACCEPTANCE = Path(__file__).with_name("acceptance.json")
 ASSUMED = {"verify": 30e-6, "settle": 20e-6, "expand": 30e-6, "answer": 60e-6, "link": 10e-6}  # s, see `SimulatedTimes`
@@ -90,26 +92,23 @@ def predict(ranks: int, acceptance: RecordedAcceptance, bs: int, w: int, step_ti
         depths = [1] if mode == "ar" else acceptance.depths(mode, bs, w)
         middle = simulation.between(slow, fast)
         speeds = {d: simulation.run(mode, _rounds(acceptance, mode, bs, w, d), d, middle).speed for d in depths}
-        rows.append(_row(mode, x, y, max(depths, key=speeds.__getitem__), slow, fast, acceptance, bs, w))
+        d = max(depths, key=speeds.__getitem__)
+        rounds = _rounds(acceptance, mode, bs, w, d)
+        low, speed, high = simulation.interval(mode, rounds, d, slow, fast)
+        row = Row(
+            mode=mode,
+            target_tp=x,
+            draft_tp=y,
+            d=d,
+            low=low,
+            speed=speed,
+            high=high,
+            times=middle,
+            outcome=simulation.run(mode, rounds, d, middle),
+            advice=simulation.best_improvement(mode, rounds, d, middle),
+        )
+        rows.append(row)
     return sorted(rows, key=lambda row: -row.speed)
-
-
-def _row(
-    mode: str,
-    x: int,
-    y: int,
-    d: int,
-    slow: SimulatedTimes,
-    fast: SimulatedTimes,
-    known: RecordedAcceptance,
-    bs: int,
-    w: int,
-) -> Row:
-    rounds = _rounds(known, mode, bs, w, d)
-    middle = simulation.between(slow, fast)
-    low, speed, high = simulation.interval(mode, rounds, d, slow, fast)
-    advice = simulation.best_improvement(mode, rounds, d, middle)
-    return Row(mode, x, y, d, low, speed, high, middle, simulation.run(mode, rounds, d, middle), advice)
 
 
 def _rounds(known: RecordedAcceptance, mode: str, bs: int, w: int, d: int) -> simulation.Rounds:
@@ -121,10 +120,8 @@ def over_link(link: Link, ranks: int, acceptance: RecordedAcceptance, bs: int, w
     `ranks` ranks, the draft on one. Returns a comparison with local decoding as text."""
     near, split = (simulation.between(*step_times(ranks, y, bs)) for y in (ranks, 1))
     plain = simulation.between(*step_times(ranks, 1, 1))
-    found = network_prediction.predict_plans(link, acceptance, bs, w, plain, near, split)
-    return (
-        f"\n{network_prediction.format_plans(found)}\n{network_prediction.format_verdict(found, link, bs, w, split)}\n"
-    )
+    found = network.predict_plans(link, acceptance, bs, w, plain=plain, near=near, apart=split)
+    return f"\n{network.format_plans(found)}\n{network.format_verdict(found, link, bs, w, split)}\n"
 
 
 def format_rows(rows: Sequence[Row]) -> str:
@@ -168,8 +165,8 @@ def predict_concurrent(args: argparse.Namespace, acceptance: RecordedAcceptance,
     def forwards(rows: int, drafted: int, requests: int) -> tuple[SimulatedTimes, SimulatedTimes]:
         return step_times(1, 1, rows, drafted, requests)
 
-    found = batching_prediction.predict_batches(groups, config.particles, config.smc_draft_tokens, acceptance, forwards)
-    return f"\nconcurrent requests on one rank, total tokens per second:\n{batching_prediction.format_batches(found)}\n"
+    found = batching.predict_batches(groups, config.particles, config.smc_draft_tokens, acceptance, forwards)
+    return f"\nconcurrent requests on one rank, total tokens per second:\n{batching.format_batches(found)}\n"
 
 
 def compare_with_profile(rows: Sequence[Row], profile: dict[str, Any], bs: int, w: int) -> str:
@@ -194,9 +191,7 @@ def compare_with_profile(rows: Sequence[Row], profile: dict[str, Any], bs: int, 
 
 def build_predict_parser() -> argparse.ArgumentParser:
     """Builds the parser of the flags of `predict`."""
-    from swiftspec.serve.cli.arguments import FlagParser
-
-    made = FlagParser(prog="python -m swiftspec.profile predict", description=__doc__)
+    made = FlagParser(prog="python -m bench.prediction", description=__doc__)
     made.add_argument("--hardware", help=f"GPU and count, such as h200x8; GPUs: {', '.join(latency_model.GPUS)}")
     made.add_argument("--model", type=Path, help="config.json of the target, or its directory")
     made.add_argument("--draft-model", type=Path, help="config.json of the draft, or its directory")
@@ -240,9 +235,12 @@ def build_predict_parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command `predict`: prints the predictions and returns exit code 0. Raises UserError if a flag or a file
-    that it names is invalid."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the predictions and returns the exit code."""
+    return run_guarded(lambda first: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     args = build_predict_parser().parse_args(argv)
     profile = None if args.against is None else store.load(args.against)
     recorded = args.acceptance or (args.against if profile is not None and profile["rounds"] else None)
@@ -329,8 +327,10 @@ def modelled_step_times(
     ) -> tuple[SimulatedTimes, SimulatedTimes]:
         slow, fast = (
             SimulatedTimes(
-                latency_model.forward(target, x, rows, lines, int4, context, sequences),
-                latency_model.forward(draft, y, leaves or draft_leaves, lines, int4, context, sequences),
+                latency_model.forward(target, x, rows, lines, int4, context=context, sequences=sequences),
+                latency_model.forward(
+                    draft, y, leaves or draft_leaves, lines, int4, context=context, sequences=sequences
+                ),
                 **around,
             )
             for lines in ends

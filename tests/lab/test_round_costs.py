@@ -8,21 +8,22 @@ from typing import Any
 
 import pytest
 
+from bench import timeline
 from swiftspec.errors import UserError
-from swiftspec.lab import timeline
+from swiftspec.lab import round_costs
 from tests.support.fuzz.files import HEAD, PARTICLES, TIMELINE
 
 
-def read(folder: Path, *lines: Any, end: str = "\n") -> timeline.Trace:
+def read(folder: Path, *lines: Any, end: str = "\n") -> round_costs.Trace:
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     (folder / "t.jsonl").write_text(text + end)
-    return timeline.Trace.read(folder / "t.jsonl")
+    return round_costs.Trace.read(folder / "t.jsonl")
 
 
 def test_valid_lines(tmp_path: Path) -> None:
     trace = read(tmp_path, HEAD, TIMELINE, TIMELINE | {"round": 2}, end='\n{"cut')
     assert trace.head == HEAD and trace.rounds == [TIMELINE, TIMELINE | {"round": 2}]
-    assert len(timeline.costs(trace)) == 1 and "2 rounds" in timeline.summary(trace)
+    assert len(round_costs.costs(trace)) == 1 and "2 rounds" in timeline.summary(trace)
     assert "mode smc" in timeline.summary(read(tmp_path, HEAD | {"mode": "smc"}, PARTICLES))
     assert timeline.to_chrome_trace(read(tmp_path, HEAD, {**PARTICLES, "population": [1.0, 1.0]}))["traceEvents"]
 
