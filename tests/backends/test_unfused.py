@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.heldout import DEMO
+from bench.data.heldout import DEMO
 from swiftspec.backends import cpu, cuda, reference, unfused
 from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
