@@ -21,8 +21,10 @@ from swiftspec.builder.load_options import LoadOptions
 from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.models import Models
+from swiftspec.builder.plan import block_size
 from swiftspec.builder.ranks import run_rank, start_engine_rank
 from swiftspec.builder.roles import ConnectDraft, Roles, build_roles
+from swiftspec.builder.rules import Choices, resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
@@ -162,7 +164,7 @@ class TokenEngine:
         """Sets the listener that receives trace records, from the next request on. None removes the listener.
 
         The listener is called on the decoding thread with the records of several rounds. Functions in
-        `observe.round_records` and `observe.trace_format` convert records to trace lines in any thread; see
+        `observe.trace_format` convert records to trace lines in any thread; see
         docs/reference/trace.md.
         """
         self.roles.recorder.listener = listener
@@ -211,18 +213,16 @@ class LLMEngine(TokenEngine):
         self,
         target: str | Path,
         draft: str | Path | None = None,
-        config: EngineConfig | None = None,
+        config: EngineConfig | Choices | None = None,
         *,
         world: World | None = None,
         **options: Unpack[LoadOptions],
     ) -> None:
         note = options.get("note") or _log
         options = {**options, "note": note}
-        config = (config if config is not None else EngineConfig()).for_models(draft)
         with report_startup_error(world):
-            config = config.for_device(resolve_device(options.get("device", "auto")).type)
+            config = _resolved(target, draft, config, options)
             pair = ModelPair.create(target, draft, config, world, options)
-            config = pair.for_draft(config)
         models = Models.of(pair)
         models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
         began = time.perf_counter()
@@ -234,6 +234,14 @@ class LLMEngine(TokenEngine):
         self.model = Path(target)
         self.dtype, self.threads = pair.dtype, pair.threads
         self.draft_model = worker.url if worker is not None else None if draft is None else str(draft)
+
+
+def _resolved(
+    target: str | Path, draft: str | Path | None, config: EngineConfig | Choices | None, options: LoadOptions
+) -> EngineConfig:
+    """Returns the configuration that follows from the choices, the models and the device."""
+    device = resolve_device(options.get("device", "auto"))
+    return resolve_config(config, draft, device.type, block_size(target, draft))
 
 
 def _drafter_elsewhere(options: LoadOptions) -> ConnectDraft | None:
@@ -254,16 +262,18 @@ def _log(line: str) -> None:
 
 
 def serve_rank(
-    world: World, target: str | Path, draft: str | Path | None, config: EngineConfig, **options: Unpack[LoadOptions]
+    world: World,
+    target: str | Path,
+    draft: str | Path | None,
+    config: EngineConfig | Choices,
+    **options: Unpack[LoadOptions],
 ) -> None:
     """Loads and runs a rank other than rank 0 until rank 0 closes its `LLMEngine`. Takes the same arguments. Raises
     UserError if they are invalid or differ between ranks, and RankLost if rank 0 or the leader of this rank's group
     exits without shutting this rank down."""
-    config = config.for_models(draft)
     with report_startup_error(world):
-        config = config.for_device(resolve_device(options.get("device", "auto")).type)
+        config = _resolved(target, draft, config, options)
         pair = ModelPair.create(target, draft, config, world, options)
-        config = pair.for_draft(config)
     models = Models.of(pair)
     models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
     with models.device_errors_recorded(config):

@@ -10,11 +10,8 @@ from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
-from swiftspec.backends import cpu
 from swiftspec.backends.cpu.packed_weight_cache import CACHE_FOLDER, PackedWeightCache
 from swiftspec.backends.cuda.devices import is_device_error
-from swiftspec.backends.reference import resampling
-from swiftspec.backends.reference.resampling import Resample
 from swiftspec.batching.chains import make_chains
 from swiftspec.batching.group_method import GroupMethod
 from swiftspec.batching.scheduler import BatchScheduler
@@ -139,7 +136,7 @@ class Models:
         process. Called before the models are loaded, since packing uses the threads, too."""
         options = self.options
         specs = options.specs(plan)
-        native = all(select_operators(options.ops, spec, options.dtype, options.device) is cpu for spec in specs)
+        native = all(select_operators(options.ops, spec, options.dtype, options.device).OWN_THREADS for spec in specs)
         hardware.set_thread_counts(options.threads, native=native, set_torch_threads=set_torch_threads)
 
     def row_times(self, plan: EngineConfig, verifier: LocalVerifier, drafter: LocalDrafter) -> PairTimes | None:
@@ -246,7 +243,7 @@ class Models:
             model = options.load(
                 path,
                 cache_dtype=options.cache_dtype,
-                packed_cache=self.cache if ops is cpu else None,
+                packed_cache=self.cache if ops.PACKED_CACHE else None,
                 hidden_layers=options.hidden_layers if side == "target" else (),
                 vocab_rows=options.vocab_size if side == "draft" else 0,
                 **how,
@@ -290,9 +287,7 @@ def make_group_method(
     slots, device = min(target.tree_slots, draft.tree_slots), target.model.device
     if isinstance(config, BatchConfig):
         return make_chains(config, slots, max_tokens, device)
-    # optional operator: backends without it use the reference implementation
-    resample: Resample = getattr(target.ops, "resample", resampling.resample)
-    return ParticleMethod(config, slots, max_tokens, device, resample)
+    return ParticleMethod(config, slots, max_tokens, device, target.ops.resample)
 
 
 def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> TargetVerifier:

@@ -14,6 +14,7 @@ from swiftspec.builder.load_options import LoadOptions, WorkerAddress
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.models import LocalRoles, Models
 from swiftspec.builder.roles import EngineLimits, Roles, TreeRoles, check_request, make_recorder, tree_engine
+from swiftspec.builder.rules import Choices, resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter
 from swiftspec.distributed.remote.failover import RemoteDraft
@@ -140,14 +141,19 @@ def _check(worker: WorkerAddress, bounds: ModelLimits, info: ModelInfo) -> tuple
 
 
 def build_remote_roles(
-    target: RemoteTarget, draft: Path | None, config: EngineConfig, tokenizer: Path, **options: Unpack[LoadOptions]
+    target: RemoteTarget,
+    draft: Path | None,
+    config: EngineConfig | Choices,
+    tokenizer: Path,
+    **options: Unpack[LoadOptions],
 ) -> Roles:
     """Builds the roles of a client whose target runs on a worker.
 
     `draft`: a draft model to load in this process; None without a draft, or with a draft worker.
     `tokenizer`: folder with the target's tokenizer files.
     """
-    config = config.for_device("cpu" if draft is None else resolve_device(options.get("device", "auto")).type)
+    device = "cpu" if draft is None else resolve_device(options.get("device", "auto")).type
+    config = resolve_config(config, draft, device)
     info, worker = target.info, options.get("draft_worker")
     length = min(options.get("max_model_len") or info.max_model_len, info.max_model_len)
     bounds = ModelLimits(info.vocab_size, length, config.verify_batch)

@@ -20,8 +20,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from swiftspec import _C
-from swiftspec.backends import cuda, unfused
-from swiftspec.backends.cuda import devices
+from swiftspec.backends.cuda import cuda, devices
 from swiftspec.backends.cuda.linear import ProjectionTiling
 from swiftspec.backends.cuda.trial import TUNING, TrialRequest
 from swiftspec.backends.cuda.trial_checks import (
@@ -33,6 +32,7 @@ from swiftspec.backends.cuda.trial_checks import (
     trial_checks,
 )
 from swiftspec.backends.families import FAMILIES
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder import gpu_trial
 from swiftspec.builder.gpu_trial import CheckProcess, GpuVerdict, TrialRunner, run_trial, search_rungs
 from swiftspec.builder.locked_engine import LockedEngine
