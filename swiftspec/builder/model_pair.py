@@ -50,8 +50,9 @@ from swiftspec.builder.memory_estimate import (
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile
 from swiftspec.capabilities import check_features
-from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP, EngineConfig
+from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import RankConfig, settings_of
+from swiftspec.drafter_kinds import MODEL_FREE, MTP_HEAD
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
@@ -118,7 +119,7 @@ class ModelPair:
         engine configuration. `ranks`: None for a single process."""
         _check_ranks(plan, draft, ranks)
         mtp, config = str(draft) == MTP_HEAD, _target_config(target)
-        draft_path = None if draft is None or plan.drafts_by_lookup or draft == SUFFIX_LOOKUP else Path(draft)
+        draft_path = None if draft is None or plan.drafts_without_model or draft in MODEL_FREE else Path(draft)
         draft_path = Path(target) if mtp else draft_path
         draft_head = _head_config(draft_path, Path(target), plan, options, mtp=mtp)
         length, masked = _context_length(config, options), tuple(options.get("masked_tokens", ()))

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from swiftspec import file_io
 from swiftspec.builder.rules import resolve_config
 from swiftspec.capabilities import check_features
-from swiftspec.config import SUFFIX_LOOKUP
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.serve.__main__ import join_launched_world, run_guarded
@@ -102,9 +101,10 @@ def sweep(args: argparse.Namespace) -> int:
 
     given = {name: getattr(args, name) for name in model_settings() if getattr(args, name) is not None}
     settings = load_settings({**given, "plan": "none"})
-    if settings.drafts_by_lookup:
+    if settings.drafts_without_model:
         raise UserError(
-            f"--draft-model {SUFFIX_LOOKUP} has no draft to profile: specify a draft model, or serve without a profile"
+            f"--draft-model {settings.draft_model} has no draft to profile: specify a draft model, or serve without a"
+            " profile"
         )
     world = join_launched_world()
     found = ResolvedModels.resolve(settings, 1, StartupProgress(quiet=True))

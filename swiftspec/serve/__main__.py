@@ -168,7 +168,7 @@ def _dispatch(argv: Sequence[str], first: bool) -> int:
     settings, ranks = command.settings, 1
     if here is None:
         drafts = built_in_models(settings.model) is not None or settings.draft_model is not None
-        has_draft = drafts and not settings.drafts_by_lookup  # whether a draft model could use ranks of its own
+        has_draft = drafts and not settings.drafts_without_model  # whether a draft model could use ranks of its own
         ranks = requested_ranks(
             settings.mode, settings.target_tp, settings.draft_tp, has_draft=has_draft, runs_on_gpu=settings.runs_on_gpu
         )

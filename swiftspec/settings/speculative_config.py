@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP
+from swiftspec.drafter_kinds import DRAFTER_KINDS, MODEL_FREE, MTP_HEAD
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import parse_json
 
 NAME = "speculative_config"
-LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")
+MODEL_FREE_METHODS = {method: name for name, kind in DRAFTER_KINDS.items() for method in kind.methods}
 MODEL_METHODS = ("draft_model", "eagle3", "dflash")  # methods whose draft is the field `model`
 FIELDS = {"model": "draft_model", "draft_tensor_parallel_size": "draft_tp"}  # fields that are a setting
 WITHOUT_EFFECT = ("prompt_lookup_min", "prompt_lookup_max", "suffix_decoding_max_tree_depth")  # lookup has no bounds
@@ -48,15 +48,15 @@ def _settings(config: object) -> dict[str, object]:
     if tokens is not None:
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise UserError(f"{NAME}: num_speculative_tokens must be at least 1, not {truncated_repr(tokens)}")
-        lookup = found["draft_model"] == SUFFIX_LOOKUP
+        lookup = found["draft_model"] in MODEL_FREE
         found |= {"verify_batch": tokens + 1} if lookup else {"draft_steps": tokens}
     return found
 
 
 def _draft_of(method: object, model: object) -> str | None:
     """Returns the draft model that a method stands for; None if the field `model` names it."""
-    if method in LOOKUP_METHODS:
-        return SUFFIX_LOOKUP
+    if isinstance(method, str) and method in MODEL_FREE_METHODS:
+        return MODEL_FREE_METHODS[method]
     if method == MTP_HEAD or (isinstance(method, str) and method.endswith("_mtp")):
         return MTP_HEAD if model is None else None
     if method in (None, *MODEL_METHODS):
@@ -66,4 +66,4 @@ def _draft_of(method: object, model: object) -> str | None:
     raise UserError(f"{NAME}: method {truncated_repr(method)} is not supported; use one of {', '.join(_METHODS)}")
 
 
-_METHODS = (*LOOKUP_METHODS, MTP_HEAD, *MODEL_METHODS)
+_METHODS = (*MODEL_FREE_METHODS, MTP_HEAD, *MODEL_METHODS)
