@@ -93,7 +93,15 @@ class Proposal:
     @staticmethod
     def root_only(request: int, round_: int, prefix_len: int, token: int) -> Proposal:
         """Returns a proposal that contains only the root, as in autoregressive decoding. `token`: the root's token."""
-        return Proposal(request, round_, prefix_len, (token,), (-1,), (0.0,), (NodeSource.ROOT,))
+        return Proposal(
+            request=request,
+            round=round_,
+            prefix_len=prefix_len,
+            tokens=(token,),
+            parents=(-1,),
+            weights=(0.0,),
+            sources=(NodeSource.ROOT,),
+        )
 
     @staticmethod
     def from_draft_model(
@@ -111,7 +119,14 @@ class Proposal:
         root."""
         sources = (NodeSource.ROOT, *(source,) * (len(tokens) - 1))
         return Proposal(
-            request, round_, prefix_len, tuple(tokens), tuple(parents), tuple(weights), sources, draft_probs
+            request=request,
+            round=round_,
+            prefix_len=prefix_len,
+            tokens=tuple(tokens),
+            parents=tuple(parents),
+            weights=tuple(weights),
+            sources=sources,
+            draft_probs=draft_probs,
         )
 
     def match_path(self, tokens: Sequence[int]) -> tuple[int, ...]:

@@ -72,9 +72,7 @@ class Chain:
 
     def prefetching(self) -> None:
         """Enables weight prefetch as in a model; the last layer prefetches the first one's QKV instead of the head."""
-        if hasattr(self.ops, "enable_weight_prefetch"):
-            first = self.layers[0]
-            self.ops.enable_weight_prefetch(PackedModel(torch.empty(0), self.layers, None, first.qkv, (), None))
+        self.ops.fuse(PackedModel(torch.empty(0), self.layers, None, self.layers[0].qkv, (), None))
 
     def calls(self, total: int, left_out: str | None = None) -> list[Call]:
         """Returns the calls of `total` layers, which use the packed ones cyclically, without the operator

@@ -307,7 +307,7 @@ def _close(llm: LLMEngine) -> None:
 def operators_of(llm: LLMEngine) -> list[str]:
     """Returns the names of the operators of target and draft of an engine in mode serial."""
     drafter, verifier = local_roles(llm)
-    return [getattr(role.runner.ops, "__name__", "?").rpartition(".")[2] for role in (verifier, drafter)]
+    return [role.runner.ops.name for role in (verifier, drafter)]
 
 
 def step_times(llm: LLMEngine, names: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:

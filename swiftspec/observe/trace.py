@@ -194,7 +194,14 @@ class TreeTrace:
         busy, times = self._busy(), self.times
         self._recorder.add(
             RoundRecord(
-                proposal, result, times, self._drafted, busy - self._spent, known, self._grown, self._drain_rpcs()
+                proposal=proposal,
+                result=result,
+                times=times,
+                asked=self._drafted,
+                forward=busy - self._spent,
+                p=known,
+                draft=self._grown,
+                rpcs=self._drain_rpcs(),
             )
         )
         self._spent, self.times = busy, times[-2:]

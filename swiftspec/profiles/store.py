@@ -95,7 +95,15 @@ class ProfileKey:
         """Returns the key of this machine with the given models and options. `emulate`: step times; None: not
         emulated."""
         paced = json.loads(json.dumps(asdict(emulate or StepTimeEmulation())))  # normalised as if read from a file
-        return ProfileKey(hardware(device), ranks, fingerprint(target), fingerprint(draft), dtype, ops, paced)
+        return ProfileKey(
+            hardware=hardware(device),
+            ranks=ranks,
+            target=fingerprint(target),
+            draft=fingerprint(draft),
+            dtype=dtype,
+            ops=ops,
+            emulate=paced,
+        )
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
         """Returns why a profile with the key `other` cannot be used with this key; None if it can."""

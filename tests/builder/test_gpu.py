@@ -46,7 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    monkeypatch.setattr(cuda, "require_usable", torch.device)
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", torch.device)
 
 
 def test_unsupported_models_use_torch_operators_with_a_message(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_unsupported_models_use_torch_operators_with_a_message(pair: Path, monke
 
     large = parse_config(LLAMA_8B).spec
     assert select_operators("auto", large, BF16, GPU) is cuda
-    monkeypatch.setattr(cuda, "require_usable", too_old)
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", too_old)
     assert select_operators("auto", large, BF16, GPU) is unfused
     with pytest.raises(UserError, match="T4 has 7"):
         select_operators("cuda", large, BF16, GPU)

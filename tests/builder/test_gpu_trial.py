@@ -429,7 +429,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H100")
     set_uuid(monkeypatch, "GPU-1")
-    monkeypatch.setattr(cuda, "require_usable", torch.device)
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", torch.device)
     monkeypatch.setattr(devices, "DRIVER_FILE", Path("/nonexistent"))
     monkeypatch.setenv("SWIFTSPEC_EARLY_STARTS", "")
 
@@ -522,8 +522,8 @@ def test_what_a_model_pair_does_with_a_verdict(model: Path, tmp_path: Path, monk
 
     trials.tilings = TILINGS
     ops, captured, width = used()
-    assert (ops.pack.func, ops.pack.keywords, ops.mlp) == (cuda.pack, {"tilings": TILINGS}, cuda.mlp) and captured
-    assert used("projections")[0].pack is unfused.pack
+    assert (ops.tilings, ops.mlp) == (TILINGS, cuda.mlp) and captured
+    assert used("projections")[0].pack == unfused.pack
     trials.tilings = {}
     assert used() == (cuda, True, 256) and os.environ["SWIFTSPEC_EARLY_STARTS"] == ""
     assert used("graphs") == (cuda, False, 256)

@@ -170,7 +170,7 @@ def test_shards_cover_the_model(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_native_operators_fit(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = read_config(folder / name).spec
-    monkeypatch.setattr(cuda, "require_usable", lambda device: torch.device(device))
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", lambda device: torch.device(device))
     monkeypatch.setattr(cpu, "level", lambda: "avx2")
     for device, wanted in ((torch.device("cuda", 0), cuda), (torch.device("cpu"), cpu)):
         assert select_operators("auto", spec, torch.bfloat16, device) is wanted

@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swiftspec.backends.reference import reference
 from swiftspec.backends.families import Family
-from swiftspec.backends.reference import Backend, noise, resampling
-from swiftspec.backends.reference.sampling import Scores
+from swiftspec.backends.reference import Backend, noise, reference, resampling
 from swiftspec.backends.reference.resampling import PATH_HEADER_WORDS, ResamplingState
+from swiftspec.backends.reference.sampling import Scores
 from swiftspec.model.batch import Batch, Chain
 from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.packed_model import PackedLayer, PackedMlp, PackedModel

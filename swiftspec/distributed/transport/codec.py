@@ -72,7 +72,16 @@ def unpack_proposal(flat: Words) -> Proposal:
     weights = struct.unpack(f"{count}f", struct.pack(f"{count}i", *body[2 * count : 3 * count]))
     sources = check_nodes(parents, weights, body[3 * count : 4 * count])
     drawn = None if len(body) == 4 * count else _read_drawn(body[4 * count :], len({*parents[1:]}))
-    return Proposal(request, round_, prefix_len, tuple(body[:count]), parents, weights, sources, drawn)
+    return Proposal(
+        request=request,
+        round=round_,
+        prefix_len=prefix_len,
+        tokens=tuple(body[:count]),
+        parents=parents,
+        weights=weights,
+        sources=sources,
+        draft_probs=drawn,
+    )
 
 
 def check_nodes(parents: Sequence[int], weights: Sequence[float], sources: Sequence[int]) -> tuple[NodeSource, ...]:
@@ -213,7 +222,16 @@ def unpack_tree_delta(flat: Words) -> TreeDelta:
     count = rest[0]
     parents, tokens = nodes[: 2 * count].astype(np.int64).reshape(2, count)
     weights = nodes[2 * count :].view(np.float64)
-    return TreeDelta(request, round_, prefix_len, expansions, first, parents, tokens, weights)
+    return TreeDelta(
+        request=request,
+        round=round_,
+        prefix_len=prefix_len,
+        expansions=expansions,
+        first=first,
+        parents=parents,
+        tokens=tokens,
+        weights=weights,
+    )
 
 
 def shape_to_json(config: EngineConfig) -> dict[str, Any]:

@@ -53,13 +53,12 @@ class NativeTreeRounds(Protocol):
         tree: Any,
         prefix: int,
         pending: list[int],
-        w: int,
-        k: int,
+        leaves: int,
+        children: int,
         scoring: Any,
         coupled: bool,
         tau: float,
         allowed: AllowedTokenBits | None,
-        /,
     ) -> tuple[int, float]: ...
     def verify(
         self,
@@ -70,7 +69,6 @@ class NativeTreeRounds(Protocol):
         allowed: NDArray | None,
         guidance: tuple[int, int, float] | None,
         forced: Sequence[int] | None,
-        /,
     ) -> tuple[list[int], list[int], float]: ...
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int], scoring: Any, /) -> list[float]: ...
     def logits(self, nodes: Sequence[int], out: Tensor, /) -> None: ...
@@ -156,15 +154,15 @@ class NativeExecutor(EagerExecutor):
             prefix = runner.cache.prefix_len[0]
             try:
                 expanded, seconds = self._rounds.expand(
-                    tree.native,
-                    prefix,
-                    pending,
-                    leaves,
-                    shape.children,
-                    self._scoring,
-                    shape.coupled,
-                    shape.tau,
-                    allowed,
+                    tree=tree.native,
+                    prefix=prefix,
+                    pending=pending,
+                    leaves=leaves,
+                    children=shape.children,
+                    scoring=self._scoring,
+                    coupled=shape.coupled,
+                    tau=shape.tau,
+                    allowed=allowed,
                 )
             except OSError as error:
                 raise self._reason(error) from None
@@ -180,13 +178,13 @@ class NativeExecutor(EagerExecutor):
         forced = accept.path(proposal) if isinstance(accept, SyntheticAcceptance) else None
         try:
             path, tokens, seconds = self._rounds.verify(
-                proposal.tokens,
-                proposal.parents,
-                prefix,
-                self._scoring,
-                allowed,
-                self._guidance(proposal.tokens[0]),
-                forced,
+                tokens=proposal.tokens,
+                parents=proposal.parents,
+                prefix=prefix,
+                scoring=self._scoring,
+                allowed=allowed,
+                guidance=self._guidance(proposal.tokens[0]),
+                forced=forced,
             )
         except OSError as error:
             raise self._reason(error) from None
