@@ -9,6 +9,21 @@ from pathlib import Path
 import pytest
 
 from bench.data.heldout import ROOT
+from bench.paper.__main__ import build_parser, check_servers
+from swiftspec.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("flags", "pairs", "cause"),
+    [
+        (["--server", "a=http://host", "--emulate", "paper"], 1, "emulated"),
+        (["--server", "a=http://host"], 2, "one --pair"),
+        (["--server", "all=http://host"], 1, "names of this project's systems"),
+    ],
+)
+def test_servers_that_cannot_be_compared(flags: list[str], pairs: int, cause: str) -> None:
+    with pytest.raises(UserError, match=cause):
+        check_servers(build_parser().parse_args(flags), pairs)
 
 
 @pytest.mark.slow

@@ -19,10 +19,12 @@ def test_results_survive_a_restart(tmp_path: Path) -> None:
     first = ResultFile.open(file, SETTINGS)
     first.add(result())
     first.add(result(TUNING))
-    first.add_step("target", 1.5)
+    first.add(Result(Cell(ABLATION, "other", "nq", "greedy", None, "http://host"), 12, 0, 0.5, 0.0))
+    first.add_step("target", 2, 1.5)
     again = ResultFile.open(file, SETTINGS)
-    assert again.found == first.found and again.steps == {"target": 1.5}
-    assert [*again.select(ABLATION, family="nq")] == [result()] and not [*again.select(ABLATION, family="mtbench")]
+    assert again.found == first.found and again.steps == {("target", 2): 1.5}
+    assert [*again.select(ABLATION, system="base")] == [result()] and not [*again.select(ABLATION, family="mtbench")]
+    assert again.servers == ["other"]
 
 
 def test_totals_add_up(tmp_path: Path) -> None:
