@@ -46,7 +46,7 @@ from bench.data.heldout import DEMO, ROOT, read_token_ids
 from bench.gpu.round_bytes import round_share
 from bench.gpu.timing import copy_speed
 from bench.smc_groups import ABLATED, leave_out
-from swiftspec.backends.cuda import cuda
+from swiftspec.backends.cuda import cuda, enable_weight_prefetch
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder.load_options import CacheName, HeadName, LoadModel, LoadOptions
 from swiftspec.builder.memory_estimate import MemoryEstimate
@@ -176,7 +176,7 @@ def asking_ahead(role: Role, on: bool) -> Role:
     """Enables or disables weight prefetch, in which a projection loads tiles of the next one. Returns `role`."""
     model = role.runner.model
     assert isinstance(model, Transformer)
-    cuda.enable_weight_prefetch(model.stack, on)
+    enable_weight_prefetch(model.stack, on)
     for steps in role.executors:
         if isinstance(steps, GraphForwardExecutor):
             steps.graphs.evict(FORWARD_GRAPHS)  # captured graphs contain the previous setting
@@ -279,7 +279,7 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
     """
     prompts, said = read_token_ids(args.prompts), truth(read_token_ids(args.prompts), args.tokens)
     texts: dict[str, list[list[int]]] = {}
-    result = description(pair, args) | {"copy GB/s": copy_speed(args.device)}
+    result: dict[str, Any] = description(pair, args) | {"copy GB/s": copy_speed(args.device)}
     context = mean_context(prompts, args.tokens)
     with models_of(pair, positions_of(args)) as (paths, load):
         shared = SharedModels(load)
@@ -295,7 +295,7 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
                 result["ops"] = operators_of(llm)
             texts[mode], speed = decode(llm, prompts, args.tokens)
             models = (shared.sizes[paths[0]], draft and shared.sizes[paths[1]])
-            forwards = int(speed.get("d", args.steps))
+            forwards = int(speed.get("d") or args.steps)
             share = round_share(speed, *models, forwards=forwards, context=context, copy=result["copy GB/s"])
             result[mode] = speed | share
             result.setdefault("same text", agreement(texts[mode], said))
@@ -333,7 +333,7 @@ def _close(llm: LLMEngine) -> None:
 def operators_of(llm: LLMEngine) -> list[str]:
     """Returns the names of the operators of target and draft of an engine in mode serial."""
     drafter, verifier = local_roles(llm)
-    return [getattr(role.runner.ops, "__name__", "?").rpartition(".")[2] for role in (verifier, drafter)]
+    return [type(role.runner.ops).__module__.rpartition(".")[2] for role in (verifier, drafter)]
 
 
 def step_times(llm: LLMEngine, names: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
