@@ -39,6 +39,7 @@ from bench.data import tasks
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.backends.cpu import cpu as host
 from swiftspec.builder.load_options import LoadOptions
+from swiftspec.builder.rules import resolve_config
 from swiftspec.config import PROPOSAL_METHODS, VERIFY_METHODS, EngineConfig
 from swiftspec.distributed.launch.world import available_cores, join_world, pin_to_cores
 from swiftspec.errors import UserError
@@ -353,7 +354,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     check_device(parser, args.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     alone = args.device == "cuda" and "RANK" not in os.environ
-    args.draft_leaves = args.draft_leaves or DEFAULTS.for_device(args.device).leaves_per_expansion
+    args.draft_leaves = args.draft_leaves or resolve_config(DEFAULTS, "draft", args.device).draft_leaves
     args.modes = args.modes or ("ar,serial,async" if alone else "ar,serial")
     return args
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftspec import file_io
 from swiftspec.lab import results
+from swiftspec.params import SWITCHED_OFF
 from swiftspec.profiles import store
 from swiftspec.serve.__main__ import run_guarded
 
@@ -62,10 +63,9 @@ def html(profile: Json) -> str:
 
 def _samplings(settings: Json) -> str:
     """Returns the sampling parameters of the requests, such as `greedy, and with temperature 0.6, top_p 0.9`."""
-    off = {"temperature": None, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     names = []
     for each in settings.get("samplings", [])[1:]:
-        set_ = {name: value for name, value in each.items() if value != off.get(name, 0.0)}
+        set_ = {name: value for name, value in each.items() if value != SWITCHED_OFF.get(name)}
         names.append(", and with " + ", ".join(f"{name} {value:g}" for name, value in set_.items()))
     return "greedy" + "".join(names)
 

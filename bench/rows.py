@@ -49,6 +49,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import PackedMixture, PackedModel
+from swiftspec.params import FILTERS, SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.runner import Runner
 
@@ -173,11 +174,11 @@ class MeasuredModel:
 
     def _run_samplers(self, logits: Tensor) -> Spent:
         watch, keys = Stopwatch(), torch.arange(len(logits), dtype=torch.int32)
-        filters = COMMON_SAMPLING["top_k"], COMMON_SAMPLING["top_p"], 0.0
+        filters = SamplingParams(**COMMON_SAMPLING).values_of(FILTERS)
         host.draw(logits, self._vocab)
         watch.lap("draw")
         tokens = torch.empty(len(logits), dtype=torch.int64)
-        _C.draw_filtered(logits, self._vocab, None, COMMON_SAMPLING["temperature"], *filters, keys, tokens)
+        _C.draw_filtered(logits, self._vocab, None, COMMON_SAMPLING["temperature"], filters, keys, tokens)
         watch.lap("filtered draw")
         host.children(logits, self._vocab, self._children)
         watch.lap("children")

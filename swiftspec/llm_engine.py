@@ -21,7 +21,9 @@ from swiftspec.builder.load_options import LoadOptions
 from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.models import Models
+from swiftspec.builder.plan import block_size
 from swiftspec.builder.roles import MakeRemoteDrafter, Roles, build_roles
+from swiftspec.builder.rules import Choices, resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
@@ -210,18 +212,16 @@ class LLMEngine(TokenEngine):
         self,
         target: str | Path,
         draft: str | Path | None = None,
-        config: EngineConfig | None = None,
+        config: EngineConfig | Choices | None = None,
         *,
         world: World | None = None,
         **options: Unpack[LoadOptions],
     ) -> None:
         note = options.get("note") or _log
         options = {**options, "note": note}
-        config = (config if config is not None else EngineConfig()).for_models(draft)
         with report_startup_error(world):
-            config = config.for_device(resolve_device(options.get("device", "auto")).type)
+            config = _resolved(target, draft, config, options)
             pair = ModelPair.create(target, draft, config, world, options)
-            config = pair.for_draft(config)
         models = Models.of(pair)
         models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
         began = time.perf_counter()
@@ -233,6 +233,14 @@ class LLMEngine(TokenEngine):
         self.model = Path(target)
         self.dtype, self.threads = pair.dtype, pair.threads
         self.draft_model = worker.url if worker is not None else None if draft is None else str(draft)
+
+
+def _resolved(
+    target: str | Path, draft: str | Path | None, config: EngineConfig | Choices | None, options: LoadOptions
+) -> EngineConfig:
+    """Returns the configuration that follows from the choices, the models and the device."""
+    device = resolve_device(options.get("device", "auto"))
+    return resolve_config(config, draft, device.type, block_size(target, draft))
 
 
 def _drafter_elsewhere(options: LoadOptions) -> MakeRemoteDrafter | None:
@@ -253,16 +261,18 @@ def _log(line: str) -> None:
 
 
 def serve_rank(
-    world: World, target: str | Path, draft: str | Path | None, config: EngineConfig, **options: Unpack[LoadOptions]
+    world: World,
+    target: str | Path,
+    draft: str | Path | None,
+    config: EngineConfig | Choices,
+    **options: Unpack[LoadOptions],
 ) -> None:
     """Loads and runs a rank other than rank 0 until rank 0 closes its `LLMEngine`. Takes the same arguments. Raises
     UserError if they are invalid or differ between ranks, and RankLost if rank 0 or the leader of this rank's group
     exits without shutting this rank down."""
-    config = config.for_models(draft)
     with report_startup_error(world):
-        config = config.for_device(resolve_device(options.get("device", "auto")).type)
+        config = _resolved(target, draft, config, options)
         pair = ModelPair.create(target, draft, config, world, options)
-        config = pair.for_draft(config)
     models = Models.of(pair)
     models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
     with models.device_errors_recorded(config):

@@ -13,6 +13,7 @@ from swiftspec.builder.load_options import LoadOptions, WorkerAddress
 from swiftspec.builder.model_pair import ModelPair, draft_tree_slots
 from swiftspec.builder.models import Models
 from swiftspec.builder.roles import EngineLimits, Roles, TreeRoles, check_request, make_tree_decoding
+from swiftspec.builder.rules import Choices, resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter, RemoteTreeDeltaLink
 from swiftspec.distributed.remote.failover import RemoteDraft
@@ -151,14 +152,19 @@ def _check(worker: WorkerAddress, bounds: ModelLimits, info: ModelInfo) -> tuple
 
 
 def build_remote_roles(
-    target: RemoteTarget, draft: Path | None, config: EngineConfig, tokenizer: Path, **options: Unpack[LoadOptions]
+    target: RemoteTarget,
+    draft: Path | None,
+    config: EngineConfig | Choices,
+    tokenizer: Path,
+    **options: Unpack[LoadOptions],
 ) -> Roles:
     """Builds the roles of a client whose target runs on a worker.
 
     `draft`: a draft model to load in this process; None without a draft, or with a draft worker.
     `tokenizer`: folder with the target's tokenizer files.
     """
-    config = config.for_device("cpu" if draft is None else resolve_device(options.get("device", "auto")).type)
+    device = "cpu" if draft is None else resolve_device(options.get("device", "auto")).type
+    config = resolve_config(config, draft, device)
     info, note = target.info, options.get("note") or (lambda line: None)
     length = min(options.get("max_model_len") or info.max_model_len, info.max_model_len)
     models = None

@@ -13,6 +13,7 @@ from swiftspec.builder.load_options import LoadOptions, Side
 from swiftspec.builder.loaded_model import LoadedModel
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.models import Models, build_drafter, build_verifier
+from swiftspec.builder.rules import resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives.join import RankGroup
 from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
@@ -84,7 +85,7 @@ class WorkerModel:
         self.side: Side = side
         with report_startup_error(world):
             device = resolve_device(options.get("device", "auto"))
-            limits = replace(limits, shape=limits.shape.for_device(device.type))
+            limits = replace(limits, shape=resolve_config(limits.shape, model, device.type))
             self.limits, self.path = limits, model
             pair = ModelPair.create(model, model if side == "draft" else None, limits.shape, world, options)
         models = Models.of(pair)

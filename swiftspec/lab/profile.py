@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftspec import file_io
+from swiftspec.builder.rules import resolve_config
 from swiftspec.capabilities import check_features
 from swiftspec.config import SUFFIX_LOOKUP
 from swiftspec.errors import UserError
@@ -190,7 +191,7 @@ def _request(
         repeats=args.repeats,
         budget=seconds(args.budget),
         samplings=(GREEDY,) if sampling.greedy else (GREEDY, sampling),
-        draft_leaves=USUAL.for_device(device).leaves_per_expansion,
+        draft_leaves=resolve_config(USUAL, pair.draft, device).leaves_per_expansion,
         base_ops="unfused" if device == "cuda" else "reference",
     )
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from bench.heldout import DEMO
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.heldout import DEMO
+from bench.data.heldout import DEMO
 from swiftspec.backends.cpu import cpu
 from swiftspec.backends.cuda import cuda
 from swiftspec.backends.reference import reference

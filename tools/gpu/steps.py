@@ -121,7 +121,7 @@ def several_gpus(gpus: int) -> list[Step]:
     if not sizes:
         return []
     size = sizes[-1]
-    draft = max(1, size // 4)  # as `split_ranks` splits them
+    draft = max(1, size // 4)  # as builder/rules.py splits them
     split = f"{size - draft}+{draft}"
     command = on_ranks(size, "bench.gpu.step", "--pair", MIDDLE_PAIR, "--split", split)
     steps.append(measured(f"decode {MIDDLE_PAIR}, split {split}", command, 120))

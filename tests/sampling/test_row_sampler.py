@@ -1,4 +1,4 @@
-"""The filters of a batch rank as many tokens as they need, and have the bits of a ranking of all tokens."""
+"""The filters of sequence groups rank as many tokens as they need, and have the bits of a ranking of all tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends.reference import reference
-from swiftspec.batching.logits_processor import LogitsProcessor
 from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters
 from swiftspec.sampling.logits_params import LogitsParams
+from swiftspec.sampling.row_sampler import RowSampler
 
 VOCAB = 500
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_as_many_tokens_as_needed_are_ranked(
     sampling = SamplingParams(temperature=0.7, **filters_of)
     values = LogitsParams(CPU)
     values.load(sampling, noisy=True)
-    want = filters.apply_filters(rows()[:, :VOCAB] / values.temperature, values, num_candidates=VOCAB)
+    want = filters.apply_filters(rows()[:, :VOCAB] / values["temperature"], values, num_candidates=VOCAB)
     sizes, topk = list[int](), Tensor.topk
 
     def counted(logits: Tensor, count: int) -> Any:
@@ -49,6 +49,6 @@ def test_as_many_tokens_as_needed_are_ranked(
 
     monkeypatch.setattr(filters, "all_on_host", synchronised)
     monkeypatch.setattr(Tensor, "topk", counted)
-    found = LogitsProcessor(sampling, VOCAB, CPU, reference).target(rows())
+    found = RowSampler(sampling, VOCAB, CPU, reference).target(rows())
     assert sizes == [ranked]
     assert torch.equal(found.view(torch.int32), want.view(torch.int32))
