@@ -44,10 +44,12 @@ from swiftspec.backends.cpu import cpu as host
 from swiftspec.backends.cpu.packing import PackedLinear
 from swiftspec.builder.load_options import HeadName, LoadOptions, Side
 from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.models import Models
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import PackedMixture, PackedModel
+from swiftspec.params import FILTERS, SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.runner import Runner
 
@@ -172,11 +174,11 @@ class MeasuredModel:
 
     def _run_samplers(self, logits: Tensor) -> Spent:
         watch, keys = Stopwatch(), torch.arange(len(logits), dtype=torch.int32)
-        filters = COMMON_SAMPLING["top_k"], COMMON_SAMPLING["top_p"], 0.0
+        filters = SamplingParams(**COMMON_SAMPLING).values_of(FILTERS)
         host.draw(logits, self._vocab)
         watch.lap("draw")
         tokens = torch.empty(len(logits), dtype=torch.int64)
-        _C.draw_filtered(logits, self._vocab, None, COMMON_SAMPLING["temperature"], *filters, keys, tokens)
+        _C.draw_filtered(logits, self._vocab, None, COMMON_SAMPLING["temperature"], filters, keys, tokens)
         watch.lap("filtered draw")
         host.children(logits, self._vocab, self._children)
         watch.lap("children")
@@ -235,12 +237,13 @@ def load(args: argparse.Namespace) -> Iterator[MeasuredModel]:
         "prefix_cache_memory": 0,
     }  # fmt: skip
     pair = ModelPair.create(args.model, draft, plan, None, options)
-    pair.set_thread_counts(plan)
+    models = Models.of(pair)
+    models.set_thread_counts(plan)
     sides: dict[Side, Path] = {"target": pair.target}
     if pair.draft is not None:
         sides["draft"] = pair.draft
     for side, folder in sides.items():
-        loaded = pair.load_side(side, plan, None, None)
+        loaded = models.load_side(side, plan, None, None)
         if loaded.model.fused is None or loaded.ops is not host:
             raise UserError(f"{folder}: the native CPU operators do not run this model")
         runner, _ = loaded.runner(rows, CancelCheck())

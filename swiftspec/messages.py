@@ -111,13 +111,12 @@ class Proposal:
         tokens: Sequence[int],
         parents: Sequence[int],
         weights: Sequence[float],
-        draft_probs: DraftProbs | None = None,
         *,
+        draft_probs: DraftProbs | None = None,
         source: NodeSource = NodeSource.DRAFT_MODEL,
     ) -> Proposal:
         """Returns a proposal in which the draft model, or a draft head, is the `source` of all nodes except the
         root."""
-        sources = (NodeSource.ROOT, *(source,) * (len(tokens) - 1))
         return Proposal(
             request=request,
             round=round_,
@@ -125,7 +124,7 @@ class Proposal:
             tokens=tuple(tokens),
             parents=tuple(parents),
             weights=tuple(weights),
-            sources=sources,
+            sources=(NodeSource.ROOT, *(source,) * (len(tokens) - 1)),
             draft_probs=draft_probs,
         )
 

@@ -198,12 +198,12 @@ class Maker:
 
 
 def operators(device: str) -> dict[str, Any]:
-    """Returns the operator modules among the competitors: backends/cuda if available, and backends/unfused."""
+    """Returns the backends among the competitors: that of backends/cuda if available, and that of backends/unfused."""
     try:
-        modules = {OURS: importlib.import_module("swiftspec.backends.cuda")} if device.startswith("cuda") else {}
+        backends = {OURS: importlib.import_module("swiftspec.backends.cuda").cuda} if device.startswith("cuda") else {}
     except ImportError:
-        modules = {}
-    return {**modules, "unfused": unfused}
+        backends = {}
+    return {**backends, "unfused": unfused}
 
 
 def projection(ops: Any, op: str, x: Tensor, norm: Any, packed: Any, residual: Tensor, group: Any) -> Call:

@@ -12,7 +12,7 @@ A profile is a JSON object:
                         forwards over `rows` rows
     runs                {plan, ops, variation, speeds, tokens_per_round, rounds, target_busy, steps, dropped}, see below
     rounds              {plan, rounds: [[accepted draft tokens, expansions on the critical path], ...]}: recorded rounds
-                        from which `swiftspec.lab.predict` predicts speeds; deterministic, the same on any machine
+                        from which `bench.prediction.predictor` predicts speeds; deterministic, the same on any machine
     lanes               trace lines of a few rounds of the fastest asynchronous run, for the timelines of the report
     around              seconds outside the forwards in that run; see OverheadTimes in schema.py
     orchestration       with emulated step times: {seconds, share}, the median seconds per round of that run that the

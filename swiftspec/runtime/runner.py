@@ -93,15 +93,7 @@ class Runner:
             constraint = self.make_constraint(params.grammar)
         if params.has_path_rules or (constraint is not None and params.excludes_tokens):
             constraint = TokenRules(params, self.vocab, self.eos_token_ids, constraint)
-        return Sampler(
-            params=params,
-            prompt=prompt,
-            vocab=self.vocab,
-            device=self.model.device,
-            ops=self.ops,
-            shard=self.shard,
-            constraint=constraint,
-        )
+        return Sampler(params, prompt, self.vocab, self.model.device, self.ops, shard=self.shard, constraint=constraint)
 
     def open(
         self, tokens: Sequence[int], guidance: Guidance | None = None, max_cached: Sequence[int] | None = None

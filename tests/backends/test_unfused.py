@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.heldout import DEMO
+from bench.data.heldout import DEMO
 from swiftspec.backends.cpu import cpu
 from swiftspec.backends.cuda import cuda
 from swiftspec.backends.reference import reference

@@ -1,4 +1,4 @@
-"""Functions of the package, the benchmarks and the tools have at most 60 lines; ruff limits their complexity. Calls in
+"""Functions of the package, the benchmarks and the tools have at most 70 lines; ruff limits their complexity. Calls in
 the package have at most 6 positional arguments."""
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from tests.conventions.sources import ROOT, parsed, python_sources
 
-MAX_LINES = 60
+MAX_LINES = 70
 MAX_POSITIONAL = 6  # arguments of a call; further ones are named
 # parts of the package in which longer calls remain
 PENDING = (
-    "batching", "builder", "lab", "llm_engine.py", "settings", "smc", "startup",
+    "batching", "builder", "llm_engine.py", "settings", "startup",
 )  # fmt: skip
 
 

@@ -360,7 +360,7 @@ def paced(emulate: str, plans: list[Json], prompts: list[list[int]], max_tokens:
     import tempfile
 
     from swiftspec.lab import measurement
-    from swiftspec.lab.timeline import Trace
+    from swiftspec.lab.round_costs import Trace
     from swiftspec.lab.worker_pool import EngineBuild, Pair, RankPool
     from swiftspec.profiles import emulation
 

@@ -29,7 +29,7 @@ from swiftspec.errors import DrafterLost
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.model.loader import load_model
 from swiftspec.observe.recorder import Recorder
-from swiftspec.observe.round_records import RoundRecord
+from swiftspec.observe.trace_format import RoundRecord
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.tree.tree import DraftTree
