@@ -51,12 +51,12 @@ def prepare(
         positions = batch.positions if part.rows is None else batch.positions[part.rows]
         scale = None if options.query_scale is None else options.query_scale.index_select(0, positions)
         rows = _C.AttentionRows(
-            cos=cos.index_select(0, positions),
-            sin=sin.index_select(0, positions),
-            slots=part.slots,
-            mask=part.mask,
-            cache=native,
-            sequence=part.sequence,
+            cos.index_select(0, positions),
+            sin.index_select(0, positions),
+            part.slots,
+            part.mask,
+            native,
+            part.sequence,
             length=part.length,
             options=option_args(options, scale),
         )

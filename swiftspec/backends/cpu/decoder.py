@@ -109,12 +109,12 @@ class HostDecoder:
         logits = torch.empty(len(batch), self.num_logits) if head else None
         try:
             self._native.forward(
-                tokens=batch.tokens,
-                positions=batch.positions,
-                slots=batch.slots,
-                sequence=batch.sequence,
-                kv_len=batch.kv_len,
-                mask=batch.mask,
+                batch.tokens,
+                batch.positions,
+                batch.slots,
+                batch.sequence,
+                batch.kv_len,
+                batch.mask,
                 cache=_cache_args(cache),
                 logits=logits,
             )

@@ -35,12 +35,12 @@ def gated_delta(projected: Tensor, rates: Tensor, plan: CpuDeltaPlan, layer: int
     for rows, native in plan:
         result = out if rows is None else out.new_empty(len(rows), out.shape[1])
         native.gated_delta(
-            projected=projected if rows is None else projected[rows],
-            rates=rates if rows is None else rates[rows],
-            layer=layer,
-            conv=weights.conv,
-            decay_factor=weights.decay_factor,
-            decay_bias=weights.decay_bias,
+            projected if rows is None else projected[rows],
+            rates if rows is None else rates[rows],
+            layer,
+            weights.conv,
+            weights.decay_factor,
+            weights.decay_bias,
             norm=weights.norm.weight,
             eps=weights.norm.eps,
             out=result,

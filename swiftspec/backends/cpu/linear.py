@@ -44,12 +44,12 @@ def _linear(
     softcap: float | None = None,
 ) -> Tensor:
     _C.linear(
-        weights=packed.native,
-        x=x,
-        norm=None if norm is None else norm.weight,
-        eps=0.0 if norm is None else norm.eps,
-        residual=residual,
-        out=out,
+        packed.native,
+        x,
+        None if norm is None else norm.weight,
+        0.0 if norm is None else norm.eps,
+        residual,
+        out,
         gate=gate,
         scale=scale,
         softcap=softcap or 0.0,

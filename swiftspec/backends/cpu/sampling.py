@@ -27,12 +27,12 @@ def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
     scores = _with_numbers(scores)
     noise, noise_rows = _noise(scores)
     _C.draw(
-        logits=logits,
-        vocab=vocab,
-        bias=scores.bias,
-        noise=noise,
-        noise_rows=noise_rows,
-        temperature=scores.temperature,
+        logits,
+        vocab,
+        scores.bias,
+        noise,
+        noise_rows,
+        scores.temperature,
         tokens=tokens,
     )
     return tokens
@@ -47,12 +47,12 @@ def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES
     scores = _with_numbers(scores)
     noise, noise_rows = _noise(scores)
     _C.children(
-        logits=logits,
-        vocab=vocab,
-        bias=scores.bias,
-        noise=noise,
-        noise_rows=noise_rows,
-        temperature=scores.temperature,
+        logits,
+        vocab,
+        scores.bias,
+        noise,
+        noise_rows,
+        scores.temperature,
         tau=scores.tau,
         tokens=tokens,
         values=values,
@@ -75,12 +75,12 @@ def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAUL
         return reference.draw_keyed(logits, vocab, keys, scores)
     tokens, out = torch.empty(logits.shape[0], dtype=torch.int64), torch.empty(logits.shape[0])
     _C.draw_keyed(
-        logits=logits,
-        vocab=vocab,
-        bias=scores.bias,
-        temperature=scores.temperature,
-        keys=keys.contiguous(),
-        tokens=tokens,
+        logits,
+        vocab,
+        scores.bias,
+        scores.temperature,
+        keys.contiguous(),
+        tokens,
         values=out,
     )
     return tokens, out

@@ -68,12 +68,12 @@ class FlashAttention:
         batch = self.batch
         sequence = batch.sequence if batch.kv_len.shape[0] > 1 else None
         _C.rope_append_cuda(
-            qkv=qkv,
-            cos=self.cos,
-            sin=self.sin,
-            positions=batch.positions,
-            slots=batch.slots,
-            sequence=sequence,
+            qkv,
+            self.cos,
+            self.sin,
+            batch.positions,
+            batch.slots,
+            sequence,
             cache=self.stored,
             layer=layer,
             queries=self.queries,

@@ -258,12 +258,12 @@ def _linear(
     if channel is None and (bytes_ := packed.native.scratch_bytes(x.shape[0], prefill)) > 0:
         scratch = torch.empty(bytes_, dtype=torch.uint8, device=x.device)
     _C.linear_cuda(
-        weights=packed.native,
-        x=x,
-        norm=weight,
-        eps=eps,
-        residual=residual,
-        out=out,
+        packed.native,
+        x,
+        weight,
+        eps,
+        residual,
+        out,
         swiglu=swiglu,
         channel=native,
         scratch=scratch,

@@ -31,12 +31,12 @@ def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
     if logits.shape[0] > 0:
         noise, noise_rows = _noise_arguments(scores)
         _C.draw_cuda(
-            logits=logits,
-            vocab=vocab,
-            bias=scores.bias,
-            noise=noise,
-            noise_rows=noise_rows,
-            temperature=scores.temperature,
+            logits,
+            vocab,
+            scores.bias,
+            noise,
+            noise_rows,
+            scores.temperature,
             scalars=scores.scalars,
             tokens=tokens,
             stream=current_stream(),
@@ -53,12 +53,12 @@ def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES
     if logits.shape[0] > 0:
         noise, noise_rows = _noise_arguments(scores)
         _C.children_cuda(
-            logits=logits,
-            vocab=vocab,
-            bias=scores.bias,
-            noise=noise,
-            noise_rows=noise_rows,
-            temperature=scores.temperature,
+            logits,
+            vocab,
+            scores.bias,
+            noise,
+            noise_rows,
+            scores.temperature,
             tau=1.0 if noise is None else scores.tau,
             scalars=scores.scalars,
             tokens=tokens,
@@ -88,12 +88,12 @@ def _keyed(logits: Tensor, vocab: int, keys: Tensor | None, tokens: Tensor, scor
     values = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     if logits.shape[0] > 0:
         _C.draw_keyed_cuda(
-            logits=logits,
-            vocab=vocab,
-            bias=scores.bias,
-            temperature=scores.temperature,
-            keys=keys,
-            tokens=tokens,
+            logits,
+            vocab,
+            scores.bias,
+            scores.temperature,
+            keys,
+            tokens,
             values=values,
             stream=current_stream(),
         )

@@ -154,12 +154,12 @@ class NativeExecutor(EagerExecutor):
             prefix = runner.cache.prefix_len[0]
             try:
                 expanded, seconds = self._rounds.expand(
-                    tree=tree.native,
-                    prefix=prefix,
-                    pending=pending,
-                    leaves=leaves,
-                    children=shape.children,
-                    scoring=self._scoring,
+                    tree.native,
+                    prefix,
+                    pending,
+                    leaves,
+                    shape.children,
+                    self._scoring,
                     coupled=shape.coupled,
                     tau=shape.tau,
                     allowed=allowed,
@@ -178,12 +178,12 @@ class NativeExecutor(EagerExecutor):
         forced = accept.path(proposal) if isinstance(accept, SyntheticAcceptance) else None
         try:
             path, tokens, seconds = self._rounds.verify(
-                tokens=proposal.tokens,
-                parents=proposal.parents,
-                prefix=prefix,
-                scoring=self._scoring,
-                allowed=allowed,
-                guidance=self._guidance(proposal.tokens[0]),
+                proposal.tokens,
+                proposal.parents,
+                prefix,
+                self._scoring,
+                allowed,
+                self._guidance(proposal.tokens[0]),
                 forced=forced,
             )
         except OSError as error:
