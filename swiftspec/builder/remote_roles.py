@@ -10,8 +10,8 @@ from typing import Unpack
 
 from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions, WorkerAddress
-from swiftspec.builder.model_pair import ModelPair, draft_tree_slots
 from swiftspec.builder.models import Models
+from swiftspec.builder.plan import Plan, draft_tree_slots
 from swiftspec.builder.roles import EngineLimits, Roles, TreeRoles, check_request, make_tree_decoding
 from swiftspec.builder.rules import Choices, resolve_config
 from swiftspec.config import EngineConfig
@@ -170,7 +170,7 @@ def build_remote_roles(
     models = None
     if draft is not None:
         options |= {"only": "draft", "max_model_len": length, "vocab_size": info.vocab_size}
-        models = Models.of(ModelPair.create(draft, draft, config, None, options))
+        models = Models.of(Plan.create(draft, draft, config, None, options))
     bounds = ModelLimits(info.vocab_size, length, config.verify_batch)
     worker = options.get("draft_worker")
     away, leave_draft, local = None, lambda: None, None

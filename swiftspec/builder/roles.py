@@ -165,7 +165,7 @@ def build_roles(
     """Loads the models and builds the roles of rank 0, or of a single process. `world`: the ranks of the job; None for
     a single process. `worker`: builds the drafter on a worker, if the config has a remote draft."""
     options = models.options
-    recorder = Recorder(None if options.trace is None else TraceFile(options.trace))
+    recorder = Recorder(None if options.loading.trace is None else TraceFile(options.loading.trace))
     rank = None if world is None else EngineRank(world, config, models, progress)
     check = partial(check_request, config, options.grammars)  # before d is measured, when the config allows a larger d
     away, leave = None, lambda: None
@@ -179,7 +179,9 @@ def build_roles(
     head = trace_header(options.trace_metadata(config) | ({} if rpc_log is None else clock_reading()))
     if recorder.file is not None:
         recorder.file.write([head])
-    limits = EngineLimits(options.max_model_len, options.vocab_size, options.eos_token_ids, check, config.max_nodes)
+    limits = EngineLimits(
+        options.max_model_len, options.vocab_size, options.vocabulary.eos_token_ids, check, config.max_nodes
+    )
     return Roles(decoding, parts, config, limits, rank, recorder, head, leave, rpc_log, models)
 
 

@@ -28,6 +28,7 @@ from swiftspec.settings_schema import require
 ENGINE_FIELDS = {item.name: item.default for item in fields(EngineConfig)}
 POPULATION_FIELDS = {item.name: item.default for item in fields(PopulationConfig)}
 AUTO = "auto"
+GIVEN = "given"  # name of the rule that sets what the user has chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,7 @@ class Chosen:
     def reason(self, at: Resolution, option: str) -> Reason | None:
         """Returns the choice, or None if there is none."""
         if at.is_given(option):
-            return Reason(at.choices.given[option], "given")
+            return Reason(at.choices.given[option], GIVEN)
         if option in at.choices.profile:
             return Reason(at.choices.profile[option], "profile", at.choices.profile_file)
         return None
@@ -372,6 +373,13 @@ def check_choices(at: Resolution) -> None:
     for name, given in (("target", target), ("draft", draft)):
         fits = given is None or 1 <= given < ranks
         require(fits, f"--{name}-tp {given} leaves none of the {ranks} ranks for the other model: use 1..{ranks - 1}")
+
+
+def default_reason(name: str) -> Reason:
+    """Returns the default of a field of EngineConfig."""
+    item = next(each for each in fields(EngineConfig) if each.name == name)
+    declared = item.metadata.get("setting")
+    return Reason(item.default, "default", "" if declared is None else declared.default_text or "")
 
 
 def resolve_config(

@@ -51,7 +51,7 @@ Progress = Callable[[str, int, int], None]  # description, step, number of steps
 
 
 class RoleOptions(Protocol):
-    """Options of a rank's models. Implemented by `builder.model_pair.ModelPair`.
+    """Options of a rank's models. Implemented by `builder.plan.Plan`.
 
     Parameters `target` and `draft` of the methods: whether this rank loads the respective model.
     """

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from swiftspec.backends import cpu, reference
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.plan import Plan
 from swiftspec.config import GRAFTED, EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
@@ -258,4 +258,4 @@ def test_what_does_not_support_draft_heads(tmp_path: Path, config: EngineConfig,
     ranks: Any = Two() if config.num_ranks > 1 else None
     options: Any = OPTIONS
     with pytest.raises(UserError, match=message):
-        ModelPair.create(*pair, config, ranks, options)
+        Plan.create(*pair, config, ranks, options)

@@ -13,7 +13,7 @@ import torch
 from bench.data.heldout import DEMO, read_token_ids
 from bench.gpu import step
 from swiftspec.backends import unfused
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.plan import Plan
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
@@ -47,9 +47,9 @@ def arguments(**changed: Any) -> Namespace:
 @pytest.mark.slow
 def test_every_mode_decodes_with_the_roles_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """On shared models. On a CPU the streams of the overlapped mode do nothing, and the check for a GPU is left out."""
-    create, loaded, roles = ModelPair.create, [], dict[str, tuple[str, str]]()
+    create, loaded, roles = Plan.create, [], dict[str, tuple[str, str]]()
 
-    def anywhere(target: Any, draft: Any, plan: EngineConfig, *others: Any) -> ModelPair:
+    def anywhere(target: Any, draft: Any, plan: EngineConfig, *others: Any) -> Plan:
         return create(target, draft, EngineConfig("serial") if plan.overlap_on_one_gpu else plan, *others)
 
     class Recorded(step.LLMEngine):
@@ -62,7 +62,7 @@ def test_every_mode_decodes_with_the_roles_of_the_product(monkeypatch: pytest.Mo
         loaded.append((path.name, options["quantization"].head))
         return load_model(path, **options)
 
-    monkeypatch.setattr(ModelPair, "create", staticmethod(anywhere))
+    monkeypatch.setattr(Plan, "create", staticmethod(anywhere))
     monkeypatch.setattr(step, "LLMEngine", Recorded)
     monkeypatch.setattr(step, "load_model", counted)
     parts: list[set[str]] = []
