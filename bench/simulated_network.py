@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 from bench.data.heldout import texts
 from bench.workers import NODES, PACES
-from swiftspec.builder.models import Models, build_drafter
+from swiftspec.builder.drafters import build_drafter
+from swiftspec.builder.models import Models
 from swiftspec.builder.plan import Plan, draft_tree_slots
 from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine

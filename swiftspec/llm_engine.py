@@ -20,15 +20,16 @@ from swiftspec.builder.load_options import LoadOptions
 from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.models import Models
 from swiftspec.builder.plan import Plan
-from swiftspec.builder.roles import MakeRemoteDrafter, Roles, build_roles
+from swiftspec.builder.ranks import run_rank, start_engine_rank
+from swiftspec.builder.roles import ConnectDraft, Roles, build_roles
 from swiftspec.builder.rules import Choices
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.rank_startup import EngineRank, Progress
 from swiftspec.distributed.remote.failover import Outage
 from swiftspec.engine import Completion, Stats, TokenChunk
 from swiftspec.extras import require_extra
+from swiftspec.model.checkpoint_files import Progress
 from swiftspec.observe.draft_monitor import DraftMonitor
 from swiftspec.observe.recorder import TraceListener
 from swiftspec.params import SamplingParams
@@ -161,7 +162,7 @@ class TokenEngine:
         """Sets the listener that receives trace records, from the next request on. None removes the listener.
 
         The listener is called on the decoding thread with the records of several rounds. Functions in
-        `observe.round_records` and `observe.trace_format` convert records to trace lines in any thread; see
+        `observe.trace_format` convert records to trace lines in any thread; see
         docs/reference/trace.md.
         """
         self.roles.recorder.listener = listener
@@ -219,7 +220,7 @@ class LLMEngine(TokenEngine):
         options = {**options, "note": note}
         with report_startup_error(world):
             plan = Plan.create(target, draft, config, world, options)
-        config, models = plan.engine, Models.of(plan)
+        self.plan, config, models = plan, plan.engine, Models.of(plan)
         models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
         began = time.perf_counter()
         with models.device_errors_recorded(config):
@@ -232,8 +233,8 @@ class LLMEngine(TokenEngine):
         self.draft_model = worker.url if worker is not None else None if draft is None else str(draft)
 
 
-def _drafter_elsewhere(options: LoadOptions) -> MakeRemoteDrafter | None:
-    """Returns the factory of the drafter on a worker, or None if the options name no draft worker. Raises UserError if
+def _drafter_elsewhere(options: LoadOptions) -> ConnectDraft | None:
+    """Returns what connects to the draft worker, or None if the options name none. Raises UserError if
     gRPC is not installed."""
     worker = options.get("draft_worker")
     if worker is None:
@@ -268,12 +269,12 @@ def serve_rank(
 
 
 def _run_rank(world: World, config: EngineConfig, models: Models, progress: Progress | None) -> None:
-    rank = EngineRank(world, config, models, progress)
+    rank = start_engine_rank(world, config, models, progress)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles interrupts and ends the other ranks
     try:
         if world.supervisor is not None:
             world.supervisor.on_ready()
-        rank.run(traced=models.options.loading.trace is not None)
+        run_rank(rank, traced=models.options.loading.trace is not None)
         if models.cache is not None:
             models.cache.writer.resume()
             models.cache.writer.close()

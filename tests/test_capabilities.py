@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.backends import cpu, reference, unfused
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder.rules import resolve_config
 from swiftspec.capabilities import (
     COMMAND_FEATURES,
@@ -112,6 +114,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "profile": {"plan": "profile.json"},
     "adaptation": {"adapt": True},
     "given shape": {"draft_steps": 2, "verify_batch": 4},
+    "target group": {"target_tp": 4},
     "server": {"port": 0},
     "KV events": {"kv_events_endpoint": "tcp://*:5557"},
     "no prefix cache": {"prefix_cache_memory": 0},
@@ -120,6 +123,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 ELSEWHERE = {
     *MACHINE_FEATURES, *MODEL_FEATURES, *COMMAND_FEATURES, "best_of", "draft head", "hidden states", "overlap",
     "stream", "suffix", "truncation", "population choices", "top log-probabilities", "echoed log-probabilities",
+    "revision", "no guidance", "negative prompt",
     "shared GPUs", "rounded activations", "exact activations", "int8 head", "float8 cache",
 }  # fmt: skip
 

@@ -6,15 +6,18 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
 from swiftspec import __version__
-from swiftspec.backends import cpu, cuda, unfused
+from swiftspec.backends.cpu import cpu
 from swiftspec.backends.cuda import trial
+from swiftspec.backends.cuda.attention import CLUSTER_MAJORS
 from swiftspec.backends.cuda.devices import gpu_uuid, machine_facts, why_gpu_unused
 from swiftspec.backends.cuda.trial_checks import TreeShape
+from swiftspec.backends.reference import Backend
+from swiftspec.backends.unfused import has_int4_kernels
 from swiftspec.batching.chains import chain_region_slots
 from swiftspec.builder import gpu_trial, hardware
 from swiftspec.builder.gpu_trial import GpuVerdict
@@ -245,16 +248,6 @@ class Plan:
         """Size of the base vocabulary."""
         return self.vocabulary.size
 
-    @property
-    def masked_tokens(self) -> tuple[int, ...]:
-        """Tokens that the draft never proposes, ascending."""
-        return self.vocabulary.masked_tokens
-
-    @property
-    def share_device(self) -> bool:
-        """Whether several ranks may use one GPU."""
-        return self.gpu.share_device
-
     def _note_machine(self, *, given_device: bool) -> None:
         """Reports what makes the models slower on this machine, or their text another one."""
         note, on_cpu, target = self.loading.note, self.device.type == "cpu", self.checkpoints.target
@@ -284,10 +277,9 @@ class Plan:
             if why is not None:
                 note(f"the {side} runs on torch's own operators: {why}")
             layout = format_of(config)
-            expanded = ops is unfused and (self.dtype != torch.bfloat16 or not unfused.has_int4_kernels(self.device))
-            if layout is not None and layout.is_int4 and expanded and self.device.type == "cuda":
+            need = ops.int4_needs(self.dtype, self.device)
+            if layout is not None and layout.is_int4 and need is not None and self.device.type == "cuda":
                 bits = 8 * self.dtype.itemsize
-                need = "dtype bfloat16" if self.dtype != torch.bfloat16 else "a GPU since Ampere"
                 note(f"the int4 weights of the {side} are expanded to {bits} bits; {need} would keep them")
 
     def memory_needs(self, engine: EngineConfig) -> list[dict[Side, MemoryEstimate]]:
@@ -295,9 +287,7 @@ class Plan:
         major, _ = torch.cuda.get_device_capability(self.device)
         needs: dict[Side, MemoryEstimate] = {}
         for side, config in self.sides(engine).items():
-            ops = select_operators(self.ops, config.spec, self.dtype, self.device)
-            if ops is cuda and "projections" in self.gpu.verdict.on_library:
-                ops = unfused
+            ops = select_operators(self.ops, config.spec, self.dtype, self.device, self.gpu.verdict)
             needs[side] = MemoryEstimate(
                 config,
                 self.dtype,
@@ -309,8 +299,8 @@ class Plan:
                 int4_head=self.quantization(side, ops).head == "int4",
                 prefix_tokens=0 if engine.num_sequences > 1 else self.prefix_cache_tokens(engine),
                 tree_slots=self.tree_slots(side, engine),
-                clusters=major in cuda.CLUSTER_MAJORS,
-                int4_kernels=unfused.has_int4_kernels(self.device),
+                clusters=major in CLUSTER_MAJORS,
+                int4_kernels=has_int4_kernels(self.device),
             )
         apart = engine.mode == "async" and engine.num_ranks > 1  # each rank holds one of the two models
         return [{side: need} for side, need in needs.items()] if apart else [needs]
@@ -320,7 +310,7 @@ class Plan:
         `adjust` that of this machine. Not checked if several ranks share a GPU."""
         if self.device.type == "cpu" and adjust:
             return self._fit_machine(engine, note)
-        if self.share_device or self.device.type != "cuda":
+        if self.gpu.share_device or self.device.type != "cuda":
             return self
         needs = self.memory_needs(engine)
 
@@ -428,7 +418,7 @@ class Plan:
             **settings_of(config),
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": self.device.type,
-            "share_gpus": self.share_device,
+            "share_gpus": self.gpu.share_device,
             "ops": self.ops,
             "activations": self.formats.activations,
             "kv_cache_dtype": "auto" if self.formats.cache_dtype is None else "fp8",
@@ -442,7 +432,7 @@ class Plan:
         }
         files = {} if self.checkpoints.draft is None else {"draft": model_fingerprint(self.checkpoints.draft)}
         group_files = {"target": model_fingerprint(self.checkpoints.target)} if target else {}
-        return RankConfig(settings, files, group_files, None if self.share_device else gpu_uuid(self.device))
+        return RankConfig(settings, files, group_files, None if self.gpu.share_device else gpu_uuid(self.device))
 
     def measurement_facts(self, engine: EngineConfig) -> dict[str, object]:
         """Returns everything that determines a measurement of the models, serialisable as JSON. Raises UserError if a
@@ -496,7 +486,7 @@ class Plan:
         width = 0
         for spec in self._model_specs(target=target, draft=draft):
             ops = select_operators(self.ops, spec, self.dtype, self.device, self.gpu.verdict)
-            if self.share_device or not self.gpu.verdict.peers or not ops.PEER_ALL_REDUCE:
+            if self.gpu.share_device or not self.gpu.verdict.peers or not ops.PEER_ALL_REDUCE:
                 return 0
             width = max(width, spec.hidden_size)
         return width
@@ -515,24 +505,24 @@ class Plan:
         block = self.checkpoints.block
         return draft_tree_slots(engine) if block is None else block.size
 
-    def quantization(self, side: Side, ops: Any) -> LoadTimeQuantization:
+    def quantization(self, side: Side, ops: Backend) -> LoadTimeQuantization:
         """Returns what is quantised when the target or the draft is loaded."""
         activations = self.activations_reason(side, ops).value
         # int8 activations of the target's head would have more error than its weights
         head_activations = 2 if side == "target" else max(activations, 1)
         return LoadTimeQuantization(activations, self.head_reason(side, ops).value, head_activations)
 
-    def activations_reason(self, side: Side, ops: Any) -> Reason:
+    def activations_reason(self, side: Side, ops: Backend) -> Reason:
         """Returns to how many int8 numbers an activation of a model is quantised, and why."""
         if self.formats.activations != "auto":
             return Reason(INT8_NUMBERS[self.formats.activations], GIVEN)
-        if ops is not cpu or self.dtype != torch.bfloat16:
+        if not ops.INT8_ACTIVATIONS or self.dtype != torch.bfloat16:
             return Reason(0, "dense products", "only the native operators of a CPU quantise, in bfloat16")
         if side == "target" and self.checkpoints.config(side).spec.hidden_size <= MAX_INT16_HIDDEN_SIZE:
             return Reason(2, "small target", f"its hidden size is at most {MAX_INT16_HIDDEN_SIZE}")
         return Reason(1, "integer products", "they are faster than those of bfloat16")
 
-    def head_reason(self, side: Side, ops: Any) -> Reason:
+    def head_reason(self, side: Side, ops: Backend) -> Reason:
         """Returns the format of a model's LM head if it is quantised, else None, and why."""
         if self.formats.head != "auto":
             return Reason(None if self.formats.head == "native" else self.formats.head, GIVEN)
@@ -580,7 +570,7 @@ class Plan:
         for side, config in self.sides(engine).items():
             ops = select_operators(self.ops, config.spec, self.dtype, self.device, self.gpu.verdict)
             why = why_not_native(config.spec, self.dtype, self.device)
-            operators = Reason(ops.__name__.rpartition(".")[2], GIVEN)
+            operators = Reason(type(ops).__name__, GIVEN)
             if self.ops == "auto":
                 operators = replace(operators, rule="fastest" if why is None else "fallback", why=why or "")
             slots, room = self.tree_slots(side, engine), self.capacity(side, engine)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from swiftspec.capabilities import check_features
+from swiftspec.capabilities import check_features, features_in
 from swiftspec.config import (
     DEFAULT_DRAFT_LEAVES,
     DEFAULT_DRAFT_STEPS,
@@ -353,12 +353,9 @@ def check_choices(at: Resolution) -> None:
         return
     target, draft = at.chosen("target_tp"), at.chosen("draft_tp")
     if mode != "async":
-        require(
-            target in (None, ranks),
-            f"mode {mode} uses all {ranks} ranks for the target, not {target}: remove --target-tp",
-        )
-        if draft not in (None, 0 if mode == "ar" else ranks):
-            check_features({"draft group", f"mode {mode}"})
+        groups = {"target group": target not in (None, ranks)}
+        groups["draft group"] = draft not in (None, 0 if mode == "ar" else ranks)
+        check_features(features_in(groups) | {f"mode {mode}"})
         return
     if at.on_one_rank:
         return

@@ -139,7 +139,7 @@ class CommandSettings:
     )
     trace: str | None = setting(
         None,
-        "Write a trace of all rounds to this file; read it with `swiftspec profile trace`.",
+        "Write a trace of all rounds to this file; read it with `python -m bench.timeline`.",
         MODELS,
         "FILE.jsonl",
         "off",

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import cuda, unfused
+from swiftspec.backends.cuda import cuda
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder import plan as assembled
 from swiftspec.builder.load_options import select_operators
 from swiftspec.builder.memory_estimate import BYTES_PER_GB
@@ -45,7 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    monkeypatch.setattr(cuda, "require_usable", torch.device)
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", torch.device)
 
 
 def test_unsupported_models_use_torch_operators_with_a_message(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +72,7 @@ def test_unsupported_models_use_torch_operators_with_a_message(pair: Path, monke
 
     large = parse_config(LLAMA_8B).spec
     assert select_operators("auto", large, BF16, GPU) is cuda
-    monkeypatch.setattr(cuda, "require_usable", too_old)
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", too_old)
     assert select_operators("auto", large, BF16, GPU) is unfused
     with pytest.raises(UserError, match="T4 has 7"):
         select_operators("cuda", large, BF16, GPU)

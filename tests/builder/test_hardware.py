@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import cpu, reference
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
 from swiftspec.builder import hardware
 from swiftspec.builder.rules import resolve_config
 from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import cuda, reference, unfused
+from swiftspec.backends.cuda import cuda
 from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder import memory_estimate
 from swiftspec.builder.memory_estimate import BYTES_PER_GB, MemoryEstimate, fit_context, memory_by_purpose
 from swiftspec.builder.plan import Plan
@@ -177,7 +179,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "RTX 4090")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    monkeypatch.setattr(cuda, "require_usable", torch.device)
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", torch.device)
     set_free(23.5)
     return set_free
 

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import cpu, cuda
+from bench.prediction import simulation
+from bench.prediction.latency_model import GPUS, constants
+from bench.prediction.predictor import demo_acceptance, modelled_step_times, predict
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.cuda import cuda
 from swiftspec.builder.load_options import LoadOptions, select_operators
 from swiftspec.builder.plan import Plan
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.lab import simulation
-from swiftspec.lab.latency_model import GPUS, constants
-from swiftspec.lab.predict import demo_acceptance, modelled_step_times, predict
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.shard import Shard
 from swiftspec.model.vocabulary import Vocabulary
@@ -169,7 +170,7 @@ def test_shards_cover_the_model(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_native_operators_fit(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = read_config(folder / name).spec
-    monkeypatch.setattr(cuda, "require_usable", lambda device: torch.device(device))
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", lambda device: torch.device(device))
     monkeypatch.setattr(cpu, "level", lambda: "avx2")
     for device, wanted in ((torch.device("cuda", 0), cuda), (torch.device("cpu"), cpu)):
         assert select_operators("auto", spec, torch.bfloat16, device) is wanted

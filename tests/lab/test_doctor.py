@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from swiftspec.__main__ import main
-from swiftspec.backends import cpu
+from swiftspec.backends.cpu import cpu
 from swiftspec.errors import UserError
 from swiftspec.extras import EXTRAS, install_hint
 from swiftspec.lab import doctor, machine
-from swiftspec.lab.latency_model import GPUS
 from swiftspec.lab.machine import MemorySizes
 
 
@@ -57,6 +56,19 @@ def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **values: Any) -> l
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_the_plan_names_what_has_set_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "demo", "--device", "cpu", "--draft-steps", "3", "--no-adapt"]
+    assert doctor.main(["--plan", *flags]) == 0
+    lines = {line.split()[0]: line.split(None, 2)[1:] for line in capsys.readouterr().out.splitlines()}
+    assert lines["draft_steps"] == ["3", "given"] and lines["device"] == ["cpu", "given"]
+    assert lines["mode"] == ["serial", "shared ranks: draft and target run alternately"]
+    assert lines["adapt_batch"] == ["off", "no adaptation: adapt is off"]
+    assert lines["drafter"][0] == "model+suffix" and lines["drafter"][1].startswith("grafting: ")
+    assert {*map(str.lower, lines)} >= {"dtype", "threads", "max_model_len", "target", "draft"}
+    assert doctor.main(["--plan", "--model", "demo", "--mode", "async"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -119,10 +131,3 @@ def test_limits_of_a_control_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert sizes is None or sizes.limit == 1_000_000
     (tmp_path / "memory.max").write_text("max\n")
     assert sizes is None or (machine.memory_sizes() or sizes).limit is None
-
-
-def test_constants_of_this_cpu() -> None:
-    slow, fast = machine.cpu_constants()
-    assert 0 < slow.linear.bandwidth < fast.linear.bandwidth and 0 < slow.flops < fast.flops
-    assert slow.linear.at(1e6) > fast.linear.at(1e6)
-    assert machine.gpu_model("NVIDIA H100 80GB HBM3") is GPUS["h100"] and machine.gpu_model("RTX 4090") is None

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swiftspec.backends import reference, unfused
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder.rules import resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.errors import RankLost

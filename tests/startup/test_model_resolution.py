@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from swiftspec.backends import cuda
 from swiftspec.builder.load_options import Side
 from swiftspec.distributed.launch.startup_barrier import Timeouts
 from swiftspec.distributed.launch.world import World
@@ -44,7 +43,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
         ("get_device_name", "RTX 4090"), ("get_device_capability", (8, 9)), ("mem_get_info", (int(23.5e9), int(24e9))),
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *args, result=value: result)
-    monkeypatch.setattr(cuda, "require_usable", torch.device)
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", torch.device)
     return hub
 
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from swiftspec.backends import cuda, unfused
+from swiftspec.backends.cuda import cuda
 from swiftspec.backends.cuda import linear as cuda_linear
 from swiftspec.backends.cuda import peers as cuda_peers
 from swiftspec.backends.cuda.peers import PeerAccessError
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder.plan import Checkpoints, GpuUse, Plan, TokenIds
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives import leave, peers

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import cpu, cuda
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.cuda import cuda
 from swiftspec.builder.load_options import select_operators
 from swiftspec.builder.plan import Plan
 from swiftspec.config import EngineConfig
@@ -52,7 +53,7 @@ def native_head(tmp_path: Path) -> Path:
 def test_the_native_and_the_cuda_operators_have_the_norm(native_head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if cpu.level() == "none":
         pytest.skip("there are no native operators here")
-    monkeypatch.setattr(cuda, "require_usable", torch.device)
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", torch.device)
     spec = read_config(native_head).spec
     for device, library in (("cpu", cpu), ("cuda", cuda)):
         assert select_operators("auto", spec, torch.bfloat16, torch.device(device)) is library
