@@ -114,6 +114,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "profile": {"plan": "profile.json"},
     "adaptation": {"adapt": True},
     "given shape": {"draft_steps": 2, "verify_batch": 4},
+    "target group": {"target_tp": 4},
     "server": {"port": 0},
     "KV events": {"kv_events_endpoint": "tcp://*:5557"},
     "no prefix cache": {"prefix_cache_memory": 0},
@@ -122,6 +123,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 ELSEWHERE = {
     *MACHINE_FEATURES, *MODEL_FEATURES, *COMMAND_FEATURES, "best_of", "draft head", "hidden states", "overlap",
     "stream", "suffix", "truncation", "population choices", "top log-probabilities", "echoed log-probabilities",
+    "revision", "no guidance", "negative prompt",
     "shared GPUs", "rounded activations", "exact activations", "int8 head", "float8 cache",
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
 from swiftspec.builder.rules import Choices, Resolution
-from swiftspec.capabilities import NotSupported, check_features, ignored_features
+from swiftspec.capabilities import NotSupported, check_features, features_in, ignored_features
 from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig, PopulationConfig
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import expand_user, parse_json
@@ -181,23 +181,18 @@ class Settings(SettingsFields):
         """The file of --chat-template. Raises UserError if its `~` cannot be expanded."""
         return None if self.chat_template is None else expand_user(self.chat_template)
 
-    def _config_values(self, config: type) -> dict[str, Any]:
-        """Returns the settings that are not None and that the engine dataclass `config` declares."""
-        mine = {name: getattr(self, name) for name, flag in FLAGS.items() if flag.config is config}
-        return {name: _for_config(value) for name, value in mine.items() if value is not None}
-
     def guidance_note(self) -> str | None:
         """Returns a note on guidance settings that may be unintended; None if there is none."""
         if self.guidance_scale != 1 and self.negative_prompt is None:
             return "guidance without a negative prompt uses an empty one"
-        if self.guidance_scale == 1 and self.negative_prompt is not None:
-            return "a negative prompt has no effect at guidance scale 1"
-        return None
+        found = {"no guidance": self.guidance_scale == 1, "negative prompt": self.negative_prompt is not None}
+        return next(iter(ignored_features(features_in(found), flag_name)), None)
 
     def sampling_params(self, model_defaults: Mapping[str, Any], negative: Sequence[int] = ()) -> SamplingParams:
         """Creates the sampling parameters. `model_defaults`: values for settings that are not set, see
         `generation_defaults`. `negative`: tokens of the negative prompt."""
-        values = {**model_defaults, **self._config_values(SamplingParams)}
+        mine = {name: getattr(self, name) for name, flag in FLAGS.items() if flag.config is SamplingParams}
+        values = {**model_defaults, **{name: _for_config(value) for name, value in mine.items() if value is not None}}
         return SamplingParams(**values, negative_prompt_ids=tuple(negative))
 
 

@@ -84,8 +84,7 @@ class ResolvedModels:
         path_name = None if draft_model in (SUFFIX_LOOKUP, MTP_HEAD) else draft_model
         local = expand_user(model)
         if settings.revision is not None and (is_folder(local) or is_file(local)):
-            kind = "directory" if is_folder(local) else "file"
-            raise UsageError(f"--revision {settings.revision} applies to a hub id, but {model} is a {kind}; remove it")
+            check_usage({"revision", "model on disk"})
         drafts = draft_model is not None or settings.draft_url is not None
         choices = settings.choices(drafts, ranks)
         plan = plan_of(choices)  # reports invalid settings before a download

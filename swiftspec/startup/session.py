@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from swiftspec.builder.rules import Choices, resolve_config
+from swiftspec.builder.rules import Choices
 from swiftspec.config import MTP_HEAD, EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.file_io import expand_user
@@ -172,14 +172,14 @@ class MemoryCheck:
         return resolve_device(self.settings.device).type == "cuda"
 
     def __call__(self, target: Path, draft: Path | None, config: EngineConfig | Choices) -> None:
-        from swiftspec.builder.model_pair import ModelPair
+        from swiftspec.builder.plan import Plan
 
         options = load_options(self.settings)
         options["gpu_trial"] = "off"  # runs once the weights are here
         if self.side is not None:
             options |= {"only": self.side, "sessions": self.settings.max_sessions}
             draft = target if self.side == "draft" else None
-        ModelPair.create(target, draft, resolve_config(config, draft, "cuda"), self.world, options)
+        Plan.create(target, draft, config, self.world, options)
 
 
 def _startup_errors_reported(world: World) -> AbstractContextManager[None]:

@@ -11,10 +11,10 @@ import torch
 
 from swiftspec.backends.cuda import cuda
 from swiftspec.backends.unfused import unfused
-from swiftspec.builder import model_pair as assembled
+from swiftspec.builder import plan as assembled
 from swiftspec.builder.load_options import select_operators
 from swiftspec.builder.memory_estimate import BYTES_PER_GB
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.plan import Plan
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.model.config_json import parse_config
@@ -55,7 +55,7 @@ def test_unsupported_models_use_torch_operators_with_a_message(pair: Path, monke
     def messages(**options: Any) -> list[str]:
         lines: list[str] = []
         wanted: Any = {"device": "cuda:0", "note": lines.append, **options}
-        ModelPair.create(pair, None, EngineConfig("ar"), None, wanted)
+        Plan.create(pair, None, EngineConfig("ar"), None, wanted)
         return lines
 
     assert messages(dtype=torch.float32) == [
@@ -87,7 +87,7 @@ def test_auto_that_ends_on_the_cpu_of_a_machine_with_a_gpu_is_reported(
     for device, count in (("auto", 1), ("cpu", 0)):
         lines: list[str] = []
         wanted: Any = {"device": device, "ops": "reference", "note": lines.append}
-        assert ModelPair.create(pair, None, EngineConfig("ar"), None, wanted).device.type == "cpu"
+        assert Plan.create(pair, None, EngineConfig("ar"), None, wanted).device.type == "cpu"
         assert lines == ["the models run on the CPU although this machine has a GPU: the driver is too old"] * count
 
 
@@ -100,4 +100,4 @@ def test_awq_runs_in_bfloat16_on_a_gpu(pair: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | AWQ | {"torch_dtype": "float16"}))
     for dtype in (None, "auto"):
         options: Any = {"device": "cuda:0", "dtype": dtype, "ops": "unfused"}
-        assert ModelPair.create(tmp_path, None, EngineConfig("ar"), None, options).dtype == BF16
+        assert Plan.create(tmp_path, None, EngineConfig("ar"), None, options).dtype == BF16

@@ -17,7 +17,7 @@ from swiftspec.backends.reference import Backend, reference
 from swiftspec.backends.unfused import unfused
 from swiftspec.builder import memory_estimate
 from swiftspec.builder.memory_estimate import BYTES_PER_GB, MemoryEstimate, fit_context, memory_by_purpose
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.plan import Plan
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError, is_out_of_memory
 from swiftspec.model.config import ModelConfig
@@ -193,10 +193,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, draft
 
 
-def create(models: tuple[Path, Path], plan: EngineConfig, notes: list[str], **options: Any) -> ModelPair:
+def create(models: tuple[Path, Path], plan: EngineConfig, notes: list[str], **options: Any) -> Plan:
     ranks: Any = type("Ranks", (), {"size": plan.num_ranks, "local_rank": 0, "local_size": plan.num_ranks})
     given: Any = {"device": "cuda:0", "note": notes.append, "gpu_trial": "off", **options}
-    return ModelPair.create(*models, plan, None if plan.num_ranks == 1 else ranks, given)
+    return Plan.create(*models, plan, None if plan.num_ranks == 1 else ranks, given)
 
 
 def test_the_context_that_fits_is_selected(models: tuple[Path, Path], gpu: Callable[[float], None]) -> None:
