@@ -346,11 +346,11 @@ class ModelPair:
         if verdict is None:
             verdict, problem = gpu_trial.run_trial(shapes, str(self.device))
             if problem is not None:
-                self.note(f"the GPU trial was not completed: {problem}; --gpu-trial off skips it")
+                self.note(f"the GPU trial was not completed: {problem}; --ops unfused skips it")
             elif file is not None:
                 file.write(verdict)
         record = None if file is None else VerdictRecord(file, verdict)
-        hint = "; the verdict of an earlier start, --gpu-trial again repeats the trial" if stored else ""
+        hint = f"; the verdict of an earlier start, remove {cache} to repeat the trial" if stored else ""
         return replace(self, verdict_record=record)._with_verdict(verdict, hint)
 
     def _trial_models(self, plan: EngineConfig) -> list[TrialModel]:

@@ -15,7 +15,7 @@ from bench.large_report import Row, agreement, builds, table, verdicts
 from bench.width_expanded import Model, check_room, pad_tokenizer, warm
 from bench.workload import Measured, Task, Work
 from swiftspec.errors import UserError
-from swiftspec.settings.flags import FLAGS
+from swiftspec.settings.flags import SETTINGS
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
@@ -60,7 +60,7 @@ def test_settings_unknown_to_a_version_are_one_line(tmp_path: Path, monkeypatch:
 
 
 def test_this_version_has_all_settings_of_the_option_sets() -> None:
-    assert {name for one in large.OUR_OPTIONS for name in one.settings} <= FLAGS.keys()
+    assert {name for one in large.OUR_OPTIONS for name in one.settings} <= SETTINGS.keys()
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_an_invalid_shape_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_one_start_serves_the_whole_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo models, opened as the command does."""
-    Task({"flags": ["--raw", "--mode", "serial"], "cache": None, "sampled": True}, WORK).write(tmp_path / "task.json")
+    Task({"settings": {"mode": "serial"}, "cache": None, "sampled": True}, WORK).write(tmp_path / "task.json")
     monkeypatch.setattr(sys, "argv", ["one_start", str(tmp_path / "task.json")])
     answers: list[Measured] = []
     monkeypatch.setattr(startup, "answer", answers.append)
