@@ -20,7 +20,10 @@ from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.models import Models
+from swiftspec.builder.plan import block_size
 from swiftspec.builder.roles import MakeRemoteDrafter, Roles, build_roles
+from swiftspec.builder.rules import Choices, resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
@@ -60,7 +63,7 @@ class TokenEngine:
         self.roles, self.load_time, self.writer = roles, load_time, writer
         self.config = roles.config
         monitor, models = DraftMonitor(note), roles.models
-        self.device = CPU if models is None else models.device
+        self.device = CPU if models is None else models.options.device
         self.engine = LockedEngine(
             roles.decoding,
             roles.limits,
@@ -160,7 +163,7 @@ class TokenEngine:
         """Sets the listener that receives trace records, from the next request on. None removes the listener.
 
         The listener is called on the decoding thread with the records of several rounds. Functions in
-        `observe.round_records` and `observe.trace_format` convert records to trace lines in any thread; see
+        `observe.trace_format` convert records to trace lines in any thread; see
         docs/reference/trace.md.
         """
         self.roles.recorder.listener = listener
@@ -209,18 +212,17 @@ class LLMEngine(TokenEngine):
         self,
         target: str | Path,
         draft: str | Path | None = None,
-        config: EngineConfig | None = None,
+        config: EngineConfig | Choices | None = None,
         *,
         world: World | None = None,
         **options: Unpack[LoadOptions],
     ) -> None:
         note = options.get("note") or _log
         options = {**options, "note": note}
-        config = (config if config is not None else EngineConfig()).for_models(draft)
         with report_startup_error(world):
-            config = config.for_device(resolve_device(options.get("device", "auto")).type)
-            models = ModelPair.create(target, draft, config, world, options)
-            config = models.for_draft(config)
+            config = _resolved(target, draft, config, options)
+            pair = ModelPair.create(target, draft, config, world, options)
+        models = Models.of(pair)
         models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
         began = time.perf_counter()
         with models.device_errors_recorded(config):
@@ -229,8 +231,16 @@ class LLMEngine(TokenEngine):
         super().__init__(roles, time.perf_counter() - began, writer, models.cancel_check, note)
         worker = options.get("draft_worker")
         self.model = Path(target)
-        self.dtype, self.threads = models.dtype, models.threads
+        self.dtype, self.threads = pair.dtype, pair.threads
         self.draft_model = worker.url if worker is not None else None if draft is None else str(draft)
+
+
+def _resolved(
+    target: str | Path, draft: str | Path | None, config: EngineConfig | Choices | None, options: LoadOptions
+) -> EngineConfig:
+    """Returns the configuration that follows from the choices, the models and the device."""
+    device = resolve_device(options.get("device", "auto"))
+    return resolve_config(config, draft, device.type, block_size(target, draft))
 
 
 def _drafter_elsewhere(options: LoadOptions) -> MakeRemoteDrafter | None:
@@ -251,28 +261,31 @@ def _log(line: str) -> None:
 
 
 def serve_rank(
-    world: World, target: str | Path, draft: str | Path | None, config: EngineConfig, **options: Unpack[LoadOptions]
+    world: World,
+    target: str | Path,
+    draft: str | Path | None,
+    config: EngineConfig | Choices,
+    **options: Unpack[LoadOptions],
 ) -> None:
     """Loads and runs a rank other than rank 0 until rank 0 closes its `LLMEngine`. Takes the same arguments. Raises
     UserError if they are invalid or differ between ranks, and RankLost if rank 0 or the leader of this rank's group
     exits without shutting this rank down."""
-    config = config.for_models(draft)
     with report_startup_error(world):
-        config = config.for_device(resolve_device(options.get("device", "auto")).type)
-        models = ModelPair.create(target, draft, config, world, options)
-        config = models.for_draft(config)
+        config = _resolved(target, draft, config, options)
+        pair = ModelPair.create(target, draft, config, world, options)
+    models = Models.of(pair)
     models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
     with models.device_errors_recorded(config):
         _run_rank(world, config, models, options.get("progress"))
 
 
-def _run_rank(world: World, config: EngineConfig, models: ModelPair, progress: Progress | None) -> None:
+def _run_rank(world: World, config: EngineConfig, models: Models, progress: Progress | None) -> None:
     rank = EngineRank(world, config, models, progress)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles interrupts and ends the other ranks
     try:
         if world.supervisor is not None:
             world.supervisor.on_ready()
-        rank.run(traced=models.trace is not None)
+        rank.run(traced=models.options.trace is not None)
         if models.cache is not None:
             models.cache.writer.resume()
             models.cache.writer.close()

@@ -11,7 +11,9 @@ from typing import Unpack
 from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions, WorkerAddress
 from swiftspec.builder.model_pair import ModelPair, draft_tree_slots
+from swiftspec.builder.models import Models
 from swiftspec.builder.roles import EngineLimits, Roles, TreeRoles, check_request, make_tree_decoding
+from swiftspec.builder.rules import Choices, resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter, RemoteTreeDeltaLink
 from swiftspec.distributed.remote.failover import RemoteDraft
@@ -150,20 +152,25 @@ def _check(worker: WorkerAddress, bounds: ModelLimits, info: ModelInfo) -> tuple
 
 
 def build_remote_roles(
-    target: RemoteTarget, draft: Path | None, config: EngineConfig, tokenizer: Path, **options: Unpack[LoadOptions]
+    target: RemoteTarget,
+    draft: Path | None,
+    config: EngineConfig | Choices,
+    tokenizer: Path,
+    **options: Unpack[LoadOptions],
 ) -> Roles:
     """Builds the roles of a client whose target runs on a worker.
 
     `draft`: a draft model to load in this process; None without a draft, or with a draft worker.
     `tokenizer`: folder with the target's tokenizer files.
     """
-    config = config.for_device("cpu" if draft is None else resolve_device(options.get("device", "auto")).type)
+    device = "cpu" if draft is None else resolve_device(options.get("device", "auto")).type
+    config = resolve_config(config, draft, device)
     info, note = target.info, options.get("note") or (lambda line: None)
     length = min(options.get("max_model_len") or info.max_model_len, info.max_model_len)
     models = None
     if draft is not None:
         options |= {"only": "draft", "max_model_len": length, "vocab_size": info.vocab_size}
-        models = ModelPair.create(draft, draft, config, None, options)
+        models = Models.of(ModelPair.create(draft, draft, config, None, options))
     bounds = ModelLimits(info.vocab_size, length, config.verify_batch)
     worker = options.get("draft_worker")
     away, leave_draft, local = None, lambda: None, None
@@ -203,7 +210,7 @@ def build_remote_roles(
     return Roles(decoding, parts, config, limits, None, recorder, head, leave, rpc_log, models)
 
 
-def _local_drafter(models: ModelPair, config: EngineConfig, options: LoadOptions) -> LocalDrafter:
+def _local_drafter(models: Models, config: EngineConfig, options: LoadOptions) -> LocalDrafter:
     """Loads the draft of this process, and captures its CUDA graphs."""
     models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
     progress = options.get("progress")

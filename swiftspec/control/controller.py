@@ -287,7 +287,16 @@ class Controller:
             if break_even
             else None
         )
-        return PolicyReport(m.steps, m.nodes, self._ar_rounds, tuple(self._changes), tree, plain, break_even, speedup)
+        return PolicyReport(
+            steps=m.steps,
+            nodes=m.nodes,
+            ar_rounds=self._ar_rounds,
+            changes=tuple(self._changes),
+            speculative_round_time=tree,
+            ar_round_time=plain,
+            break_even=break_even,
+            speedup=speedup,
+        )
 
     def _set_steps(self) -> None:
         if self._drafter.draft_steps != self.round_stats.steps:

@@ -178,7 +178,7 @@ class PromptSettings:
     )
     trace: str | None = setting(
         None,
-        "Write a trace of all rounds to this file; read it with `swiftspec profile trace`.",
+        "Write a trace of all rounds to this file; read it with `python -m bench.timeline`.",
         MODELS,
         "FILE.jsonl",
         "off",
@@ -368,7 +368,7 @@ class PlanSettings:
         applies_to=TREE,
         json_flag=SPECULATIVE_CONFIG,
     )
-    graft_suffix: bool | None = setting(  # None: see `EngineConfig.for_models`
+    graft_suffix: bool | None = setting(  # None: see `drafter` in builder/rules.py
         None,
         "Add suffix lookup to the proposals of the draft model: what followed earlier occurrences of the latest"
         " tokens. Rounds skip the draft model where suffix lookup alone is predicted to be faster.",

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from bench.heldout import DEMO
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.heldout import DEMO
-from swiftspec.backends import cpu, cuda, reference, unfused
+from bench.data.heldout import DEMO
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.cuda import cuda
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.batch import Batch

@@ -311,7 +311,7 @@ def test_a_bad_generation_config_is_named(tmp_path: Path, content: str) -> None:
 
 
 def test_the_mode_follows_the_draft() -> None:
-    assert load_settings({"adapt": False}).make_plan(has_draft=True) == EngineConfig("serial")
+    assert load_settings({"adapt": False}).make_plan(has_draft=True) == EngineConfig("serial", drafter="model")
     assert load_settings({}).make_plan(has_draft=False).mode == "ar"
     assert load_settings({"mode": "ar"}).make_plan(has_draft=True).mode == "ar"
     with pytest.raises(UserError, match="without a draft model; specify one with --draft-model, or use --mode ar"):
@@ -350,17 +350,17 @@ def test_values_set_by_the_user_are_not_adapted(given: dict[str, Any], steps: bo
 @pytest.mark.parametrize(
     ("flags", "drafter"),
     [
-        ([], GRAFTED), (NO_GRAFT, "model"), (NO_SWITCH, GRAFTED), (["--no-adapt"], "auto"),
+        ([], GRAFTED), (NO_GRAFT, "model"), (NO_SWITCH, GRAFTED), (["--no-adapt"], "model"),
         (["--no-adapt", "--speculative-config.self_switch", "true"], GRAFTED),
         (["--draft-steps", "3", "--verify-batch", "8"], GRAFTED),
-        ([*NO_SWITCH, "--draft-steps", "3", "--verify-batch", "8"], "auto"),
-        (["--verify", "reject"], "auto"), (["--max-num-seqs", "2"], "auto"), (["--mode", "smc"], "auto"),
-        (["--mode", "ar"], "model"), (["--draft-url", "127.0.0.1:7071", "--mode", "serial"], "auto"),
+        ([*NO_SWITCH, "--draft-steps", "3", "--verify-batch", "8"], "model"),
+        (["--verify", "reject"], "model"), (["--max-num-seqs", "2"], "model"), (["--mode", "smc"], "model"),
+        (["--mode", "ar"], "model"), (["--draft-url", "127.0.0.1:7071", "--mode", "serial"], "model"),
         (["--no-adapt", *GRAFT], GRAFTED),
     ],
 )  # fmt: skip
 def test_suffix_lookup_is_grafted_by_default_where_rounds_are_adapted(flags: list[str], drafter: str) -> None:
-    assert parse_command(flags).settings.make_plan(has_draft=True).for_models("draft").drafter == drafter
+    assert parse_command(flags).settings.make_plan(has_draft=True).drafter == drafter
 
 
 @pytest.mark.parametrize(

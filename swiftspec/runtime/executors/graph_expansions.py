@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.backends.reference import Scores
-from swiftspec.backends.reference.sampling import calibrated_scores
+from swiftspec.backends.reference.sampling import Scores, calibrated_scores
 from swiftspec.model.batch import Batch
 from swiftspec.runtime.executors import ExecutorRequest
 from swiftspec.runtime.executors.graph import (

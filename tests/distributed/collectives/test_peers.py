@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from swiftspec.backends import cuda, unfused
+from swiftspec.backends.cuda import cuda
 from swiftspec.backends.cuda import linear as cuda_linear
 from swiftspec.backends.cuda import peers as cuda_peers
 from swiftspec.backends.cuda.peers import PeerAccessError
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.distributed.collectives import leave, peers
 from swiftspec.distributed.launch import supervisor
@@ -359,8 +360,8 @@ def test_which_groups_sum_in_their_kernels(tmp_path: Path, monkeypatch: pytest.M
     def models(**more: Any) -> ModelPair:
         plain: Any = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0), "share_device": False, "ops": "auto"}
         others = {"max_model_len": 64, "vocab_size": 64, "load": None, "emulate": None, "trace": None}
-        others |= {"activations": "auto", "cache_dtype": None, "head": "auto", "prefix_cache_memory": 0, "cache": None}
-        others |= {"grammars": None, "threads": 1, "eos_token_ids": ()}
+        others |= {"activations": "auto", "cache_dtype": None, "head": "auto", "prefix_cache_memory": 0}
+        others |= {"packed_cache": None, "grammars": None, "threads": 1, "eos_token_ids": ()}
         return ModelPair(tmp_path / "target", tmp_path / "draft", **{**plain, **others, **more})
 
     def width(target: bool, draft: bool, **more: Any) -> int:
