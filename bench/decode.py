@@ -152,7 +152,7 @@ def our_systems(name: str, llm: LLMEngine, args: argparse.Namespace, cores: set[
     )
 
 
-def our_system(llm: LLMEngine, args: argparse.Namespace, cores: set[int], guidance_scale: float) -> Generate:
+def our_system(llm: LLMEngine, args: argparse.Namespace, cores: set[int], guidance_scale: float = 1.0) -> Generate:
     """Returns a system that decodes with the engine `llm` on the CPU cores `cores`."""
     sampling = SamplingParams(
         temperature=args.temperature,

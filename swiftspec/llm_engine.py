@@ -22,15 +22,16 @@ from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.models import Models
 from swiftspec.builder.plan import block_size
-from swiftspec.builder.roles import MakeRemoteDrafter, Roles, build_roles
+from swiftspec.builder.ranks import run_rank, start_engine_rank
+from swiftspec.builder.roles import ConnectDraft, Roles, build_roles
 from swiftspec.builder.rules import Choices, resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.rank_startup import EngineRank, Progress
 from swiftspec.distributed.remote.failover import Outage
 from swiftspec.engine import Completion, Stats, TokenChunk
 from swiftspec.extras import require_extra
+from swiftspec.model.checkpoint_files import Progress
 from swiftspec.observe.draft_monitor import DraftMonitor
 from swiftspec.observe.recorder import TraceListener
 from swiftspec.params import SamplingParams
@@ -243,8 +244,8 @@ def _resolved(
     return resolve_config(config, draft, device.type, block_size(target, draft))
 
 
-def _drafter_elsewhere(options: LoadOptions) -> MakeRemoteDrafter | None:
-    """Returns the factory of the drafter on a worker, or None if the options name no draft worker. Raises UserError if
+def _drafter_elsewhere(options: LoadOptions) -> ConnectDraft | None:
+    """Returns what connects to the draft worker, or None if the options name none. Raises UserError if
     gRPC is not installed."""
     worker = options.get("draft_worker")
     if worker is None:
@@ -280,12 +281,12 @@ def serve_rank(
 
 
 def _run_rank(world: World, config: EngineConfig, models: Models, progress: Progress | None) -> None:
-    rank = EngineRank(world, config, models, progress)
+    rank = start_engine_rank(world, config, models, progress)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles interrupts and ends the other ranks
     try:
         if world.supervisor is not None:
             world.supervisor.on_ready()
-        rank.run(traced=models.options.trace is not None)
+        run_rank(rank, traced=models.options.trace is not None)
         if models.cache is not None:
             models.cache.writer.resume()
             models.cache.writer.close()

@@ -58,7 +58,8 @@ class StructuredOutputsParams:
 class SamplingParams:
     """Parameters of the target's distribution and of the end of the output. Raises UserError on invalid values.
 
-    Fields can be assigned, as in vLLM. A request keeps the values that it was given, which are checked again.
+    The class is flat, since its constructor has vLLM's parameters. Fields can be assigned, as in vLLM. A request keeps
+    the values that it was given, which are checked again.
 
     Logits are processed in this order: guidance, grammar, allowed_token_ids, bad_words_ids, min_tokens, logit_bias,
     penalties, temperature, min_p, top_k, top_p.

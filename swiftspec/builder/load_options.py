@@ -16,9 +16,9 @@ from swiftspec.backends.reference import Backend, reference
 from swiftspec.backends.unfused import unfused
 from swiftspec.builder.gpu_trial import GpuVerdict
 from swiftspec.capabilities import Features, features_in
-from swiftspec.distributed.rank_startup import Progress
 from swiftspec.distributed.transport.grpc.endpoint import RpcSecurity
 from swiftspec.errors import UserError, truncated_repr
+from swiftspec.model.checkpoint_files import Progress
 from swiftspec.model.float8 import FLOAT8
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.loader import PackedWeightSource

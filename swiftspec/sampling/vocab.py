@@ -118,7 +118,7 @@ class VocabShard:
         floor = heads[:, :, -1:].amax(0)
         ranked = _concat_ranks(heads).sort(-1, descending=True).values
         limit, certain = filters.top_k_threshold(ranked, params, self.vocab)
-        cut = (params["min_p"] > 0) | filters.limits_top_k(params, self.vocab)
+        cut = filters.limits_head(params, self.vocab)
         kept = ranked.masked_fill(ranked < limit, NEG_INF)
         total = torch.where(cut, kept.logsumexp(-1, keepdim=True), totals.logsumexp(0))
         last, reached = filters.top_p_threshold(kept, total, params)

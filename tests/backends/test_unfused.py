@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from bench.heldout import DEMO
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -38,10 +38,11 @@ from swiftspec.builder.gpu_trial import CheckProcess, GpuVerdict, TrialRunner, r
 from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.models import Models
+from swiftspec.builder.ranks import agree_on_operators
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.rank_startup import agree_on_operators
+from swiftspec.distributed.launch.config_check import RankRole
 from swiftspec.errors import RankLost, UserError
 from swiftspec.model.config_json import parse_config
 
@@ -606,7 +607,7 @@ def test_the_ranks_of_a_group_use_the_same_operators(
 
     def join(rank: int) -> None:
         world: Any = World()
-        agreed[rank] = agree_on_operators(pairs[rank], world, "target", rank, 3)
+        agreed[rank] = agree_on_operators(pairs[rank], world, RankRole("target", rank, 3))
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -616,7 +617,7 @@ def test_the_ranks_of_a_group_use_the_same_operators(
     fallbacks = [agreed[rank].options.verdict.fallbacks for rank in range(3)]
     assert fallbacks == [{"attention": "why", "early_starts": "why"}] * 3
     alone: Any = World()
-    assert agree_on_operators(pairs[2], alone, "draft", 0, 1) is pairs[2]
+    assert agree_on_operators(pairs[2], alone, RankRole("draft", 0, 1)) is pairs[2]
 
 
 @pytest.mark.usefixtures("gpu")
