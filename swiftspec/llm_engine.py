@@ -16,21 +16,20 @@ import torch
 
 from swiftspec.backends.cpu.packed_weight_cache import BackgroundWriter
 from swiftspec.batching.decoding import BatchRequest
-from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.builder.locked_engine import LockedEngine
-from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.models import Models
-from swiftspec.builder.plan import block_size
-from swiftspec.builder.roles import MakeRemoteDrafter, Roles, build_roles
-from swiftspec.builder.rules import Choices, resolve_config
+from swiftspec.builder.plan import Plan
+from swiftspec.builder.ranks import run_rank, start_engine_rank
+from swiftspec.builder.roles import ConnectDraft, Roles, build_roles
+from swiftspec.builder.rules import Choices
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.rank_startup import EngineRank, Progress
 from swiftspec.distributed.remote.failover import Outage
 from swiftspec.engine import Completion, Stats, TokenChunk
 from swiftspec.extras import require_extra
+from swiftspec.model.checkpoint_files import Progress
 from swiftspec.observe.draft_monitor import DraftMonitor
 from swiftspec.observe.recorder import TraceListener
 from swiftspec.params import SamplingParams
@@ -220,9 +219,8 @@ class LLMEngine(TokenEngine):
         note = options.get("note") or _log
         options = {**options, "note": note}
         with report_startup_error(world):
-            config = _resolved(target, draft, config, options)
-            pair = ModelPair.create(target, draft, config, world, options)
-        models = Models.of(pair)
+            plan = Plan.create(target, draft, config, world, options)
+        self.plan, config, models = plan, plan.engine, Models.of(plan)
         models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
         began = time.perf_counter()
         with models.device_errors_recorded(config):
@@ -231,20 +229,12 @@ class LLMEngine(TokenEngine):
         super().__init__(roles, time.perf_counter() - began, writer, models.cancel_check, note)
         worker = options.get("draft_worker")
         self.model = Path(target)
-        self.dtype, self.threads = pair.dtype, pair.threads
+        self.dtype, self.threads = plan.dtype, plan.threads
         self.draft_model = worker.url if worker is not None else None if draft is None else str(draft)
 
 
-def _resolved(
-    target: str | Path, draft: str | Path | None, config: EngineConfig | Choices | None, options: LoadOptions
-) -> EngineConfig:
-    """Returns the configuration that follows from the choices, the models and the device."""
-    device = resolve_device(options.get("device", "auto"))
-    return resolve_config(config, draft, device.type, block_size(target, draft))
-
-
-def _drafter_elsewhere(options: LoadOptions) -> MakeRemoteDrafter | None:
-    """Returns the factory of the drafter on a worker, or None if the options name no draft worker. Raises UserError if
+def _drafter_elsewhere(options: LoadOptions) -> ConnectDraft | None:
+    """Returns what connects to the draft worker, or None if the options name none. Raises UserError if
     gRPC is not installed."""
     worker = options.get("draft_worker")
     if worker is None:
@@ -271,21 +261,20 @@ def serve_rank(
     UserError if they are invalid or differ between ranks, and RankLost if rank 0 or the leader of this rank's group
     exits without shutting this rank down."""
     with report_startup_error(world):
-        config = _resolved(target, draft, config, options)
-        pair = ModelPair.create(target, draft, config, world, options)
-    models = Models.of(pair)
+        plan = Plan.create(target, draft, config, world, options)
+    config, models = plan.engine, Models.of(plan)
     models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
     with models.device_errors_recorded(config):
         _run_rank(world, config, models, options.get("progress"))
 
 
 def _run_rank(world: World, config: EngineConfig, models: Models, progress: Progress | None) -> None:
-    rank = EngineRank(world, config, models, progress)
+    rank = start_engine_rank(world, config, models, progress)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles interrupts and ends the other ranks
     try:
         if world.supervisor is not None:
             world.supervisor.on_ready()
-        rank.run(traced=models.options.trace is not None)
+        run_rank(rank, traced=models.options.loading.trace is not None)
         if models.cache is not None:
             models.cache.writer.resume()
             models.cache.writer.close()

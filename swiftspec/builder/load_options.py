@@ -16,9 +16,9 @@ from swiftspec.backends.reference import Backend, reference
 from swiftspec.backends.unfused import unfused
 from swiftspec.builder.gpu_trial import GpuVerdict
 from swiftspec.capabilities import Features, features_in
-from swiftspec.distributed.rank_startup import Progress
 from swiftspec.distributed.transport.grpc.endpoint import RpcSecurity
 from swiftspec.errors import UserError, truncated_repr
+from swiftspec.model.checkpoint_files import Progress
 from swiftspec.model.float8 import FLOAT8
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.loader import PackedWeightSource
@@ -134,8 +134,8 @@ class LoadModel(Protocol):
 def select_operators(
     name: OpsName, spec: ModelSpec, dtype: torch.dtype, device: torch.device, verdict: GpuVerdict = NO_FALLBACKS
 ) -> Backend:
-    """Returns the backend that a model runs on; the CUDA operators as the verdict of a GPU trial changes them.
-    Raises UserError if the CUDA operators are requested and cannot run the model."""
+    """Returns the backend that a model runs on; the CUDA operators as the verdict of a GPU trial changes them. Raises
+    UserError if the CUDA operators are requested and cannot run the model."""
     if name == "cuda":
         cuda.check_supported(spec, dtype, device)
         return cuda_operators(verdict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,41 +16,58 @@ from swiftspec.batching.chains import make_chains
 from swiftspec.batching.group_method import GroupMethod
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder import hardware
+from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, local_drafter_kind
 from swiftspec.builder.load_options import Side, select_operators
 from swiftspec.builder.loaded_model import LoadedModel
-from swiftspec.builder.model_pair import ModelPair, rank_count
+from swiftspec.builder.plan import Plan, rank_count
 from swiftspec.builder.verdict_file import VerdictRecord
 from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
 from swiftspec.control.measurement_file import M, MeasurementFile
 from swiftspec.control.row_times import PairTimes, RowTimes, measure_pair_times, measure_target_times
 from swiftspec.control.trial_budget import StoredBudgets, TrialBudgets
-from swiftspec.distributed.rank_startup import Progress
+from swiftspec.distributed.collectives.join import RankGroup
 from swiftspec.file_io import one_line
-from swiftspec.model.block_head import BlockHead
-from swiftspec.model.draft_head import DraftHead
+from swiftspec.model.checkpoint_files import Progress
 from swiftspec.model.head_loader import load_draft_head
-from swiftspec.model.tensor_parallel import TensorParallelGroup
+from swiftspec.model.spec import DraftHeadSpec
 from swiftspec.observe import step_time_emulation
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.executors import available
 from swiftspec.runtime.executors.available import ExecutorDeps
-from swiftspec.runtime.executors.block import BlockExecutor
 from swiftspec.runtime.executors.graph import CudaCapture
-from swiftspec.runtime.executors.head import HeadExecutor
-from swiftspec.runtime.head_drafter import BlockDrafter, HeadDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
-from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY, OverlappedDrafter
+from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY
 from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.suffix_drafter import SuffixDrafter
-from swiftspec.runtime.target_states import TargetStates
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.particle_method import ParticleMethod
-from swiftspec.tree.children import ChildSelector, TopChildren
 from swiftspec.tree.rejection import RejectionSampling
-from swiftspec.tree.sampled_children import SampledChildren
-from swiftspec.tree.tree import DraftTree
+
+
+@dataclass(slots=True)
+class LocalRoles:
+    """The roles on the models that this process holds; None where it does not hold the model.
+
+    `scheduler`: of sequence groups, which takes the place of the other two.
+    """
+
+    verifier: TargetVerifier | None = None
+    drafter: LocalDrafter | None = None
+    scheduler: BatchScheduler | None = None
+
+    @property
+    def executor_names(self) -> set[str]:
+        """Names of the executors that the roles support."""
+        return {kind.name for role in self._each() for kind in role.executors}
+
+    def restrict_executors(self, common: Container[str]) -> None:
+        """Removes all executors except those in `common`, the names that all ranks of the group support."""
+        for role in self._each():
+            agreed: list[Any] = [kind for kind in role.executors if kind.name in common]
+            role.executors = agreed
+
+    def _each(self) -> Iterator[LocalVerifier | LocalDrafter | BatchScheduler]:
+        yield from (role for role in (self.verifier, self.drafter, self.scheduler) if role is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +81,7 @@ class Models:
     `captures`: those of the runners of this process.
     """
 
-    options: ModelPair
+    options: Plan
     cache: PackedWeightCache | None
     record: VerdictRecord | None
     cancel_check: CancelCheck = field(default_factory=CancelCheck)
@@ -72,24 +89,30 @@ class Models:
     captures: WeakSet[CudaCapture] = field(default_factory=WeakSet)
 
     @staticmethod
-    def of(options: ModelPair) -> Models:
+    def of(options: Plan) -> Models:
         """Returns the models that `options` name, none of which is loaded yet."""
-        folder, file = options.packed_cache, options.verdict_file
+        folder, file = options.loading.packed_cache, options.gpu.verdict_file
         return Models(
             options,
             None if folder is None else PackedWeightCache(folder / CACHE_FOLDER),
-            None if file is None else VerdictRecord(file, options.verdict),
+            None if file is None else VerdictRecord(file, options.gpu.verdict),
         )
 
+    @property
+    def draft_head(self) -> DraftHeadSpec | None:
+        """What makes the draft a draft head; None if it is a model."""
+        paths = self.options.checkpoints
+        return None if paths.draft is None else paths.config("draft").spec.draft_head
+
     def with_vocab(self, vocab_size: int, masked_tokens: tuple[int, ...]) -> Models:
-        """Returns a copy with the vocabulary of rank 0; see `ModelPair.with_vocab`."""
+        """Returns a copy with the vocabulary of rank 0; see `Plan.with_vocab`."""
         return replace(self, options=self.options.with_vocab(vocab_size, masked_tokens))
 
     def with_common_verdict(self, exchange: Callable[[str], Sequence[str]]) -> Models:
-        """Returns a copy with the verdict of this rank's group; see `ModelPair.with_common_verdict`."""
+        """Returns a copy with the verdict of this rank's group; see `Plan.with_common_verdict`."""
         options = self.options.with_common_verdict(exchange)
         if self.record is not None:
-            self.record.verdict = options.verdict
+            self.record.verdict = options.gpu.verdict
         return replace(self, options=options)
 
     def record_device_error(self, error: Exception, plan: EngineConfig) -> None:
@@ -157,35 +180,23 @@ class Models:
             facts |= {"drafter": plan.drafter, "mode": plan.mode, "device": str(self.options.device)}
         return MeasurementFile.of(self.cache.folder, facts, kind)
 
-    def suffix_drafter(self, plan: EngineConfig, times: RowTimes | None) -> SuffixDrafter:
-        """Returns a drafter by suffix lookup. `times`: of the target's verifications; None: not measured."""
-        rows = range(1, plan.max_nodes + 1)
-        return SuffixDrafter(plan.max_nodes, self.options.max_model_len, times and [times.at(count) for count in rows])
+    def load_roles(
+        self, plan: EngineConfig, group: RankGroup | None, progress: Progress | None, *, target: bool, draft: bool
+    ) -> LocalRoles:
+        """Loads the models that this process holds, and returns the roles on them. `target`, `draft`: whether it holds
+        the model. `group`: the ranks that hold the other shards."""
+        if plan.group_shape is not None:
+            return LocalRoles(scheduler=self._scheduler(plan, group, progress))
+        verifier = build_verifier(*self._runner("target", plan, group, progress), plan) if target else None
+        if not draft:
+            return LocalRoles(verifier)
+        entry = DRAFTERS[local_drafter_kind(plan, self.draft_head)]
+        given = DrafterInputs(plan, model=self._runner("draft", plan, group, progress), verifier=verifier)
+        drafter = entry.build(given)
+        assert isinstance(drafter, LocalDrafter)
+        return LocalRoles(verifier, drafter)
 
-    def verifier(
-        self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
-    ) -> LocalVerifier:
-        """Loads the target and returns a verifier on it."""
-        return build_verifier(*self._runner("target", plan, group, progress), plan)
-
-    def drafter(
-        self,
-        plan: EngineConfig,
-        group: TensorParallelGroup | None = None,
-        progress: Progress | None = None,
-        verifier: LocalVerifier | None = None,
-    ) -> LocalDrafter:
-        """Loads the draft and returns a drafter on it, for the mode of `plan`. `verifier`: on the target of this
-        process, whose hidden states a draft head reads."""
-        runner, deps = self._runner("draft", plan, group, progress)
-        if isinstance(runner.model, DraftHead | BlockHead):
-            assert verifier is not None
-            return build_head_drafter(runner, runner.model, verifier, plan)
-        return build_drafter(runner, deps, plan)
-
-    def scheduler(
-        self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
-    ) -> BatchScheduler:
+    def _scheduler(self, plan: EngineConfig, group: RankGroup | None, progress: Progress | None) -> BatchScheduler:
         """Loads both models and returns a scheduler of sequence groups on them, for the batch or population of
         `plan`."""
         target, deps = self._runner("target", plan, group, progress)
@@ -198,7 +209,7 @@ class Models:
         )
 
     def _runner(
-        self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
+        self, side: Side, plan: EngineConfig, group: RankGroup | None, progress: Progress | None
     ) -> tuple[Runner, ExecutorDeps]:
         """Loads a model, or this rank's shard of it. Returns its only runner and the dependencies of the executors."""
         return self.load_side(side, plan, group, progress).runner(
@@ -206,17 +217,17 @@ class Models:
         )
 
     def load_side(
-        self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
+        self, side: Side, plan: EngineConfig, group: RankGroup | None, progress: Progress | None
     ) -> LoadedModel:
         """Loads target or draft, or this rank's shard of it."""
         options = self.options
         if group is not None and self.record is not None:
             self.record.groups.append(group)
-        path = options.target if side == "target" else options.draft
-        times = options.emulate.target if side == "target" else options.emulate.draft
+        path = options.checkpoints.target if side == "target" else options.checkpoints.draft
+        times = options.loading.emulate.target if side == "target" else options.loading.emulate.draft
         assert path is not None
-        context, config = options.context(plan), options.config_of(side)
-        ops = select_operators(options.ops, config.spec, options.dtype, options.device, options.verdict)
+        context, config = options.context(plan), options.checkpoints.config(side)
+        ops = select_operators(options.ops, config.spec, options.dtype, options.device, options.gpu.verdict)
         how: Any = {
             "dtype": options.dtype,
             "device": options.device,
@@ -228,20 +239,22 @@ class Models:
             "quantization": options.quantization(side, ops),
         }
         if config.spec.draft_head is not None:
-            model = load_draft_head(None if options.draft_is_mtp else path, options.target, **how)
+            model = load_draft_head(
+                None if options.checkpoints.draft_is_mtp else path, options.checkpoints.target, **how
+            )
         else:
-            model = options.load(
+            model = options.loading.load(
                 path,
-                cache_dtype=options.cache_dtype,
+                cache_dtype=options.formats.cache_dtype,
                 packed_cache=self.cache if ops.PACKED_CACHE else None,
-                hidden_layers=options.hidden_layers if side == "target" else (),
+                hidden_layers=options.checkpoints.hidden_layers if side == "target" else (),
                 vocab_rows=options.vocab_size if side == "draft" else 0,
                 **how,
             )
         if side == "draft":
-            model = model.with_masked_tokens(options.masked_tokens)
+            model = model.with_masked_tokens(options.vocabulary.masked_tokens)
         hook = None if times is None else step_time_emulation.make_hook(times, 1 if group is None else group.size)
-        captures = options.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0 and options.verdict.graphs
+        captures = options.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0 and options.gpu.verdict.graphs
         priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
         capture = partial(self._new_capture, priority) if captures else None
         prefix_tokens = options.prefix_cache_tokens(plan) // options.sessions if plan.num_sequences == 1 else 0
@@ -280,33 +293,8 @@ def make_group_method(
     return ParticleMethod(config, slots, max_tokens, device, target.ops.resample)
 
 
-def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalVerifier:
+def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> TargetVerifier:
     """Returns a verifier on a model of this process."""
     rejection = RejectionSampling if plan.verify == "reject" else None
     executors = available.target_executors(runner, deps)
     return TargetVerifier(runner, executors, rejection, plan.synthetic_acceptance_length)
-
-
-def build_drafter(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalDrafter:
-    """Returns a drafter on a model of this process, for the mode of `plan`."""
-    steps, tree = available.draft_executors(runner, deps, plan)
-    children: ChildSelector = TopChildren(plan.children_per_leaf, plan.proposal == "coupled")
-    if plan.proposal == "sample":
-        children = SampledChildren(
-            plan.children_per_leaf, runner.tree_slots, runner.vocab, carry=plan.verify == "reject"
-        )
-    kind = OverlappedDrafter if plan.overlap_on_one_gpu else LookaheadDrafter if plan.mode == "async" else LocalDrafter
-    return kind(runner, steps, tree, children, plan)
-
-
-def build_head_drafter(
-    runner: Runner, head: DraftHead | BlockHead, verifier: LocalVerifier, plan: EngineConfig
-) -> HeadDrafter:
-    """Returns a drafter on a draft head. `verifier`: on the target, whose hidden states it reads."""
-    states = verifier.states = TargetStates(head)
-    children = TopChildren(plan.children_per_leaf, plan.proposal == "coupled")
-    if isinstance(head, BlockHead):
-        executor = BlockExecutor(runner, head.block, states)
-        return BlockDrafter(runner, executor, DraftTree(plan.max_nodes, 1), children, plan, states, verifier.runner)
-    tree = DraftTree(1 + runner.tree_slots * plan.children_per_leaf, runner.tree_slots)
-    return HeadDrafter(runner, HeadExecutor(runner, states), tree, children, plan, states, verifier.runner)

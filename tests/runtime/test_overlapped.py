@@ -57,7 +57,8 @@ def rounds(checkpoint: Path, sampling: SamplingParams, *, overlapped: bool) -> l
     plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
     verifier: Any = make_verifier(runner(checkpoint))
     verifier = ThreadedVerifier(verifier) if overlapped else verifier
-    drafter = make_drafter(runner(checkpoint), plan)
+    drafter: Any = make_drafter(runner(checkpoint), plan)
+    drafter = OverlappedDrafter(drafter) if overlapped else drafter
     for role in (drafter, verifier):
         role.open(request_start(PROMPT, sampling))
     found = list(islice(decode(drafter, verifier), 15))
@@ -106,14 +107,14 @@ def test_the_draft_has_priority_on_a_shared_gpu(checkpoint: Path, monkeypatch: p
     streams = Streams(monkeypatch)
     plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
     drafter = make_drafter(runner(checkpoint), plan)
-    assert isinstance(drafter, OverlappedDrafter)
-    drafter._on_stream = StreamContext(torch.device("cuda"), DRAFT_STREAM_PRIORITY)
+    overlapped = OverlappedDrafter(drafter)
+    overlapped._on_stream = StreamContext(torch.device("cuda"), DRAFT_STREAM_PRIORITY)
     forward, seen = drafter.runner.model.forward, []
     monkeypatch.setattr(drafter.runner.model, "forward", lambda *a, **k: seen.append(streams.now) or forward(*a, **k))
     verifier = make_verifier(runner(checkpoint))
-    for role in (drafter, verifier):
+    for role in (overlapped, verifier):
         role.open(request_start(PROMPT, SAMPLED))
-    assert len(list(islice(decode(drafter, verifier), 4))) == 4
+    assert len(list(islice(decode(overlapped, verifier), 4))) == 4
     assert set(seen) == {DRAFT_STREAM_PRIORITY} and len(seen) > 4 and streams.now == 0
     for priority in (DRAFT_STREAM_PRIORITY, 0):
         CudaCapture(Lock(), torch.device("cuda", 0), priority)
