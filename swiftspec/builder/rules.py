@@ -259,12 +259,7 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
             lambda at: at.splits and (at["mode"] != "async" or at["draft_tp"] == 0),
         ),
         CHOSEN,
-        Rule(
-            "rest of the ranks",
-            "the draft leaves these",
-            lambda at: at.ranks - at["draft_tp"],
-            lambda at: at.splits,
-        ),
+        Rule("rest of the ranks", "the draft leaves these", lambda at: at.ranks - at["draft_tp"], lambda at: at.splits),
     ),
     "self_switch": (
         CHOSEN,
