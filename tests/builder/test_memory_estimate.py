@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 
 from swiftspec.backends.cuda import cuda
 from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory
-from swiftspec.backends.reference import reference
+from swiftspec.backends.reference import Backend, reference
 from swiftspec.backends.unfused import unfused
 from swiftspec.builder import memory_estimate
 from swiftspec.builder.memory_estimate import BYTES_PER_GB, MemoryEstimate, fit_context, memory_by_purpose
@@ -84,7 +83,7 @@ def stored_bytes(weight: Weight) -> float:
 @pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "awq"])
 @pytest.mark.parametrize("ops", [cuda, unfused], ids=["cuda", "unfused"])
 def test_weights_and_cache_are_those_of_the_shards(
-    size: int, fields: dict[str, Any], quantised: bool, ops: ModuleType
+    size: int, fields: dict[str, Any], quantised: bool, ops: Backend
 ) -> None:
     config = parse_config(fields | (AWQ if quantised else {}))
     last = size - 1  # has the most padding

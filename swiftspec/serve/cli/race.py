@@ -50,7 +50,15 @@ def race(
     for name, bs in (("plain", 1), ("speculative", None)):
         print_note(console, f"{name}:", "bold")
         with interrupt() as guard:
-            result = _run(session, settings, prompt, Painter(console), guard, name, bs)
+            result = _run(
+                session=session,
+                settings=settings,
+                prompt=prompt,
+                painter=Painter(console),
+                guard=guard,
+                name=name,
+                bs=bs,
+            )
         if result is None:
             print_note(console, "the race was stopped")
             return
