@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from swiftspec.builder.rules import Choices
 from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP, EngineConfig
@@ -31,17 +31,9 @@ GENERATION_CONFIG_NAMES = {  # name in generation_config.json: name of the setti
 }
 
 
-class ConfigCheck(Protocol):
-    """A check of models that reads only their configurations."""
-
-    def applies(self) -> bool:
-        """Returns whether there is anything to check on this machine. Raises UserError if its device is invalid."""
-        ...
-
-    def __call__(self, target: Path, draft: Path | None, config: EngineConfig | Choices, /) -> object:
-        """Raises UserError if the models cannot run. `target`, `draft`: folders that have at least the configuration.
-        `config`: of the engine, or the choices for it."""
-        ...
+# Raises UserError if models cannot run; takes their folders, which have at least the configurations, and the
+# configuration of the engine or the choices for it.
+ConfigCheck = Callable[[Path, Path | None, EngineConfig | Choices], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +107,7 @@ def check_before_download(
     named: Sequence[tuple[str, str | None]], config: EngineConfig | Choices, check: ConfigCheck | None
 ) -> None:
     """Judges models before their weights are downloaded, by their small files, which it downloads: configuration,
-    format of the weights, what `check` checks if it applies, and tokenizers. Raises UserError if they cannot run.
+    format of the weights, what `check` checks, and tokenizers. Raises UserError if they cannot run.
     `named`: names and revisions of the target, and of the draft if there is one."""
     if not any(needs_download(*each) for each in named):
         return
@@ -126,7 +118,7 @@ def check_before_download(
     for folder in folders:
         read_config(folder)
     target, *drafts = folders
-    if check is not None and check.applies():
+    if check is not None:
         check(target, drafts[0] if drafts else None, config)
     codec = TextCodec(target)
     for draft in drafts:
