@@ -369,10 +369,10 @@ class Plan:
         if verdict is None:
             verdict, problem = gpu_trial.run_trial(shapes, str(self.device))
             if problem is not None:
-                self.loading.note(f"the GPU trial was not completed: {problem}; --gpu-trial off skips it")
+                self.loading.note(f"the GPU trial was not completed: {problem}; --ops unfused skips it")
             elif file is not None:
                 file.write(verdict)
-        hint = "; the verdict of an earlier start, --gpu-trial again repeats the trial" if stored else ""
+        hint = f"; the verdict of an earlier start, remove {cache} to repeat the trial" if stored else ""
         return replace(self, gpu=replace(self.gpu, verdict_file=file))._with_verdict(verdict, hint)
 
     def _trial_models(self, engine: EngineConfig) -> list[TrialModel]:

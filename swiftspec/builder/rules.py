@@ -219,8 +219,9 @@ CHOSEN = Chosen()
 ONE_FORWARD = "one forward drafts a whole block"
 FIXED_ROUNDS = "with verify reject, synthetic acceptance or several requests, rounds do not depend on the clock"
 MEASURED = "measured times decide"
+NO_ADAPTATION = Rule("no adaptation", "adapt is off", False, lambda at: at.chosen("adapt") is False)
 ADAPTATION = (
-    Rule("no adaptation", "adapt is off", False, lambda at: at.chosen("adapt") is False),
+    NO_ADAPTATION,
     Rule("fixed rounds", FIXED_ROUNDS, False, lambda at: at.fixed_rounds and not at.is_given("adapt")),
     Rule("adaptation", MEASURED, True, lambda at: at.speculates),
 )
@@ -264,6 +265,7 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
     ),
     "self_switch": (
         CHOSEN,
+        NO_ADAPTATION,
         Rule("fixed rounds", FIXED_ROUNDS, False, lambda at: at.fixed_rounds),
         Rule("adaptation", MEASURED, True, lambda at: at.speculates),
     ),

@@ -22,7 +22,7 @@ from swiftspec.capabilities import check_features
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.serve.__main__ import join_launched_world, run_guarded
-from swiftspec.settings.flags import FLAGS
+from swiftspec.settings.flags import SETTINGS
 
 if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World
@@ -85,7 +85,7 @@ def build_profile_parser(prog: str = "python -m swiftspec.profile") -> argparse.
 
 def model_settings() -> list[str]:
     """Returns the names of the `serve` settings that a sweep also accepts."""
-    return [name for name, flag in FLAGS.items() if flag.setting.profile]
+    return [name for name, flag in SETTINGS.items() if flag.setting.profile]
 
 
 def sweep(args: argparse.Namespace) -> int:

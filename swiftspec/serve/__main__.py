@@ -130,7 +130,8 @@ def _warn_of_unknown_variables() -> None:
 def _report_error(error: UserError, rank: int) -> int:
     """Prints an error that the user can fix as one line. Returns the exit code."""
     from swiftspec.capabilities import NotSupported
-    from swiftspec.settings.settings import UsageError, flag_name
+    from swiftspec.settings.flags import flag_name
+    from swiftspec.settings.settings import UsageError
 
     message = error.shown(flag_name) if isinstance(error, NotSupported) else str(error)
     if rank == 0:
@@ -217,8 +218,6 @@ def run_rank(command: ParsedCommand, first: bool, supervisor: SupervisorClient |
     `supervisor`: connection to the supervisor that has started this process; None without one.
     """
     serving = command.settings.port is not None
-    if supervisor is not None and supervisor.incarnation > 0 and command.settings.gpu_trial == "again":
-        command.settings.gpu_trial = "auto"  # an error of the GPU may have changed the verdict
     if not first:
         from swiftspec.startup.session import run_follower_rank
 

@@ -98,13 +98,11 @@ def chat_template_file(model: str | None, given: Path | None) -> Path | None:
     return given if given is not None or found is None else found.chat_template
 
 
-def default_served_name(model: str | None) -> str:
-    """Returns the name of the target in the HTTP APIs if --served-model-name is not set. `model`: value of --model."""
-    found = built_in_models(model)
-    if found is not None:
-        return found.served_name
-    assert model is not None
-    return model
+def served_model_names(settings: Settings) -> list[str]:
+    """Returns the names of the target in the HTTP APIs, the default first: those of --served-model-name, otherwise that
+    of the model."""
+    found = built_in_models(settings.model)
+    return list(settings.served_model_name) or [str(settings.model) if found is None else found.served_name]
 
 
 def smollm2_file() -> Path | None:

@@ -106,7 +106,7 @@ class Session:
                 self.tokenizer_folder.cleanup()
         writer = self.llm.writer
         if writer is not None and writer.error is not None and self.packed_cache is not None:
-            self.warn(f"--packed-cache {self.packed_cache} is incomplete; the next start packs again: {writer.error}")
+            self.warn(f"packed_cache {self.packed_cache} is incomplete; the next start packs again: {writer.error}")
         trace = self.llm.roles.recorder.file
         if trace is not None and trace.error is not None:
             self.warn(f"--trace {trace.path} is incomplete: {trace.error}")
@@ -331,7 +331,7 @@ def load_options(settings: Settings) -> LoadOptions:
 
 
 def _packed_cache_folder(settings: Settings) -> Path | None:
-    """Returns the directory below which packed weights are stored; None if they are not stored (`--packed-cache off`,
+    """Returns the directory below which packed weights are stored; None if they are not stored (`packed_cache="off"`,
     or no home directory)."""
     if settings.packed_cache is not None:
         return None if settings.packed_cache == "off" else expand_user(settings.packed_cache)

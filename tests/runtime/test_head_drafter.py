@@ -67,7 +67,7 @@ TEXTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("pair", "config"), fast_first(TEXTS, 2, unpack=True), indirect=["pair"])
+@pytest.mark.parametrize(("pair", "config"), fast_first(TEXTS, 1, unpack=True), indirect=["pair"])
 def test_the_text_equals_plain_decoding(pair: Pair, config: EngineConfig) -> None:
     plain, head = LLMEngine(pair[0], **OPTIONS), LLMEngine(*pair, config, **OPTIONS)
     short, long = [5], [*PROMPT, 40, 41] * 3

@@ -58,7 +58,7 @@ def test_startup_messages(capsys: pytest.CaptureFixture[str], flags: list[str]) 
 
 
 def test_a_draft_that_samples_differently_is_warned_about(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
-    drawn = [*flags, "--proposal", "top", "--temperature"]
+    drawn = [*flags, "--speculative-config.proposal", "top", "--temperature"]
     assert ask(capsys, *drawn, "1")[1].startswith("swiftspec: warning: proposal top does not use the target's noise")
     assert ask(capsys, *drawn, "0")[1] == ""
 
@@ -68,4 +68,4 @@ def test_invalid_sampling_is_refused_before_weights_are_loaded(
 ) -> None:
     monkeypatch.setattr(llm_engine, "LLMEngine", None)
     assert main([*flags, "--verify", "reject"]) == 1
-    assert "temperature 0 is not supported with --proposal sample" in capsys.readouterr().err
+    assert "temperature 0 is not supported with --speculative-config.proposal sample" in capsys.readouterr().err
