@@ -146,13 +146,13 @@ def open_session(
     return Session(
         llm,
         codec,
-        resolved.model,
-        resolved.draft_model,
-        resolved.built_in,
-        str(llm.dtype).removeprefix("torch."),
-        llm.threads,
-        defaults,
-        settings.packed_cache,
+        model=resolved.model,
+        draft_model=resolved.draft_model,
+        built_in=resolved.built_in,
+        dtype=str(llm.dtype).removeprefix("torch."),
+        threads=llm.threads,
+        model_defaults=defaults,
+        packed_cache=settings.packed_cache,
         warn=phases.warn,
     )
 
