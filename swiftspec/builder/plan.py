@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -107,6 +108,10 @@ class Checkpoints:
         head = None if self.draft is None else self.config("draft").spec.draft_head
         return None if head is None else head.block
 
+    def block_size(self) -> int | None:
+        """Returns the positions that one forward of the draft drafts if that is a block head, else None."""
+        return None if self.block is None else self.block.size - 1
+
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
@@ -193,8 +198,7 @@ class Plan:
         device = hardware.resolve_device(options.get("device", "auto"))
         path = Path(target) if mtp else None if draft is None or draft == SUFFIX_LOOKUP else Path(draft)
         checkpoints = Checkpoints(Path(target), path, mtp, options.get("only"))
-        block = checkpoints.block
-        resolution = Resolution(Choices.of(config, draft), device.type, None if block is None else block.size - 1)
+        resolution = Resolution(Choices.of(config, draft), device.type, cache(checkpoints.block_size))
         engine, model = resolution.config(), _target_config(target)
         _check_ranks(engine, draft, ranks)
         if engine.drafts_by_lookup:

@@ -27,6 +27,7 @@ from swiftspec.settings_schema import require
 
 ENGINE_FIELDS = {item.name: item.default for item in fields(EngineConfig)}
 POPULATION_FIELDS = {item.name: item.default for item in fields(PopulationConfig)}
+BlockSize = Callable[[], int | None]
 AUTO = "auto"
 GIVEN = "given"  # name of the rule that sets what the user has chosen
 
@@ -87,10 +88,10 @@ class Resolution:
     """One pass over the rules: what is known, and the options that are resolved so far.
 
     `device`: type of the device of this process's models; None: not known yet.
-    `block_size`: positions that one forward of the draft drafts, if the draft is a block head.
+    `block_size`: returns the positions that one forward of the draft drafts if that is a block head, else None.
     """
 
-    def __init__(self, choices: Choices, device: str | None = None, block_size: int | None = None) -> None:
+    def __init__(self, choices: Choices, device: str | None = None, block_size: BlockSize = lambda: None) -> None:
         """Resolves all options. Raises UserError if the choices are not supported together, or do not split the
         ranks."""
         self.choices, self.device, self.block_size = choices, device, block_size
@@ -163,7 +164,7 @@ class Resolution:
     @property
     def block(self) -> int | None:
         """Positions that a forward of the drafter drafts, if that is a block head."""
-        return self.block_size if self["mode"] == "serial" else None
+        return self.block_size() if self["mode"] == "serial" else None
 
     @property
     def steps(self) -> int:
@@ -260,12 +261,7 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
             lambda at: at.splits and (at["mode"] != "async" or at["draft_tp"] == 0),
         ),
         CHOSEN,
-        Rule(
-            "rest of the ranks",
-            "the draft leaves these",
-            lambda at: at.ranks - at["draft_tp"],
-            lambda at: at.splits,
-        ),
+        Rule("rest of the ranks", "the draft leaves these", lambda at: at.ranks - at["draft_tp"], lambda at: at.splits),
     ),
     "self_switch": (
         CHOSEN,
@@ -381,8 +377,6 @@ def default_reason(name: str) -> Reason:
     return Reason(item.default, "default", "" if declared is None else declared.default_text or "")
 
 
-def resolve_config(
-    config: EngineConfig | Choices | None, draft: object, device: str | None = None, block_size: int | None = None
-) -> EngineConfig:
+def resolve_config(config: EngineConfig | Choices | None, draft: object, device: str | None = None) -> EngineConfig:
     """Returns a configuration in which the rules have set what is open. See `Choices.of` and `Resolution`."""
-    return Resolution(Choices.of(config, draft), device, block_size).config()
+    return Resolution(Choices.of(config, draft), device).config()

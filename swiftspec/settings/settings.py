@@ -132,8 +132,8 @@ class Settings(SettingsFields):
         )
 
     def make_plan(self, has_draft: bool, ranks: int = 1) -> EngineConfig:
-        """Returns the configuration that follows from the settings alone; see `plan_of`."""
-        return plan_of(self.choices(has_draft, ranks))
+        """Returns the configuration that follows from the settings alone; see `resolve_choices`."""
+        return resolve_choices(self.choices(has_draft, ranks))
 
     def features(self, mode: str | None, *, has_draft: bool = True, ranks: int = 1, device: str = "") -> dict[str, str]:
         """Returns the features of the capability table (capabilities.py) that these settings have in a mode; None: not
@@ -211,7 +211,7 @@ class Settings(SettingsFields):
         return SamplingParams(**values, negative_prompt_ids=tuple(negative))
 
 
-def plan_of(choices: Choices) -> EngineConfig:
+def resolve_choices(choices: Choices) -> EngineConfig:
     """Returns the configuration that follows from choices without their models. Raises UsageError, with flags as names
     of settings, if the mode needs a draft and there is none, if the split does not match the number of ranks, or if a
     given setting does not apply to the mode."""
