@@ -28,8 +28,9 @@ from swiftspec.capabilities import (
     conflict_text,
     conflicts,
 )
-from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig, PopulationConfig
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.decode import decode
+from swiftspec.drafter_kinds import GRAFTED, SUFFIX_LOOKUP
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams, StructuredOutputsParams

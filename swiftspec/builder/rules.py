@@ -16,13 +16,11 @@ from swiftspec.config import (
     DEFAULT_DRAFT_LEAVES,
     DEFAULT_DRAFT_STEPS,
     GPU_DRAFT_LEAVES,
-    GRAFTED,
     MAX_TREE_NODES,
-    MTP_HEAD,
-    SUFFIX_LOOKUP,
     EngineConfig,
     PopulationConfig,
 )
+from swiftspec.drafter_kinds import DRAFT_WORDS, GRAFTED, MODEL_FREE
 from swiftspec.settings_schema import require
 
 ENGINE_FIELDS = {item.name: item.default for item in fields(EngineConfig)}
@@ -71,7 +69,7 @@ class Choices:
     @property
     def has_draft(self) -> bool:
         """Whether something proposes: a draft model, here or on a worker, or suffix lookup."""
-        lookup = self.given.get("drafter") == SUFFIX_LOOKUP
+        lookup = self.given.get("drafter") in MODEL_FREE
         return self.draft is not None or lookup or bool(self.given.get("draft_remote"))
 
 
@@ -136,7 +134,7 @@ class Resolution:
     @property
     def apart(self) -> bool:
         """Whether the draft model can have ranks or a machine of its own."""
-        return (self.ranks > 1 or self.remote) and self.choices.draft not in (SUFFIX_LOOKUP, MTP_HEAD)
+        return (self.ranks > 1 or self.remote) and self.choices.draft not in DRAFT_WORDS
 
     @property
     def on_one_rank(self) -> bool:
@@ -283,10 +281,10 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
     "drafter": (
         Rule("no draft", "mode ar has no draft", "model", lambda at: at["mode"] == "ar"),
         Rule(
-            "suffix lookup",
+            "drafter without a model",
             "it stands for the draft model",
-            SUFFIX_LOOKUP,
-            lambda at: at.choices.draft == SUFFIX_LOOKUP,
+            lambda at: at.choices.draft,
+            lambda at: at.choices.draft in MODEL_FREE,
         ),
         CHOSEN,
         Rule(

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftspec.builder.rules import Choices
-from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP, EngineConfig
+from swiftspec.config import EngineConfig
+from swiftspec.drafter_kinds import DRAFT_WORDS, MTP_HEAD
 from swiftspec.errors import UserError
 from swiftspec.extras import require_extra
 from swiftspec.file_io import Fields, expand_user, is_file, is_folder, read_object
@@ -73,7 +74,7 @@ class ResolvedModels:
             check_usage({"target worker", "local command"})
         built_in = built_in_models(settings.model)
         model, draft_model = _model_names(settings, built_in)
-        path_name = None if draft_model in (SUFFIX_LOOKUP, MTP_HEAD) else draft_model
+        path_name = None if draft_model in DRAFT_WORDS else draft_model
         local = expand_user(model)
         if settings.revision is not None and (is_folder(local) or is_file(local)):
             check_usage({"revision", "model on disk"})

@@ -13,7 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from swiftspec.builder.rules import Choices
-from swiftspec.config import MTP_HEAD, EngineConfig
+from swiftspec.config import EngineConfig
+from swiftspec.drafter_kinds import MTP_HEAD
 from swiftspec.errors import UserError
 from swiftspec.file_io import expand_user
 from swiftspec.model.checkpoint_files import read_config

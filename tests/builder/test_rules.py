@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftspec.builder.rules import RULES, Choices, Resolution
-from swiftspec.config import GRAFTED, MODES, MTP_HEAD, SUFFIX_LOOKUP, EngineConfig
+from swiftspec.config import MODES, EngineConfig
+from swiftspec.drafter_kinds import GRAFTED, MTP_HEAD, SUFFIX_LOOKUP
 from swiftspec.errors import UserError
 from swiftspec.settings.flags import flag_name
 from swiftspec.settings.settings import Settings, UsageError
