@@ -38,7 +38,7 @@ def expand_json_flags(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def json_object(name: str, value: object) -> Mapping[str, Any]:
-    """Returns the value of a JSON flag as an object. Raises UserError if it is none."""
+    """Returns the value of a JSON flag as an object. Raises UserError if it is something else."""
     value = parse_json(value, name) if isinstance(value, str) else value
     if not isinstance(value, Mapping):
         raise UserError(f"{name} must be a JSON object, not {truncated_repr(value)}")
