@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swiftspec.backends.cpu import cpu
 from swiftspec.backends.reference import reference
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.plan import Plan
 from swiftspec.config import GRAFTED, EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
@@ -259,4 +259,4 @@ def test_what_does_not_support_draft_heads(tmp_path: Path, config: EngineConfig,
     ranks: Any = Two() if config.num_ranks > 1 else None
     options: Any = OPTIONS
     with pytest.raises(UserError, match=message):
-        ModelPair.create(*pair, config, ranks, options)
+        Plan.create(*pair, config, ranks, options)

@@ -106,7 +106,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 def drafters(checkpoint: Path, config: EngineConfig, group: Any = None) -> tuple[LocalDrafter, LocalDrafter, Rerun]:
     """One that synchronises with the host, one that does not."""
     model = load_model(checkpoint, dtype=torch.float32, ops=unfused, max_positions=256, group=group)
-    with_tree: Any = SimpleNamespace(**vars(unfused) | {"device_tree": cuda_tree.device_tree})
+    with_tree = unfused.with_operators(device_tree=cuda_tree.device_tree)
     capture = RerunWithoutReads() if group is None else Rerun()
     runners = [make_runner(model, ops, context=128, tree_slots=8 * W * D) for ops in (unfused, with_tree)]
     return make_drafter(runners[0], config), make_drafter(runners[1], config, capture), capture

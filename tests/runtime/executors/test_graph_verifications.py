@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -217,7 +216,7 @@ def test_all_ranks_of_a_group_reject_the_same_nodes(checkpoint: Path) -> None:
 @pytest.mark.parametrize("name", fast_first(["sampled", "greedy", "flat", "all"], 1))
 def test_guided_requests_in_one_graph(checkpoint: Path, size: int, name: str) -> None:
     """Where a capture may hold several sequences; torch's operators may not, so the stand-in does not check it here."""
-    ops = SimpleNamespace(**vars(unfused) | {"MAX_CAPTURED_SEQUENCES": 2})
+    ops = unfused.with_operators(MAX_CAPTURED_SEQUENCES=2)
     guided = replace(SAMPLING[name], guidance_scale=1.5, negative_prompt_ids=(7, 2))
 
     def work(group: ThreadGroup | None) -> int:
