@@ -1,7 +1,7 @@
 """What differs between exact batches and particles: how a round drafts and verifies, and how an answer is picked.
 
 Shapes: N rows per group, K draft tokens per row and round, V tokens in the vocabulary; `groups` is the number of groups
-that share a logits sampler.
+that share a sampler.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class GroupMethod(Protocol[RowsT, VerdictT]):
         ...
 
     def verify(self, sampler: RowSampler, logits: Tensor, drafted: DraftedTokens) -> VerdictT:
-        """Verifies the draft tokens of groups that share a logits sampler. `logits`: the target's, [groups, K + 1, N,
+        """Verifies the draft tokens of groups that share a sampler. `logits`: the target's, [groups, K + 1, N,
         at least V], raw or with penalties applied."""
         ...
 

@@ -309,7 +309,7 @@ class GroupRound:
         return logits[:groups]
 
     def _verify(self, context: RoundContext, logits: Tensor, chains: DraftChains, last: Tensor | None) -> RoundVerdict:
-        """Verifies the draft tokens, each span of groups with its own logits sampler. `logits`: the target's. `last`:
+        """Verifies the draft tokens, each span of groups with its own sampler. `logits`: the target's. `last`:
         noise keys of the token after the draft tokens."""
         found: list[RoundVerdict] = []
         keys = [*chains.keys, last]

@@ -152,8 +152,16 @@ class LocalDrafter:
         if self._children.sampled and len(nodes) > 1:
             above = np.unique(np.array(parents[1:], np.int64))
             carried = self._children.draft_probs(self.tree.slot[np.array(nodes)[above]])
-        about = self._request, self._round, self._root_at
-        return Proposal.from_draft_model(*about, tokens, parents, weights, carried, source=self.source)
+        return Proposal.from_draft_model(
+            self._request,
+            self._round,
+            self._root_at,
+            tokens,
+            parents,
+            weights,
+            draft_probs=carried,
+            source=self.source,
+        )
 
     def _reroot(self, tokens: Sequence[int]) -> None:
         """Records the node of the last verified token as the new root. Resets the tree instead if it does not contain

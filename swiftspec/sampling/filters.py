@@ -59,6 +59,11 @@ def top_k_threshold(ranked: Tensor, params: LogitsParams, vocab: int) -> tuple[T
     return torch.maximum(limit, smallest.masked_fill(~limited, NEG_INF)), ~limited | enough
 
 
+def limits_head(params: LogitsParams, vocab: int) -> Tensor:
+    """Returns whether min_p or top_k, which precede top_p, may exclude a token, a bool []."""
+    return (params["min_p"] > 0) | limits_top_k(params, vocab)
+
+
 def limits_top_k(params: LogitsParams, vocab: int) -> Tensor:
     """Returns whether top_k excludes a token, a bool []."""
     return (params["top_k"] > 0) & (params["top_k"] < vocab)

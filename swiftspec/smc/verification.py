@@ -35,7 +35,7 @@ class WeightedVerdict(RoundVerdict):
 def verify_particles(
     sampler: RowSampler, config: PopulationConfig, logits: Tensor, drafted: DraftedTokens
 ) -> WeightedVerdict:
-    """Verifies the draft tokens of groups that share a logits sampler. `logits`: the target's, [groups, K + 1, N, at
+    """Verifies the draft tokens of groups that share a sampler. `logits`: the target's, [groups, K + 1, N, at
     least V], raw or with penalties applied."""
     if sampler.filtered or config.smc_exact > 0:
         return _accept_part(sampler, config, logits, drafted)

@@ -27,7 +27,10 @@ Words fast_reply(const FastReply& state, const Words& result) {
   const SubTree best = state.tree.best_subtree(state.bs, path.back());
   const auto count = static_cast<int32_t>(best.nodes.size());
   if (count < state.bs) return {};
-  if (state.tree.expansion_pays(state.bs, state.w, state.steps, path.back(), state.expansion_yield)) return {};
+  if (state.expansion_yield > 0.0 &&
+      state.tree.expansion_pays(state.bs, state.w, state.steps, path.back(), state.expansion_yield)) {
+    return {};
+  }
   Words words(kHeaderWords + kProposalColumns * best.nodes.size());
   words[kRequest] = state.request;
   words[kRound] = result[kRound] + 1;
