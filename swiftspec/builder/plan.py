@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -199,7 +198,7 @@ class Plan:
         device = hardware.resolve_device(options.get("device", "auto"))
         path = Path(target) if mtp else None if draft is None or draft in MODEL_FREE else Path(draft)
         checkpoints = Checkpoints(Path(target), path, mtp, options.get("only"))
-        resolution = Resolution(Choices.of(config, draft), device.type, cache(checkpoints.block_size))
+        resolution = Resolution(Choices.of(config, draft), device.type, checkpoints.block_size)
         engine, model = resolution.config(), _target_config(target)
         _check_ranks(engine, draft, ranks)
         if engine.drafts_without_model:
