@@ -13,6 +13,7 @@ from weakref import WeakSet
 from swiftspec.backends.cpu.packed_weight_cache import CACHE_FOLDER, PackedWeightCache
 from swiftspec.backends.cuda.devices import is_device_error
 from swiftspec.backends.reference import Backend
+from swiftspec.backends.reference.resampling import resample
 from swiftspec.batching.chains import make_chains
 from swiftspec.batching.group_method import GroupMethod
 from swiftspec.batching.scheduler import BatchScheduler
@@ -328,7 +329,7 @@ def make_group_method(
     slots, device = min(target.tree_slots, draft.tree_slots), target.model.device
     if isinstance(config, BatchConfig):
         return make_chains(config, slots, max_tokens, device)
-    return ParticleMethod(config, slots, max_tokens, device, target.ops.resample)
+    return ParticleMethod(config, slots, max_tokens, device, target.ops.resample or resample)
 
 
 def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> TargetVerifier:
