@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
 from swiftspec.builder.rules import Choices, Resolution
-from swiftspec.capabilities import NotSupported, check_features, ignored_features
-from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig, PopulationConfig
+from swiftspec.capabilities import NotSupported, check_features, features_in, ignored_features
+from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.drafter_kinds import DRAFTER_OF_FEATURE, GRAFTED, MODEL_FREE
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import expand_user, parse_json
 from swiftspec.params import SamplingParams
@@ -132,8 +133,8 @@ class Settings(SettingsFields):
         )
 
     def make_plan(self, has_draft: bool, ranks: int = 1) -> EngineConfig:
-        """Returns the configuration that follows from the settings alone; see `plan_of`."""
-        return plan_of(self.choices(has_draft, ranks))
+        """Returns the configuration that follows from the settings alone; see `resolve_choices`."""
+        return resolve_choices(self.choices(has_draft, ranks))
 
     def features(self, mode: str | None, *, has_draft: bool = True, ranks: int = 1, device: str = "") -> dict[str, str]:
         """Returns the features of the capability table (capabilities.py) that these settings have in a mode; None: not
@@ -147,7 +148,7 @@ class Settings(SettingsFields):
             "verify reject": drafts and self.verify == "reject",
             "adaptation": mode in ("serial", "async") and "adapt" in given and self.adapt,
             "given shape": {"draft_steps", "verify_batch"} <= given,
-            "suffix lookup": drafts and self.drafts_by_lookup,
+            **{feature: drafts and self.draft_model == name for feature, name in DRAFTER_OF_FEATURE.items()},
             "grafting": drafts and bool(self.graft_suffix),
             "several requests": self.max_num_seqs > 1,
             "several ranks": ranks > 1,
@@ -174,9 +175,9 @@ class Settings(SettingsFields):
         check_usage(self.features(mode, has_draft=has_draft, ranks=ranks))
 
     @property
-    def drafts_by_lookup(self) -> bool:
-        """Whether the draft model is suffix lookup."""
-        return self.draft_model == SUFFIX_LOOKUP
+    def drafts_without_model(self) -> bool:
+        """Whether a drafter without a draft model is selected, such as suffix lookup."""
+        return self.draft_model in MODEL_FREE
 
     def runs_on_gpu(self) -> bool:
         """Returns whether the models run on a GPU. Imports torch if the device is auto."""
@@ -196,27 +197,22 @@ class Settings(SettingsFields):
         """The file of --chat-template. Raises UserError if its `~` cannot be expanded."""
         return None if self.chat_template is None else expand_user(self.chat_template)
 
-    def _config_values(self, config: type) -> dict[str, Any]:
-        """Returns the settings that are not None and that the engine dataclass `config` declares."""
-        mine = {name: getattr(self, name) for name, flag in SETTINGS.items() if flag.config is config}
-        return {name: _for_config(value) for name, value in mine.items() if value is not None}
-
     def guidance_note(self) -> str | None:
         """Returns a note on guidance settings that may be unintended; None if there is none."""
         if self.guidance_scale != 1 and self.negative_prompt is None:
             return "guidance without a negative prompt uses an empty one"
-        if self.guidance_scale == 1 and self.negative_prompt is not None:
-            return "a negative prompt has no effect at guidance scale 1"
-        return None
+        found = {"no guidance": self.guidance_scale == 1, "negative prompt": self.negative_prompt is not None}
+        return next(iter(ignored_features(features_in(found), flag_name)), None)
 
     def sampling_params(self, model_defaults: Mapping[str, Any], negative: Sequence[int] = ()) -> SamplingParams:
         """Creates the sampling parameters. `model_defaults`: values for settings that are not set, see
         `generation_defaults`. `negative`: tokens of the negative prompt."""
-        values = {**model_defaults, **self._config_values(SamplingParams)}
+        mine = {name: getattr(self, name) for name, flag in SETTINGS.items() if flag.config is SamplingParams}
+        values = {**model_defaults, **{name: _for_config(value) for name, value in mine.items() if value is not None}}
         return SamplingParams(**values, negative_prompt_ids=tuple(negative))
 
 
-def plan_of(choices: Choices) -> EngineConfig:
+def resolve_choices(choices: Choices) -> EngineConfig:
     """Returns the configuration that follows from choices without their models. Raises UsageError, with flags as names
     of settings, if the mode needs a draft and there is none, if the split does not match the number of ranks, or if a
     given setting does not apply to the mode."""

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from swiftspec.errors import UserError
+from swiftspec.settings.rank_plan import requested_ranks
 from swiftspec.settings.settings import Settings
 
 DEMO_DIR = Path(__file__).resolve().parent.parent / "demo"
@@ -76,6 +77,18 @@ def built_in_models(model: str | None) -> BuiltInModels | None:
     if not (DEMO_MODELS.target / "config.json").is_file():
         raise UserError(f"the demo models are missing ({DEMO_DIR}): specify models with --model and --draft-model")
     return DEMO_MODELS
+
+
+def requested_ranks_of(settings: Settings) -> int:
+    """Returns the number of ranks that a command starts itself; see `requested_ranks`."""
+    drafts = built_in_models(settings.model) is not None or settings.draft_model is not None
+    return requested_ranks(
+        settings.mode,
+        settings.target_tp,
+        settings.draft_tp,
+        has_draft=drafts and not settings.drafts_without_model,  # whether a draft model could use ranks of its own
+        runs_on_gpu=settings.runs_on_gpu,
+    )
 
 
 def chat_template_file(model: str | None, given: Path | None) -> Path | None:

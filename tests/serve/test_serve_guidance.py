@@ -54,7 +54,7 @@ def test_startup_messages(capsys: pytest.CaptureFixture[str], flags: list[str]) 
     assert err == "swiftspec: warning: guidance without a negative prompt uses an empty one\n"
     assert answer["guidance"]["negative_prompt_token_ids"] == [1, 0, 2]
     answer, err = ask(capsys, *flags, "--negative-prompt", "a")
-    assert "a negative prompt has no effect at guidance scale 1" in err and "guidance" not in answer
+    assert "--negative-prompt has no effect at --guidance-scale 1" in err and "guidance" not in answer
 
 
 def test_a_draft_that_samples_differently_is_warned_about(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:

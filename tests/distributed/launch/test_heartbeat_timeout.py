@@ -111,7 +111,7 @@ def test_a_named_plan_is_used_or_refused(pair: tuple[Path, Path], tmp_path: Path
 
 def test_a_revision_of_a_directory(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*flags(pair), "--revision", "v2"]) == 2
-    assert "--revision v2 applies to a hub id, but " in capsys.readouterr().err
+    assert "--revision is not supported with a model on this machine, " in capsys.readouterr().err
 
 
 def test_messages_of_a_run(

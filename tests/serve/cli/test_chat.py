@@ -183,7 +183,7 @@ def test_guidance(chat_room: ChatRoom) -> None:
     spelled = [chat_room.codec.token_text(sampling.negative_prompt_ids) for sampling in (empty, rude)]
     assert spelled == ["<|user|><|end|><|bot|>", "<|user|>be rude<|end|><|bot|>"]
     assert re.search(r"negative_prompt +'be rude'\n", chat_room.run("/set", EOFError))
-    assert "has no effect at guidance scale 1" in chat_room.run("/set guidance_scale default", EOFError)
+    assert "has no effect at --guidance-scale 1" in chat_room.run("/set guidance_scale default", EOFError)
 
 
 def test_stats(chat_room: ChatRoom) -> None:

@@ -176,6 +176,7 @@ def test_several_choices_and_prompts(player: Player, plain_url: str) -> None:
     assert text.usage and (text.usage.prompt_tokens, text.usage.completion_tokens) == (4, 56)
 
 
+@pytest.mark.slow
 def test_langchain(player: Player, plain_url: str) -> None:
     from langchain_openai import ChatOpenAI, OpenAI  # takes seconds
 
