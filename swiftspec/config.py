@@ -7,6 +7,7 @@ methods here check only rules that involve several fields.
 from dataclasses import dataclass, replace
 
 from swiftspec.capabilities import Features, check_features, features_in
+from swiftspec.drafter_kinds import DRAFTER_KINDS, DRAFTER_OF_FEATURE, GRAFTED, MODEL_FREE
 from swiftspec.params import SamplingParams
 from swiftspec.settings_schema import check_fields, require, setting
 
@@ -19,9 +20,6 @@ MAX_CONCURRENT_REQUESTS = 256
 MAX_THREADS = 8  # threads of one operator by default: more take longer to synchronise than short rounds compute
 MAX_TREE_NODES = 64  # limit of bs, w and d: a larger round costs more than it can save
 MAX_ADAPTED_NODES = 32  # largest bs that adaptation chooses where it exceeds `verify_batch`
-SUFFIX_LOOKUP = "suffix"  # value of `draft_model` that selects suffix lookup instead of a model
-MTP_HEAD = "mtp"  # value of `draft_model` that selects the MTP layer in the target's checkpoint
-GRAFTED = "model+suffix"  # value of `drafter`: suffix lookup adds to the proposals of the draft model
 VERIFY_METHODS = ("match", "reject")
 PROPOSAL_METHODS = ("top", "coupled", "sample")
 # by proposal method; greedy: any method at temperature 0
@@ -29,6 +27,7 @@ DEFAULT_CALIBRATION = {"greedy": 0.6, "top": 1.0, "coupled": 0.7, "sample": 0.2}
 
 # first line: headings of --help; second line: values of `applies_to`
 SPECULATION, PARTICLES = "speculation", "mode smc: a population of particles, approximate"
+SPECULATIVE_CONFIG = "speculative_config"  # the JSON flag for what only experiments set
 DRAFT, TREE, LOOKAHEAD, POPULATION = "draft", "draft tree", "tree that grows during a verification", "population"
 
 
@@ -94,6 +93,7 @@ class PopulationConfig:
         ge=0,
         le=1,
         applies_to=POPULATION,
+        json_flag=SPECULATIVE_CONFIG,
     )
     power: float = setting(  # alpha in smc/weights.py
         1.0,
@@ -103,6 +103,7 @@ class PopulationConfig:
         gt=0,
         le=100,
         applies_to=POPULATION,
+        json_flag=SPECULATIVE_CONFIG,
     )
     smc_exact: int = setting(  # the first tokens of a round; all K of them, with power 1: exact output
         0,
@@ -112,6 +113,7 @@ class PopulationConfig:
         rule="lie in 0..smc_draft_tokens",
         depends_on="smc_draft_tokens",
         applies_to=POPULATION,
+        json_flag=SPECULATIVE_CONFIG,
     )
     smc_groups: int = setting(
         1,
@@ -195,6 +197,7 @@ class EngineConfig:
         default_text="coupled; sample with --verify reject",
         choices=PROPOSAL_METHODS,
         applies_to=TREE,
+        json_flag=SPECULATIVE_CONFIG,
     )
     calibration: float | None = setting(  # None: DEFAULT_CALIBRATION; see `calibration_for`
         None,
@@ -205,12 +208,14 @@ class EngineConfig:
         ge=0.05,
         le=20,
         applies_to=TREE,
+        json_flag=SPECULATIVE_CONFIG,
     )
     catch_up: bool = setting(
         True,
         "Mode async: after a result, expand while that is worthwhile; off: only below bs nodes, as in the paper.",
         SPECULATION,
         applies_to=LOOKAHEAD,
+        json_flag=SPECULATIVE_CONFIG,
     )
     synthetic_acceptance_length: float | None = setting(  # tree/synthetic_acceptance.py
         None,
@@ -222,6 +227,7 @@ class EngineConfig:
         finite=True,
         rule="lie in 1..verify_batch",
         depends_on="verify_batch",
+        json_flag=SPECULATIVE_CONFIG,
     )
     max_num_seqs: int = setting(
         1,
@@ -242,7 +248,7 @@ class EngineConfig:
     draft_remote: bool = False  # the same for the draft
     population: PopulationConfig = PopulationConfig()  # mode smc
     # what proposes; auto: the draft model, or the rules of builder/rules.py add suffix lookup
-    drafter: str = setting("auto", choices=("auto", "model", SUFFIX_LOOKUP, GRAFTED))
+    drafter: str = setting("auto", choices=("auto", *DRAFTER_KINDS))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -282,8 +288,7 @@ class EngineConfig:
             "self-switch": self.self_switch,
             "adapted shape": self.adapts_shape,
             "synthetic acceptance": self.synthetic_acceptance_length is not None,
-            "suffix lookup": self.drafts_by_lookup,
-            "grafting": self.grafts_suffix,
+            **{feature: self.drafter == name for feature, name in DRAFTER_OF_FEATURE.items()},
             "target worker": self.target_remote,
             "draft worker": self.draft_remote,
         }
@@ -339,9 +344,9 @@ class EngineConfig:
         return DEFAULT_CALIBRATION["greedy" if greedy else str(self.proposal)]
 
     @property
-    def drafts_by_lookup(self) -> bool:
-        """Whether suffix lookup proposes, instead of a draft model."""
-        return self.drafter == SUFFIX_LOOKUP
+    def drafts_without_model(self) -> bool:
+        """Whether a drafter without a draft model proposes, such as suffix lookup."""
+        return self.drafter in MODEL_FREE
 
     @property
     def grafts_suffix(self) -> bool:
@@ -351,7 +356,7 @@ class EngineConfig:
     @property
     def has_draft_model(self) -> bool:
         """Whether a draft model proposes, in this job or on a worker."""
-        return self.mode != "ar" and not self.drafts_by_lookup
+        return self.mode != "ar" and not self.drafts_without_model
 
     @property
     def adapts_shape(self) -> bool:

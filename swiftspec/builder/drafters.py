@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from swiftspec.builder.model_pair import draft_tree_slots
+from swiftspec.builder.plan import draft_tree_slots
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
 from swiftspec.control.policy import initial_stats
@@ -112,7 +112,7 @@ def local_drafter_kind(config: EngineConfig, head: DraftHeadSpec | None = None) 
     """Returns the entry of DRAFTERS for a process that runs the draft itself. See `drafter_kind`."""
     if config.mode == "ar":
         return "none"
-    if not config.has_draft_model:
+    if config.drafts_without_model:
         return config.drafter
     if head is not None:
         return "head"

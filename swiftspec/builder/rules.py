@@ -11,23 +11,23 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from swiftspec.capabilities import check_features
+from swiftspec.capabilities import check_features, features_in
 from swiftspec.config import (
     DEFAULT_DRAFT_LEAVES,
     DEFAULT_DRAFT_STEPS,
     GPU_DRAFT_LEAVES,
-    GRAFTED,
     MAX_TREE_NODES,
-    MTP_HEAD,
-    SUFFIX_LOOKUP,
     EngineConfig,
     PopulationConfig,
 )
+from swiftspec.drafter_kinds import DRAFT_WORDS, GRAFTED, MODEL_FREE
 from swiftspec.settings_schema import require
 
 ENGINE_FIELDS = {item.name: item.default for item in fields(EngineConfig)}
 POPULATION_FIELDS = {item.name: item.default for item in fields(PopulationConfig)}
+BlockSize = Callable[[], int | None]
 AUTO = "auto"
+GIVEN = "given"  # name of the rule that sets what the user has chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Choices:
     @property
     def has_draft(self) -> bool:
         """Whether something proposes: a draft model, here or on a worker, or suffix lookup."""
-        lookup = self.given.get("drafter") == SUFFIX_LOOKUP
+        lookup = self.given.get("drafter") in MODEL_FREE
         return self.draft is not None or lookup or bool(self.given.get("draft_remote"))
 
 
@@ -86,10 +86,10 @@ class Resolution:
     """One pass over the rules: what is known, and the options that are resolved so far.
 
     `device`: type of the device of this process's models; None: not known yet.
-    `block_size`: positions that one forward of the draft drafts, if the draft is a block head.
+    `block_size`: returns the positions that one forward of the draft drafts if that is a block head, else None.
     """
 
-    def __init__(self, choices: Choices, device: str | None = None, block_size: int | None = None) -> None:
+    def __init__(self, choices: Choices, device: str | None = None, block_size: BlockSize = lambda: None) -> None:
         """Resolves all options. Raises UserError if the choices are not supported together, or do not split the
         ranks."""
         self.choices, self.device, self.block_size = choices, device, block_size
@@ -134,7 +134,7 @@ class Resolution:
     @property
     def apart(self) -> bool:
         """Whether the draft model can have ranks or a machine of its own."""
-        return (self.ranks > 1 or self.remote) and self.choices.draft not in (SUFFIX_LOOKUP, MTP_HEAD)
+        return (self.ranks > 1 or self.remote) and self.choices.draft not in DRAFT_WORDS
 
     @property
     def on_one_rank(self) -> bool:
@@ -162,7 +162,7 @@ class Resolution:
     @property
     def block(self) -> int | None:
         """Positions that a forward of the drafter drafts, if that is a block head."""
-        return self.block_size if self["mode"] == "serial" else None
+        return self.block_size() if self["mode"] == "serial" else None
 
     @property
     def steps(self) -> int:
@@ -207,7 +207,7 @@ class Chosen:
     def reason(self, at: Resolution, option: str) -> Reason | None:
         """Returns the choice, or None if there is none."""
         if at.is_given(option):
-            return Reason(at.choices.given[option], "given")
+            return Reason(at.choices.given[option], GIVEN)
         if option in at.choices.profile:
             return Reason(at.choices.profile[option], "profile", at.choices.profile_file)
         return None
@@ -217,8 +217,9 @@ CHOSEN = Chosen()
 ONE_FORWARD = "one forward drafts a whole block"
 FIXED_ROUNDS = "with verify reject, synthetic acceptance or several requests, rounds do not depend on the clock"
 MEASURED = "measured times decide"
+NO_ADAPTATION = Rule("no adaptation", "adapt is off", False, lambda at: at.chosen("adapt") is False)
 ADAPTATION = (
-    Rule("no adaptation", "adapt is off", False, lambda at: at.chosen("adapt") is False),
+    NO_ADAPTATION,
     Rule("fixed rounds", FIXED_ROUNDS, False, lambda at: at.fixed_rounds and not at.is_given("adapt")),
     Rule("adaptation", MEASURED, True, lambda at: at.speculates),
 )
@@ -258,15 +259,11 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
             lambda at: at.splits and (at["mode"] != "async" or at["draft_tp"] == 0),
         ),
         CHOSEN,
-        Rule(
-            "rest of the ranks",
-            "the draft leaves these",
-            lambda at: at.ranks - at["draft_tp"],
-            lambda at: at.splits,
-        ),
+        Rule("rest of the ranks", "the draft leaves these", lambda at: at.ranks - at["draft_tp"], lambda at: at.splits),
     ),
     "self_switch": (
         CHOSEN,
+        NO_ADAPTATION,
         Rule("fixed rounds", FIXED_ROUNDS, False, lambda at: at.fixed_rounds),
         Rule("adaptation", MEASURED, True, lambda at: at.speculates),
     ),
@@ -284,10 +281,10 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
     "drafter": (
         Rule("no draft", "mode ar has no draft", "model", lambda at: at["mode"] == "ar"),
         Rule(
-            "suffix lookup",
+            "drafter without a model",
             "it stands for the draft model",
-            SUFFIX_LOOKUP,
-            lambda at: at.choices.draft == SUFFIX_LOOKUP,
+            lambda at: at.choices.draft,
+            lambda at: at.choices.draft in MODEL_FREE,
         ),
         CHOSEN,
         Rule(
@@ -352,12 +349,9 @@ def check_choices(at: Resolution) -> None:
         return
     target, draft = at.chosen("target_tp"), at.chosen("draft_tp")
     if mode != "async":
-        require(
-            target in (None, ranks),
-            f"mode {mode} uses all {ranks} ranks for the target, not {target}: remove --target-tp",
-        )
-        if draft not in (None, 0 if mode == "ar" else ranks):
-            check_features({"draft group", f"mode {mode}"})
+        groups = {"target group": target not in (None, ranks)}
+        groups["draft group"] = draft not in (None, 0 if mode == "ar" else ranks)
+        check_features(features_in(groups) | {f"mode {mode}"})
         return
     if at.on_one_rank:
         return
@@ -374,8 +368,13 @@ def check_choices(at: Resolution) -> None:
         require(fits, f"--{name}-tp {given} leaves none of the {ranks} ranks for the other model: use 1..{ranks - 1}")
 
 
-def resolve_config(
-    config: EngineConfig | Choices | None, draft: object, device: str | None = None, block_size: int | None = None
-) -> EngineConfig:
+def default_reason(name: str) -> Reason:
+    """Returns the default of a field of EngineConfig."""
+    item = next(each for each in fields(EngineConfig) if each.name == name)
+    declared = item.metadata.get("setting")
+    return Reason(item.default, "default", "" if declared is None else declared.default_text or "")
+
+
+def resolve_config(config: EngineConfig | Choices | None, draft: object, device: str | None = None) -> EngineConfig:
     """Returns a configuration in which the rules have set what is open. See `Choices.of` and `Resolution`."""
-    return Resolution(Choices.of(config, draft), device, block_size).config()
+    return Resolution(Choices.of(config, draft), device).config()

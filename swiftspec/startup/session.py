@@ -12,8 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from swiftspec.builder.rules import Choices, resolve_config
-from swiftspec.config import MTP_HEAD, EngineConfig
+from swiftspec.builder.rules import Choices
+from swiftspec.config import EngineConfig
+from swiftspec.drafter_kinds import MTP_HEAD
 from swiftspec.errors import UserError
 from swiftspec.file_io import expand_user
 from swiftspec.model.checkpoint_files import read_config
@@ -106,7 +107,7 @@ class Session:
                 self.tokenizer_folder.cleanup()
         writer = self.llm.writer
         if writer is not None and writer.error is not None and self.packed_cache is not None:
-            self.warn(f"--packed-cache {self.packed_cache} is incomplete; the next start packs again: {writer.error}")
+            self.warn(f"packed_cache {self.packed_cache} is incomplete; the next start packs again: {writer.error}")
         trace = self.llm.roles.recorder.file
         if trace is not None and trace.error is not None:
             self.warn(f"--trace {trace.path} is incomplete: {trace.error}")
@@ -146,13 +147,13 @@ def open_session(
     return Session(
         llm,
         codec,
-        resolved.model,
-        resolved.draft_model,
-        resolved.built_in,
-        str(llm.dtype).removeprefix("torch."),
-        llm.threads,
-        defaults,
-        settings.packed_cache,
+        model=resolved.model,
+        draft_model=resolved.draft_model,
+        built_in=resolved.built_in,
+        dtype=str(llm.dtype).removeprefix("torch."),
+        threads=llm.threads,
+        model_defaults=defaults,
+        packed_cache=settings.packed_cache,
         warn=phases.warn,
     )
 
@@ -166,20 +167,18 @@ class MemoryCheck:
     world: World | None
     side: Literal["target", "draft"] | None = None
 
-    def applies(self) -> bool:
-        from swiftspec.builder.hardware import resolve_device
-
-        return resolve_device(self.settings.device).type == "cuda"
-
     def __call__(self, target: Path, draft: Path | None, config: EngineConfig | Choices) -> None:
-        from swiftspec.builder.model_pair import ModelPair
+        from swiftspec.builder.hardware import resolve_device
+        from swiftspec.builder.plan import Plan
 
+        if resolve_device(self.settings.device).type != "cuda":
+            return
         options = load_options(self.settings)
         options["gpu_trial"] = "off"  # runs once the weights are here
         if self.side is not None:
             options |= {"only": self.side, "sessions": self.settings.max_sessions}
             draft = target if self.side == "draft" else None
-        ModelPair.create(target, draft, resolve_config(config, draft, "cuda"), self.world, options)
+        Plan.create(target, draft, config, self.world, options)
 
 
 def _startup_errors_reported(world: World) -> AbstractContextManager[None]:
@@ -333,7 +332,7 @@ def load_options(settings: Settings) -> LoadOptions:
 
 
 def _packed_cache_folder(settings: Settings) -> Path | None:
-    """Returns the directory below which packed weights are stored; None if they are not stored (`--packed-cache off`,
+    """Returns the directory below which packed weights are stored; None if they are not stored (`packed_cache="off"`,
     or no home directory)."""
     if settings.packed_cache is not None:
         return None if settings.packed_cache == "off" else expand_user(settings.packed_cache)

@@ -54,13 +54,12 @@ class NativeTreeRounds(Protocol):
         tree: Any,
         prefix: int,
         pending: list[int],
-        w: int,
-        k: int,
+        leaves: int,
+        children: int,
         scoring: Any,
         coupled: bool,
         tau: float,
         allowed: AllowedTokenBits | None,
-        /,
     ) -> tuple[int, float]: ...
     def verify(
         self,
@@ -71,7 +70,6 @@ class NativeTreeRounds(Protocol):
         allowed: NDArray | None,
         guidance: tuple[int, int, float] | None,
         forced: Sequence[int] | None,
-        /,
     ) -> tuple[list[int], list[int], float]: ...
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int], scoring: Any, /) -> list[float]: ...
     def logits(self, nodes: Sequence[int], out: Tensor, /) -> None: ...
@@ -162,9 +160,9 @@ class NativeExecutor(EagerExecutor):
                     leaves,
                     shape.children,
                     self._scoring,
-                    shape.coupled,
-                    shape.tau,
-                    allowed,
+                    coupled=shape.coupled,
+                    tau=shape.tau,
+                    allowed=allowed,
                 )
             except OSError as error:
                 raise self._reason(error) from None
@@ -186,7 +184,7 @@ class NativeExecutor(EagerExecutor):
                 self._scoring,
                 allowed,
                 self._guidance(proposal.tokens[0]),
-                forced,
+                forced=forced,
             )
         except OSError as error:
             raise self._reason(error) from None
