@@ -135,8 +135,8 @@ def test_the_pair_is_accepted_on_every_split(
     for plan in plans:
         ranks: Any = SimpleNamespace(size=plan.num_ranks, local_rank=0, local_size=plan.num_ranks)
         pair = Plan.create(folder / target, folder / draft, plan, ranks if plan.num_ranks > 1 else None, options)
-        assert (pair.vocab_size, pair.masked_tokens) == (ours.size, masked)
-        assert pair.with_vocab(ours.size, masked).masked_tokens == masked
+        assert (pair.vocab_size, pair.vocabulary.masked_tokens) == (ours.size, masked)
+        assert pair.with_vocab(ours.size, masked).vocabulary.masked_tokens == masked
 
 
 def test_a_pair_of_two_families_is_refused(words: dict[int, dict[str, int]]) -> None:

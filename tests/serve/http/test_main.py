@@ -14,7 +14,7 @@ from tests.support.http import Player
 
 def responses(player: Player, keys: list[str], *requests: tuple[str, str, dict[str, Any]]) -> list[httpx.Response]:
     """The responses to successive (method, path, further arguments of httpx)."""
-    limits = FrontendConfig(["toy"], keys, 8, 30.0, None, 20.0)
+    limits = FrontendConfig(["toy"], keys, max_queue=8, request_timeout=30.0, drain_timeout=20.0)
 
     async def all_of_them() -> list[httpx.Response]:
         transport = httpx.ASGITransport(build_app(player, lambda: player.codec, limits))
