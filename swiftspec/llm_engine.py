@@ -20,7 +20,7 @@ from swiftspec.builder.load_options import LoadOptions
 from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.models import Models
 from swiftspec.builder.plan import Plan
-from swiftspec.builder.ranks import run_rank, start_engine_rank
+from swiftspec.builder.ranks import run_until_shutdown, start_engine_rank
 from swiftspec.builder.roles import ConnectDraft, Roles, build_roles
 from swiftspec.builder.rules import Choices
 from swiftspec.config import EngineConfig
@@ -274,7 +274,7 @@ def _run_rank(world: World, config: EngineConfig, models: Models, progress: Prog
     try:
         if world.supervisor is not None:
             world.supervisor.on_ready()
-        run_rank(rank, traced=models.options.loading.trace is not None)
+        run_until_shutdown(rank, traced=models.options.loading.trace is not None)
         if models.cache is not None:
             models.cache.writer.resume()
             models.cache.writer.close()

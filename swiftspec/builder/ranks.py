@@ -265,7 +265,7 @@ def agree_on_operators(models: Models, world: World, role: RankRole) -> Models:
     return models.with_common_verdict(exchange)
 
 
-def run_rank(rank: Rank, *, traced: bool) -> None:
+def run_until_shutdown(rank: Rank, *, traced: bool) -> None:
     """Runs the main loop of any rank of a job except rank 0, until SHUTDOWN.
 
     `traced`: whether the draft's leader records its rounds with exact times from the start.

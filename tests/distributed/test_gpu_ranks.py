@@ -62,7 +62,7 @@ def run_rank(world: World, pair: tuple[Path, Path], config: EngineConfig, act: C
     if world.rank == 0:
         return act(LLMEngine(*pair, config, world=world, **OPTIONS))
     plan = Plan.create(*pair, config, world, OPTIONS)
-    return ranks.run_rank(ranks.start_engine_rank(world, plan.engine, Models.of(plan), None), traced=False)
+    return ranks.run_until_shutdown(ranks.start_engine_rank(world, plan.engine, Models.of(plan), None), traced=False)
 
 
 @pytest.mark.parametrize(("target", "draft"), [(1, 1), (3, 1), (6, 2)])
@@ -313,7 +313,7 @@ def end_job(
         plan = Plan.create(*pair, SERIAL, world, OPTIONS)
         rank = ranks.start_engine_rank(world, plan.engine, Models.of(plan), None)
         job.hold_graph(rank)
-        return ranks.run_rank(rank, traced=False)
+        return ranks.run_until_shutdown(rank, traced=False)
 
     try:
         return on_gpu_ranks(job.gpus, 2, work)
