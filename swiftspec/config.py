@@ -224,13 +224,14 @@ class EngineConfig:
     )
     max_num_seqs: int = setting(
         1,
-        "Requests decoded concurrently in mode serial, guided ones counted twice; above 1 each has a chain of D"
-        " draft tokens instead of a tree.",
+        "Requests decoded concurrently in modes ar and serial, guided ones counted twice. On a GPU and on several ranks"
+        " each has a chain of D draft tokens instead of a tree.",
         SPECULATION,
         "G",
         ge=1,
         le=MAX_CONCURRENT_REQUESTS,
     )
+    chains: bool = False  # several requests have a chain of draft tokens each, not a tree; see `for_device`
     self_switch: bool = False  # decode without the draft while that is faster; rounds then depend on the clock
     adapt_steps: bool = False  # d follows measurements of running requests; rounds then depend on the clock
     adapt_batch: bool = False  # bs follows measurements, up to `max_nodes`; rounds then depend on the clock
@@ -251,11 +252,13 @@ class EngineConfig:
         usual = {"ar": 0, "async": 0 if remote else 1}.get(self.mode, self.target_tp)
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
+        if self.max_num_seqs > 1 and self.num_ranks > 1:
+            object.__setattr__(self, "chains", True)
         check_features(self.features)
         length, most = self.synthetic_acceptance_length, self.verify_batch
         fits = length is None or 1 <= length <= most
         require(fits, f"synthetic_acceptance_length must lie in 1..{most} (verify_batch), not {length or 0:g}")
-        if self.max_num_seqs > 1:
+        if self.chains:
             self._make_chains()
         if self.mode == "async":
             alone = self.draft_tp == 0 and self.target_tp == 1
@@ -272,6 +275,7 @@ class EngineConfig:
             "overlap": self.overlap_on_one_gpu,
             "several ranks": self.num_ranks > 1,
             "several requests": self.max_num_seqs > 1,
+            "chains": self.chains,
             "verify reject": self.verify == "reject",
             f"proposal {self.proposal}": drafts_tree or self.verify == "reject",
             "uncoupled proposal": self.proposal != ("sample" if self.verify == "reject" else "coupled"),
@@ -289,7 +293,7 @@ class EngineConfig:
         """Sets w and bs so that the tree is a chain of d draft tokens, all of which are verified."""
         require(
             self.initial_draft_steps < MAX_TREE_NODES,
-            f"with max_num_seqs above 1, draft_steps must lie in 1..{MAX_TREE_NODES - 1}, not"
+            f"with max_num_seqs above 1 on a GPU or on several ranks, draft_steps must lie in 1..{MAX_TREE_NODES - 1}, not"
             f" {self.initial_draft_steps}",
         )
         object.__setattr__(self, "draft_leaves", 1)
@@ -314,8 +318,8 @@ class EngineConfig:
         return replace(self, mode="serial" if has_draft else "ar", draft_tp=-1).for_models(draft)
 
     def for_device(self, device: str) -> "EngineConfig":
-        """Returns the configuration with w filled in, unless it is set, and with `time_rows`. `device`: type of the
-        device of the models in this process, such as "cuda".
+        """Returns the configuration with w filled in, unless it is set, and with `time_rows` and `chains`. `device`:
+        type of the device of the models in this process, such as "cuda".
 
         The device of a remote draft is unknown, so it gets the default w of a CPU, which every worker accepts. Forwards
         are timed where one process runs both models alternately, and the timing has a use.
@@ -325,7 +329,8 @@ class EngineConfig:
         timed = alone and self.verify == "match" and self.is_adaptive
         wide = device == "cuda" and not self.draft_remote
         leaves = GPU_DRAFT_LEAVES if wide else DEFAULT_DRAFT_LEAVES
-        return replace(self, draft_leaves=self.draft_leaves or leaves, time_rows=timed)
+        chains = self.chains or (self.max_num_seqs > 1 and device == "cuda")
+        return replace(self, draft_leaves=self.draft_leaves or leaves, time_rows=timed, chains=chains)
 
     def check_request(self, sampling: SamplingParams) -> None:
         """Raises UserError if `sampling` does not fit this configuration: its mode, its proposal method, or the largest
@@ -442,15 +447,15 @@ class EngineConfig:
 
     @property
     def batch(self) -> BatchConfig | None:
-        """Configuration of the exact batch if `max_num_seqs` is above 1, otherwise None."""
-        if self.max_num_seqs == 1:
+        """Configuration of the exact batch of chains; None if requests have trees."""
+        if not self.chains:
             return None
         return BatchConfig(self.max_num_seqs, self.initial_draft_steps, self.verify)
 
     @property
     def group_shape(self) -> GroupShape | None:
-        """Shape of the sequence groups that decode requests, in mode smc and in an exact batch; None if a draft tree
-        decodes one request at a time."""
+        """Shape of the sequence groups that decode requests, in mode smc and in an exact batch of chains; None if
+        requests have trees."""
         if self.mode == "smc":
             return self.population.shape
         return None if self.batch is None else self.batch.shape
@@ -459,7 +464,7 @@ class EngineConfig:
     def num_sequences(self) -> int:
         """Number of sequences in the KV cache of a model: one for each concurrent request. A guided request takes two
         of several; a single one allocates a second one."""
-        return 1 if self.group_shape is None else self.group_shape.max_groups
+        return self.max_num_seqs if self.group_shape is None else self.group_shape.max_groups
 
     @property
     def overlap_on_one_gpu(self) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from swiftspec.batching.group_method import GroupMethod
-from swiftspec.batching.prefix_reuse import SequencePrefixes
+from swiftspec.cache.prefix_reuse import SequencePrefixes
 from swiftspec.batching.round import GroupRound
 from swiftspec.batching.rows import LIVE, SHARED
 from swiftspec.batching.sequence_group import CompanionSequence, GroupAnswer, LaunchedGroup, SequenceGroup

@@ -530,7 +530,7 @@ class ModelPair:
         self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
     ) -> LocalVerifier:
         """Loads the target and returns a verifier on it."""
-        return build_verifier(*self._runner("target", plan, group, progress), plan)
+        return build_verifier(*self.runner("target", plan, group, progress), plan)
 
     def drafter(
         self,
@@ -541,7 +541,7 @@ class ModelPair:
     ) -> LocalDrafter:
         """Loads the draft and returns a drafter on it, for the mode of `plan`. `verifier`: on the target of this
         process, whose hidden states a draft head reads."""
-        runner, deps = self._runner("draft", plan, group, progress)
+        runner, deps = self.runner("draft", plan, group, progress)
         if isinstance(runner.model, DraftHead | BlockHead):
             assert verifier is not None
             return build_head_drafter(runner, runner.model, verifier, plan)
@@ -552,17 +552,17 @@ class ModelPair:
     ) -> BatchScheduler:
         """Loads both models and returns a scheduler of sequence groups on them, for the batch or population of
         `plan`."""
-        target, deps = self._runner("target", plan, group, progress)
-        draft, draft_deps = self._runner("draft", plan, group, progress)
+        target, deps = self.runner("target", plan, group, progress)
+        draft, draft_deps = self.runner("draft", plan, group, progress)
         lag = 1 if self.device.type == "cuda" else 0  # on a CPU rounds are synchronous
         method = make_group_method(plan.batch or plan.population, target, draft, self.max_model_len)
         executors = available.population_executors(target, draft, deps, draft_deps, method.shape, method.native_params)
         return BatchScheduler(target, draft, executors, method, lag=lag, reuse_prefixes=self.prefix_cache_memory > 0)
 
-    def _runner(
+    def runner(
         self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
     ) -> tuple[Runner, ExecutorDeps]:
-        """Loads a model, or this rank's shard of it. Returns its only runner and the dependencies of the executors."""
+        """Loads a model, or this rank's shard of it. Returns a runner and the dependencies of the executors."""
         return self.load_side(side, plan, group, progress).runner(self.tree_slots(side, plan), self.cancel_check)
 
     def load_side(

@@ -8,7 +8,8 @@ from functools import partial
 
 from swiftspec.batching.decoding import BatchDecoding
 from swiftspec.batching.scheduler import BatchScheduler
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.batching.tree_batch import TreeBatchDecoding
+from swiftspec.builder.model_pair import ModelPair, build_drafter, build_verifier
 from swiftspec.cache.prefix_cache import TokenText
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
@@ -30,13 +31,15 @@ from swiftspec.observe.trace_file import TraceFile
 from swiftspec.observe.trace_format import Record, trace_header
 from swiftspec.params import MAX_LOGPROB_VALUES, MAX_LOGPROBS, SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
-from swiftspec.runtime.executors.available import graph_captures
+from swiftspec.runtime.coroutines import EXPANSION, VERIFICATION, CallQueue
+from swiftspec.runtime.executors.available import ExecutorDeps, graph_captures
 from swiftspec.runtime.fallback_drafter import FallbackDrafter
 from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import ThreadedVerifier, warm_up
 from swiftspec.runtime.prefix_caching import PrefixCachingRunner
 from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.sequence_runner import SequencePool, SequenceRunner
 from swiftspec.runtime.suffix_drafter import SuffixDrafter
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import Verifier
@@ -172,6 +175,8 @@ def build_roles(
         away, leave = worker(config, ModelLimits(models.vocab_size, models.max_model_len, config.verify_batch))
     if config.group_shape is not None:
         parts, decoding = _batch(models, config, rank, recorder, progress)
+    elif config.max_num_seqs > 1:
+        parts, decoding = _trees(models, config, recorder, progress)
     else:
         parts, decoding, config = _tree(models, config, rank, away, recorder, progress)
     rpc_log = None if away is None else away.rpc_log
@@ -199,6 +204,35 @@ def _batch(
     on_event = ObserverToggle(lambda: recorder.enabled, ParticleTrace(scheduler.target, scheduler.draft, recorder))
     leading = scheduler if rank is None else rank.leader_scheduler()
     return scheduler, BatchDecoding(leading, on_event, partial(graph_captures, scheduler.executors))
+
+
+def _trees(
+    models: ModelPair, config: EngineConfig, recorder: Recorder, progress: Progress | None
+) -> tuple[TreeRoles, TreeBatchDecoding]:
+    """Returns the roles of the first of several concurrent requests, and the decoding with roles for each of them."""
+    calls, runners = CallQueue(), list[tuple[SequencePool, ExecutorDeps]]()
+    for side, priority in (("target", VERIFICATION), ("draft", EXPANSION)):
+        if side == "target" or config.has_draft_model:
+            runner, deps = models.runner(side, config, None, progress)
+            reuse = models.prefix_cache_memory > 0
+            runners.append((SequencePool(runner, config.max_num_seqs, calls, priority, reuse_prefixes=reuse), deps))
+    (target, target_deps), *draft = runners
+
+    def make_roles() -> tuple[TreeRoles, TreeDecoding]:
+        alone = build_verifier(SequenceRunner(target), target_deps, config)
+        assert isinstance(alone, TargetVerifier)
+        drafter: SteppedDrafter = models.suffix_drafter(config, None) if config.drafts_by_lookup else NoDrafter()
+        local = None
+        for pool, deps in draft:
+            drafter = local = build_drafter(SequenceRunner(pool), deps, config)
+        parts = TreeRoles(drafter, alone, alone.runner)
+        return parts, make_tree_decoding(
+            parts, config, recorder, alone.probabilities, partial(num_captures, alone, local), local, None
+        )
+
+    made = [make_roles() for _ in range(config.max_num_seqs)]
+    decoding = TreeBatchDecoding([each for _, each in made], [pool for pool, _ in runners], calls)
+    return made[0][0], decoding
 
 
 def _tree(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,6 +57,10 @@ class ForwardOutput(NamedTuple):
     logits: Tensor | None  # [rows, vocab], in a group of this rank's part of the vocabulary; None: no LM head was run
     hidden: Tensor | None  # [rows, hidden layers, hidden size]; None if the model keeps no hidden states
 
+    def rows(self, which: slice | list[int]) -> ForwardOutput:
+        """Returns the output of some rows."""
+        return ForwardOutput(*(None if part is None else part[which] for part in self))
+
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
@@ -87,3 +92,22 @@ class HostBatch:
         return Batch(
             *on_device, max_kv_len=self.max_kv_len, chain=self.chain, hidden=self.hidden, num_logits=self.num_logits
         )
+
+    def rows(self, which: Ints) -> HostBatch:
+        """Returns the batch of these rows, without `chain`."""
+        parts = (self.tokens, self.positions, self.slots, self.mask, self.sequence)
+        return HostBatch(*(part[which] for part in parts), self.kv_len)
+
+
+def merge_batches(batches: Sequence[HostBatch]) -> HostBatch:
+    """Returns one batch with the rows of several, which have no sequence in common and no `hidden`: the rows of the
+    first batch, then those of the next one. The `kv_len` of each batch is 0 for sequences that it does not have."""
+    if len(batches) == 1:
+        return batches[0]
+    fields = "tokens", "positions", "slots", "sequence"
+    tokens, positions, slots, sequence = (np.concatenate([getattr(b, name) for b in batches]) for name in fields)
+    width = max(batch.mask.shape[1] for batch in batches)
+    # what precedes a mask is visible
+    masks = [np.pad(b.mask, ((0, 0), (width - b.mask.shape[1], 0)), constant_values=True) for b in batches]
+    kv_len = np.max([batch.kv_len for batch in batches], axis=0)
+    return HostBatch(tokens, positions, slots, np.concatenate(masks), sequence, kv_len)

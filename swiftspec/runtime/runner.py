@@ -64,24 +64,16 @@ class Runner:
         context: int,
         tree_slots: int,
         shard: ShardedVocab | None = None,
+        cache: ModelCache | None = None,
     ) -> None:
         """`vocab`: size of the base vocabulary; further logits of the LM head are ignored.
         `context`: slots of the prefix region.
         `tree_slots`: slots of the tree region.
         `shard`: this rank's part of the vocabulary, in a tensor-parallel group.
+        `cache`: None: a new one.
         """
         self.model, self.ops, self.vocab, self.shard, self.tree_slots = model, ops, vocab, shard, tree_slots
-        kv, *further = (
-            KVCache(*shape, context + tree_slots, ops.make_slot_mover, dtype=model.cache_dtype, device=model.device)
-            for shape in model.cache_shapes
-        )
-        delta = None
-        if model.delta_shape is not None:
-            operators: Any = ops
-            delta_ops: DeltaCacheOps = operators  # `check_supported` of other backends refuses delta layers
-            slots = delta_slots(context, tree_slots)
-            delta = DeltaCache(*model.delta_shape, slots, delta_ops, dtype=model.stream_dtype, device=model.device)
-        self.cache = ModelCache(kv, further=further, delta=delta)
+        self.cache = cache or _new_cache(model, ops, context, tree_slots)
         self.busy = 0.0
         self.hooks: list[StepHook] = []
         self.cancel_check: Callable[[], None] = lambda: None  # called before each prefill chunk; may raise Cancelled
@@ -130,6 +122,10 @@ class Runner:
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Receives verified output tokens. Ignored here, without a prefix cache."""
+
+    def close(self) -> None:
+        """Ends a request: frees the tree region and keeps the prefix region."""
+        self.cache.commit(())
 
     def reusable_texts(self) -> list[Sequence[int] | Ints]:
         """Returns the texts of which any prefix can be that of the next request: none here, without a prefix cache."""
@@ -217,11 +213,10 @@ class Runner:
         rows = [self._rows(sequence, start, tokens, depths, first) for sequence, start in starts.items()]
         token, position, slot, sequence = map(np.concatenate, zip(*rows, strict=True)) if several else rows[0]
         mask = np.tile(tree_mask.pad_left(mask), (len(rows), 1))
-        kv_len = np.array(self.cache.kv_len())
+        kv_len = np.array(self.cache.buffer_kv_len())
         chain = None
         if depths is None and not several:
-            (only,) = starts
-            chain = Chain(only, int(kv_len[only]))
+            chain = Chain(int(sequence[0]), int(kv_len[sequence[0]]))
         return HostBatch(token, position, slot, mask, sequence, kv_len, chain)
 
     def _rows(
@@ -235,4 +230,19 @@ class Runner:
         if sequence == 1 and self.guidance is not None:  # the two sequences may begin with different roots
             text = self.guidance.tokens
             tokens = np.where(positions == len(text) - 1, text[-1], tokens)
-        return tokens, positions, slots, np.full(count, sequence)
+        return tokens, positions, slots, np.full(count, self.cache.buffers[sequence])
+
+
+def _new_cache(model: Transformer, ops: RunnerOps, context: int, tree_slots: int) -> ModelCache:
+    """Returns the cache of a runner; parameters as in `Runner`."""
+    kv, *further = (
+        KVCache(*shape, context + tree_slots, ops.make_slot_mover, dtype=model.cache_dtype, device=model.device)
+        for shape in model.cache_shapes
+    )
+    delta = None
+    if model.delta_shape is not None:
+        operators: Any = ops
+        delta_ops: DeltaCacheOps = operators  # `check_supported` of other backends refuses delta layers
+        slots = delta_slots(context, tree_slots)
+        delta = DeltaCache(*model.delta_shape, slots, delta_ops, dtype=model.stream_dtype, device=model.device)
+    return ModelCache(kv, further=further, delta=delta)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.backends import reference
-from swiftspec.batching.prefix_reuse import SequencePrefixes
+from swiftspec.cache.prefix_reuse import SequencePrefixes
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig, PopulationConfig
