@@ -148,13 +148,13 @@ class TreeBatchDecoding:
         trees = [each for each in waiting if each[1].priority != PREFILL]
         first = min((call.priority for _, call in trees), default=PREFILL)
         key = next((call.key for _, call in trees if call.priority == first), None)
-        if trees:
-            self._run([running for running, call in trees if call.priority == first and call.key == key])
         new = next((running for running, call in waiting if call.priority == PREFILL), None)
         if first != EXPANSION and new is not None:
             self._run([new])
             self._running.remove(new)
             self._running.append(new)  # the next chunk is that of another request
+        if trees:  # after the chunk, since the verified requests read logits and hidden states of the last forward
+            self._run([running for running, call in trees if call.priority == first and call.key == key])
 
     def _run(self, requests: Sequence[RunningRequest]) -> None:
         run_calls([running.waiting for running in requests if running.waiting is not None])

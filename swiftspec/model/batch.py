@@ -57,10 +57,6 @@ class ForwardOutput(NamedTuple):
     logits: Tensor | None  # [rows, vocab], in a group of this rank's part of the vocabulary; None: no LM head was run
     hidden: Tensor | None  # [rows, hidden layers, hidden size]; None if the model keeps no hidden states
 
-    def rows(self, which: slice | list[int]) -> ForwardOutput:
-        """Returns the output of some rows."""
-        return ForwardOutput(*(None if part is None else part[which] for part in self))
-
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
@@ -92,11 +88,6 @@ class HostBatch:
         return Batch(
             *on_device, max_kv_len=self.max_kv_len, chain=self.chain, hidden=self.hidden, num_logits=self.num_logits
         )
-
-    def rows(self, which: Ints) -> HostBatch:
-        """Returns the batch of these rows, without `chain`."""
-        parts = (self.tokens, self.positions, self.slots, self.mask, self.sequence)
-        return HostBatch(*(part[which] for part in parts), self.kv_len)
 
 
 def merge_batches(batches: Sequence[HostBatch]) -> HostBatch:

@@ -19,6 +19,7 @@ from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import Chain, ForwardOutput, HostBatch, Ints
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.coroutines import Call
 from swiftspec.sampling import sampler
 from swiftspec.sampling.guidance import Guidance
 from swiftspec.sampling.sampler import Sampler, ShardedVocab, TokenConstraint
@@ -184,6 +185,11 @@ class Runner:
         self.record_step(began, len(batch))
         self.hidden = output.hidden
         return output
+
+    def run_call(self, call: Call) -> Any:
+        """Runs a call, which those of other requests may join, and returns its result."""
+        call.run(())
+        return call.result
 
     def record_step(self, began: float, rows: int, seconds: float | None = None) -> None:
         """Calls the hooks for a step that has just finished, and adds its duration to `busy`: the measured `seconds`,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from swiftspec.cache.model_cache import SequenceView
 from swiftspec.cache.prefix_cache import TokenText
 from swiftspec.cache.prefix_reuse import SequencePrefixes
 from swiftspec.model.batch import ForwardOutput, HostBatch, Ints, merge_batches
-from swiftspec.runtime.coroutines import PREFILL, CallQueue
+from swiftspec.runtime.coroutines import PREFILL, Call, CallQueue
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.guidance import Guidance
 
@@ -120,38 +118,40 @@ class SequenceRunner(Runner):
         self._prefilling = False
 
     def run(self, batch: HostBatch, *, head: bool = True) -> ForwardOutput:
-        began = time.perf_counter()
-        output = self.pool.calls.wait(ForwardCall(self.pool, batch, head, PREFILL if self._prefilling else self.pool.priority))
-        self.busy += time.perf_counter() - began
-        self.hidden, self._incomplete = output.hidden, False
+        priority = PREFILL if self._prefilling else self.pool.priority
+        output = self.run_call(ForwardCall(self.pool.runner, batch, head, priority))
+        self.hidden = output.hidden
         return output
+
+    def run_call(self, call: Call) -> Any:
+        result = self.pool.calls.wait(call)
+        self.busy, self._incomplete = self.pool.runner.busy, False
+        return result
+
+    def record_step(self, began: float, rows: int, seconds: float | None = None) -> None:
+        self.pool.runner.record_step(began, rows, seconds)
 
 
 @dataclass(eq=False, slots=True)
 class ForwardCall:
-    """A forward of the rows of one request."""
+    """A forward of the rows of one request. `runner`: runs it, and those of the other requests."""
 
-    pool: SequencePool
+    runner: Runner
     batch: HostBatch
     head: bool
     priority: int
-    result: ForwardOutput | None = None
+    result: Any = None
     error: Exception | None = None
 
     @property
     def key(self) -> object:
-        return self.pool
+        return self.runner
 
     def run(self, others: Sequence[ForwardCall]) -> None:
-        """Runs the rows of all calls in one forward, ordered by sequence."""
+        """Runs the rows of all calls in one forward."""
         calls = [self, *others]
-        batch = merge_batches([call.batch for call in calls])
-        order = np.argsort(batch.sequence, kind="stable")
-        in_order = bool((batch.sequence[1:] >= batch.sequence[:-1]).all())
-        output = self.pool.runner.run(batch if in_order else batch.rows(order), head=self.head)
-        place = None if in_order else np.argsort(order)
+        output = self.runner.run(merge_batches([call.batch for call in calls]), head=self.head)
         start = 0
         for call in calls:
-            rows = slice(start, start + len(call.batch))
-            call.result = output.rows(rows if place is None else place[rows].tolist())
-            start = rows.stop
+            rows = slice(start, start := start + len(call.batch))
+            call.result = ForwardOutput(*(None if part is None else part[rows] for part in output))
