@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 
-from swiftspec.batching.decoding import BatchRequest, IsCancelled, NextRequest
+from swiftspec.batching.decoding import UNGUIDED, BatchRequest, IsCancelled, NextRequest
 from swiftspec.engine import Stats, StopCriteria, TokenChunk, TreeDecoding, decode_request
 from swiftspec.errors import UserError
 from swiftspec.messages import RequestStart
@@ -89,7 +89,7 @@ class TreeBatchDecoding:
         waiting: BatchRequest | None = None
         try:
             while True:
-                while waiting is not None or (self._has_room(SamplingParams()) and (waiting := next_request())):
+                while waiting is not None or (self._has_room(UNGUIDED) and (waiting := next_request())):
                     if cancelled(waiting):
                         yield waiting, waiting.ended_chunk("abort")
                     elif not self._has_room(waiting.start.sampling):
