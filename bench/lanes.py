@@ -29,6 +29,7 @@ from bench.data.heldout import DEMO, read_prompts
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
+from swiftspec.distributed.launch.control_socket import SupervisorClient, encode_first_message
 from swiftspec.distributed.launch.supervision import SupervisorLink
 from swiftspec.distributed.launch.world import World, join_world
 from swiftspec.distributed.transport.shm import ShmTransport
@@ -40,8 +41,6 @@ from swiftspec.runtime.executors.native import NativeExecutor
 from swiftspec.runtime.executors.native_tree import NativeTree
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.sampler import Sampler
-from swiftspec.serve.supervisor.control_protocol import encode_first_message
-from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 from swiftspec.tree import acceptance as tree_walk
 from swiftspec.tree.tree import DraftTree
 

@@ -44,6 +44,7 @@ from swiftspec.backends import cpu as host
 from swiftspec.backends.cpu.packing import PackedLinear
 from swiftspec.builder.load_options import HeadName, LoadOptions, Side
 from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.models import Models
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.model.batch import Batch
@@ -238,12 +239,13 @@ def load(args: argparse.Namespace) -> Iterator[MeasuredModel]:
         "prefix_cache_memory": 0,
     }  # fmt: skip
     pair = ModelPair.create(args.model, draft, plan, None, options)
-    pair.set_thread_counts(plan)
+    models = Models.of(pair)
+    models.set_thread_counts(plan)
     sides: dict[Side, Path] = {"target": pair.target}
     if pair.draft is not None:
         sides["draft"] = pair.draft
     for side, folder in sides.items():
-        loaded = pair.load_side(side, plan, None, None)
+        loaded = models.load_side(side, plan, None, None)
         if loaded.model.fused is None or loaded.ops is not host:
             raise UserError(f"{folder}: the native CPU operators do not run this model")
         runner, _ = loaded.runner(rows, CancelCheck())

@@ -20,6 +20,7 @@ from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.models import Models
 from swiftspec.builder.roles import MakeRemoteDrafter, Roles, build_roles
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import report_startup_error
@@ -60,7 +61,7 @@ class TokenEngine:
         self.roles, self.load_time, self.writer = roles, load_time, writer
         self.config = roles.config
         monitor, models = DraftMonitor(note), roles.models
-        self.device = CPU if models is None else models.device
+        self.device = CPU if models is None else models.options.device
         self.engine = LockedEngine(
             roles.decoding,
             roles.limits,
@@ -219,8 +220,9 @@ class LLMEngine(TokenEngine):
         config = (config if config is not None else EngineConfig()).for_models(draft)
         with report_startup_error(world):
             config = config.for_device(resolve_device(options.get("device", "auto")).type)
-            models = ModelPair.create(target, draft, config, world, options)
-            config = models.for_draft(config)
+            pair = ModelPair.create(target, draft, config, world, options)
+            config = pair.for_draft(config)
+        models = Models.of(pair)
         models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
         began = time.perf_counter()
         with models.device_errors_recorded(config):
@@ -229,7 +231,7 @@ class LLMEngine(TokenEngine):
         super().__init__(roles, time.perf_counter() - began, writer, models.cancel_check, note)
         worker = options.get("draft_worker")
         self.model = Path(target)
-        self.dtype, self.threads = models.dtype, models.threads
+        self.dtype, self.threads = pair.dtype, pair.threads
         self.draft_model = worker.url if worker is not None else None if draft is None else str(draft)
 
 
@@ -259,20 +261,21 @@ def serve_rank(
     config = config.for_models(draft)
     with report_startup_error(world):
         config = config.for_device(resolve_device(options.get("device", "auto")).type)
-        models = ModelPair.create(target, draft, config, world, options)
-        config = models.for_draft(config)
+        pair = ModelPair.create(target, draft, config, world, options)
+        config = pair.for_draft(config)
+    models = Models.of(pair)
     models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
     with models.device_errors_recorded(config):
         _run_rank(world, config, models, options.get("progress"))
 
 
-def _run_rank(world: World, config: EngineConfig, models: ModelPair, progress: Progress | None) -> None:
+def _run_rank(world: World, config: EngineConfig, models: Models, progress: Progress | None) -> None:
     rank = EngineRank(world, config, models, progress)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles interrupts and ends the other ranks
     try:
         if world.supervisor is not None:
             world.supervisor.on_ready()
-        rank.run(traced=models.trace is not None)
+        rank.run(traced=models.options.trace is not None)
         if models.cache is not None:
             models.cache.writer.resume()
             models.cache.writer.close()

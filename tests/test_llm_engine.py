@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.models import Models
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
@@ -220,7 +220,7 @@ def test_an_error_of_the_gpu_is_recorded(pair: tuple[Path, Path], monkeypatch: p
     def fail(*of: Any) -> None:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
-    monkeypatch.setattr(ModelPair, "record_device_error", lambda models, error, plan: found.append(error))
+    monkeypatch.setattr(Models, "record_device_error", lambda models, error, plan: found.append(error))
     monkeypatch.setattr(type(llm.engine.decoding), "open", fail)
     with pytest.raises(RuntimeError, match="launch failure") as raised:
         llm.generate(PROMPT, FREE)

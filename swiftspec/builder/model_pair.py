@@ -1,30 +1,21 @@
-"""The two models of a job: consistency checks, loading, and the roles on them in one process."""
+"""The models of a job, their options, and what follows from these: checks, sizes and formats."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any, get_args
-from weakref import WeakSet
 
 import torch
 
 from swiftspec import __version__
 from swiftspec.backends import cpu, cuda, unfused
-from swiftspec.backends.cpu.packed_weight_cache import CACHE_FOLDER, PackedWeightCache
 from swiftspec.backends.cuda import trial
-from swiftspec.backends.cuda.devices import gpu_uuid, is_device_error, machine_facts, why_gpu_unused
+from swiftspec.backends.cuda.devices import gpu_uuid, machine_facts, why_gpu_unused
 from swiftspec.backends.cuda.trial_checks import TreeShape
-from swiftspec.backends.reference import resampling
-from swiftspec.backends.reference.resampling import Resample
-from swiftspec.batching.chains import chain_region_slots, make_chains
-from swiftspec.batching.group_method import GroupMethod
-from swiftspec.batching.scheduler import BatchScheduler
+from swiftspec.batching.chains import chain_region_slots
 from swiftspec.builder import gpu_trial, hardware
 from swiftspec.builder.gpu_trial import GpuVerdict
 from swiftspec.builder.load_options import (
@@ -43,7 +34,6 @@ from swiftspec.builder.load_options import (
     select_operators,
     why_not_native,
 )
-from swiftspec.builder.loaded_model import LoadedModel
 from swiftspec.builder.memory_estimate import (
     BYTES_PER_GB,
     CONTEXT_STEP,
@@ -55,56 +45,28 @@ from swiftspec.builder.memory_estimate import (
     snapshot_bytes,
 )
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
-from swiftspec.builder.verdict_file import VerdictFile, VerdictRecord
+from swiftspec.builder.verdict_file import VerdictFile
 from swiftspec.capabilities import check_features
-from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP, BatchConfig, EngineConfig, PopulationConfig
-from swiftspec.control.measurement_file import M, MeasurementFile
-from swiftspec.control.row_times import PairTimes, RowTimes, measure_pair_times, measure_target_times
-from swiftspec.control.trial_budget import StoredBudgets, TrialBudgets
+from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.distributed.launch.config_check import RankConfig, settings_of
-from swiftspec.distributed.rank_startup import Progress
 from swiftspec.errors import UserError, truncated_repr
-from swiftspec.file_io import one_line
-from swiftspec.model.block_head import BlockHead
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.draft_head import DraftHead
 from swiftspec.model.end_tokens import end_tokens
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import HeadFormat, LoadTimeQuantization
 from swiftspec.model.gguf.file import GgufFile, is_gguf
 from swiftspec.model.gguf.tokenizer import missing_rule, tokenizer_json
-from swiftspec.model.head_loader import head_config, load_draft_head
+from swiftspec.model.head_loader import head_config
 from swiftspec.model.loader import load_model
 from swiftspec.model.spec import BlockSpec, ModelSpec
-from swiftspec.model.tensor_parallel import TensorParallelGroup
-from swiftspec.observe import step_time_emulation
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
-from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.current_device import set_current_device
-from swiftspec.runtime.executors import available
-from swiftspec.runtime.executors.available import ExecutorDeps
-from swiftspec.runtime.executors.block import BlockExecutor
-from swiftspec.runtime.executors.graph import CudaCapture
-from swiftspec.runtime.executors.head import HeadExecutor
-from swiftspec.runtime.head_drafter import BlockDrafter, HeadDrafter
-from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
-from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY, OverlappedDrafter
-from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.suffix_drafter import SuffixDrafter
-from swiftspec.runtime.target_states import TargetStates
-from swiftspec.runtime.target_verifier import TargetVerifier
-from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.grammar import GrammarCompiler
 from swiftspec.settings_schema import require
 from swiftspec.smc.limits import particle_region_slots
-from swiftspec.smc.particle_method import ParticleMethod
-from swiftspec.tree.children import ChildSelector, TopChildren
-from swiftspec.tree.rejection import RejectionSampling
-from swiftspec.tree.sampled_children import MAX_REROOTS, SampledChildren
-from swiftspec.tree.tree import DraftTree
+from swiftspec.tree.sampled_children import MAX_REROOTS
 
 INT8_NUMBERS = {"native": 0, "int8": 1, "int16": 2}  # to which an activation is quantised; --activations
 # hidden size up to which a target's activations are int16 by default (docs/decisions/cpu-kernels.md)
@@ -114,7 +76,7 @@ ROPE_TABLES_SHARE = 32  # of a CPU's memory, if the context is not given; decide
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """Target and draft of a job, and how this rank loads and runs them."""
+    """Target and draft of a job, and how this rank loads and runs them. `models.Models` loads them."""
 
     target: Path
     draft: Path | None  # None: none in this job; the target for the MTP layer in its checkpoint
@@ -132,19 +94,16 @@ class ModelPair:
     emulate: StepTimeEmulation
     trace: Path | None
     prefix_cache_memory: int  # MiB, of both models on all ranks
-    cache: PackedWeightCache | None  # disk cache of packed weights
+    packed_cache: Path | None  # folder of the disk cache of packed weights; None: they are not stored
     eos_token_ids: tuple[int, ...]  # end-of-text tokens of the target
     grammars: GrammarCompiler
     only: Side | None = None  # the only model that this process loads; None: both
     sessions: int = 1  # maximum number of a worker's sessions
     masked_tokens: tuple[int, ...] = ()  # tokens that the draft never proposes, ascending
     hidden_layers: tuple[int, ...] = ()  # layers of the target after which forwards keep the hidden states
-    cancel_check: CancelCheck = field(default_factory=CancelCheck)  # shared by the runners of this process
-    capture_lock: Lock = field(default_factory=Lock)  # serialises graph captures of this process
-    captures: WeakSet[CudaCapture] = field(default_factory=WeakSet)  # of the runners of this process
     draft_is_mtp: bool = False  # whether the draft is the MTP layer in the target's checkpoint
     verdict: GpuVerdict = field(default_factory=GpuVerdict)  # what falls back on the GPU of this process
-    verdict_record: VerdictRecord | None = None  # records errors of the GPU, shared by copies; None: nothing does
+    verdict_file: VerdictFile | None = None  # which the next start reads; None: the verdict is not stored
     note: Callable[[str], None] = lambda line: None  # receives notices
 
     @staticmethod
@@ -191,7 +150,7 @@ class ModelPair:
             emulate,
             trace,
             prefix_cache,
-            None if packed is None else PackedWeightCache(packed / CACHE_FOLDER),
+            packed,
             ends,
             grammar_compiler(Path(target), ends, vocab),
             options.get("only"),
@@ -216,7 +175,7 @@ class ModelPair:
         adjust = options.get("max_model_len") is None and (ranks is None or ranks.size == 1)
         return models.fit_memory(plan, adjust=adjust, note=models.note)
 
-    def _sides(self, plan: EngineConfig) -> dict[Side, ModelConfig]:
+    def sides(self, plan: EngineConfig) -> dict[Side, ModelConfig]:
         """Returns the configurations of the models that the ranks of this job load."""
         paths: dict[Side, Path] = {"target": self.target}
         if self.draft is not None and plan.mode != "ar":
@@ -250,7 +209,7 @@ class ModelPair:
     def check_operators(self, plan: EngineConfig, note: Callable[[str], None]) -> None:
         """Reports to `note` which models do not run on the native operators, and why. Raises UserError if the CUDA
         operators were requested for such a model."""
-        for side, config in self._sides(plan).items():
+        for side, config in self.sides(plan).items():
             ops = select_operators(self.ops, config.spec, self.dtype, self.device)
             why = why_not_native(config.spec, self.dtype, self.device) if self.ops == "auto" else None
             if why is not None:
@@ -266,7 +225,7 @@ class ModelPair:
         """Returns for each kind of rank estimates of the models that it holds. The device must be a GPU."""
         major, _ = torch.cuda.get_device_capability(self.device)
         needs: dict[Side, MemoryEstimate] = {}
-        for side, config in self._sides(plan).items():
+        for side, config in self.sides(plan).items():
             ops = select_operators(self.ops, config.spec, self.dtype, self.device)
             if ops is cuda and "projections" in self.verdict.on_library:
                 ops = unfused
@@ -274,12 +233,12 @@ class ModelPair:
                 config,
                 self.dtype,
                 capacity=self.capacity(side, plan),
-                ranks=_ranks_of(side, plan),
+                ranks=rank_count(side, plan),
                 sequences=self.sessions * plan.num_sequences,
                 ops=ops,
                 cache_dtype=None if config.spec.draft_head is not None else self.cache_dtype,
-                int4_head=self._quantization(side, ops).head == "int4",
-                prefix_tokens=0 if plan.num_sequences > 1 else self._prefix_cache_tokens(plan),
+                int4_head=self.quantization(side, ops).head == "int4",
+                prefix_tokens=0 if plan.num_sequences > 1 else self.prefix_cache_tokens(plan),
                 tree_slots=self.tree_slots(side, plan),
                 clusters=major in cuda.CLUSTER_MAJORS,
                 int4_kernels=unfused.has_int4_kernels(self.device),
@@ -309,7 +268,7 @@ class ModelPair:
         """Returns a copy with a context of at most the tokens whose keys and values fit this machine's memory, and
         whose RoPE tables fit 1 / ROPE_TABLES_SHARE of it: the former use memory as a text grows, but the tables from
         the start."""
-        kinds = [{mixer.kind for mixer in spec.attention_mixers} for spec in self._specs(plan)]
+        kinds = [{mixer.kind for mixer in spec.attention_mixers} for spec in self.specs(plan)]
         tables = sum(2 * FLOAT_BYTES * mixer.head_dim for each in kinds for mixer in each)
         memory = hardware.memory_bytes()
         tokens = memory // max(self._token_bytes(plan), ROPE_TABLES_SHARE * tables, 1)
@@ -324,7 +283,7 @@ class ModelPair:
 
     def capacity(self, side: Side, plan: EngineConfig) -> int:
         """Returns the number of slots of a sequence in the KV cache of target or draft."""
-        return self._context(plan) + self.tree_slots(side, plan)
+        return self.context(plan) + self.tree_slots(side, plan)
 
     def with_gpu_trial(self, plan: EngineConfig, requested: TrialName, cache: Path | None) -> ModelPair:
         """Returns a copy with the verdict of the GPU trial, if this process will use the CUDA operators. Reports to
@@ -336,7 +295,7 @@ class ModelPair:
         if requested == "off" or not models:
             return self
         tree = None
-        if "draft" in self._sides(plan) and plan.group_shape is None:
+        if "draft" in self.sides(plan) and plan.group_shape is None:
             tree = TreeShape(self.tree_slots("draft", plan), plan.children_per_leaf, plan.leaves_per_expansion)
         shapes = make_trial_plan(models, tree, plan.population.particles if plan.mode == "smc" else 0)
         facts = {**machine_facts(self.device), "plan": shapes.to_json()}
@@ -349,20 +308,19 @@ class ModelPair:
                 self.note(f"the GPU trial was not completed: {problem}; --gpu-trial off skips it")
             elif file is not None:
                 file.write(verdict)
-        record = None if file is None else VerdictRecord(file, verdict)
         hint = "; the verdict of an earlier start, --gpu-trial again repeats the trial" if stored else ""
-        return replace(self, verdict_record=record)._with_verdict(verdict, hint)
+        return replace(self, verdict_file=file)._with_verdict(verdict, hint)
 
     def _trial_models(self, plan: EngineConfig) -> list[TrialModel]:
         """Returns the models that run on the CUDA operators."""
         if self.device.type != "cuda" or self.ops not in ("auto", "cuda"):
             return []
         found: list[TrialModel] = []
-        for side, config in self._sides(plan).items():
+        for side, config in self.sides(plan).items():
             if why_not_native(config.spec, self.dtype, self.device) is None:
                 ops = select_operators(self.ops, config.spec, self.dtype, self.device)
-                int4_head, dtype = self._quantization(side, ops).head == "int4", self.cache_dtype or self.dtype
-                found.append(TrialModel(config, _ranks_of(side, plan), self.capacity(side, plan), dtype, int4_head))
+                int4_head, dtype = self.quantization(side, ops).head == "int4", self.cache_dtype or self.dtype
+                found.append(TrialModel(config, rank_count(side, plan), self.capacity(side, plan), dtype, int4_head))
         return found
 
     def _with_verdict(self, verdict: GpuVerdict, hint: str = "") -> ModelPair:
@@ -372,8 +330,6 @@ class ModelPair:
             trial.disable_early_starts()
         if (line := verdict.note()) is not None:
             self.note(f"{line}{hint}")
-        if self.verdict_record is not None:
-            self.verdict_record.verdict = verdict
         return replace(self, verdict=verdict)
 
     def with_common_verdict(self, exchange: Callable[[str], Sequence[str]]) -> ModelPair:
@@ -382,30 +338,6 @@ class ModelPair:
         said = exchange(json.dumps(self.verdict.to_json()))
         common = self.verdict.union([GpuVerdict.from_json(json.loads(text)) for text in said])
         return self if common == self.verdict else self._with_verdict(common)
-
-    def record_device_error(self, error: Exception, plan: EngineConfig) -> None:
-        """Records that the GPU of this process has failed, so that the next start is one rung lower
-        (`GpuVerdict.lower`). Does nothing if no verdict is kept, and for other errors."""
-        failed = next((each for each in (error, error.__cause__) if each and is_device_error(each)), None)
-        if self.verdict_record is not None and failed is not None:
-            grouped = max(_ranks_of(side, plan) for side in self._sides(plan)) > 1
-            self.verdict_record.lower(error, f"the GPU failed at run time: {one_line(failed)}", grouped=grouped)
-
-    @contextmanager
-    def device_errors_recorded(self, plan: EngineConfig) -> Iterator[None]:
-        """Context manager that records the error that leaves it (`record_device_error`)."""
-        try:
-            yield
-        except Exception as error:
-            self.record_device_error(error, plan)
-            raise
-
-    def set_thread_counts(self, plan: EngineConfig, *, set_torch_threads: bool = True) -> None:
-        """Sets the CPU threads of the native operators, and with `set_torch_threads` those of torch, for the whole
-        process. Called before the models are loaded, since packing uses the threads, too."""
-        specs = self._specs(plan)
-        native = all(select_operators(self.ops, spec, self.dtype, self.device) is cpu for spec in specs)
-        hardware.set_thread_counts(self.threads, native=native, set_torch_threads=set_torch_threads)
 
     def with_vocab(self, vocab_size: int, masked_tokens: tuple[int, ...]) -> ModelPair:
         """Returns a copy with the vocabulary size and the masked tokens of rank 0, the only rank that has the
@@ -435,9 +367,32 @@ class ModelPair:
             "trace": self.trace is not None,
             "version": __version__,
         }
-        files = {} if self.draft is None else {"draft": _model_fingerprint(self.draft)}
-        group_files = {"target": _model_fingerprint(self.target)} if target else {}
+        files = {} if self.draft is None else {"draft": model_fingerprint(self.draft)}
+        group_files = {"target": model_fingerprint(self.target)} if target else {}
         return RankConfig(settings, files, group_files, None if self.share_device else gpu_uuid(self.device))
+
+    def measurement_facts(self, plan: EngineConfig) -> dict[str, object]:
+        """Returns everything that determines a measurement of the models, serialisable as JSON. Raises UserError if a
+        model file cannot be read."""
+        facts: dict[str, object] = {
+            "version": __version__,
+            "cpu": hardware.cpu_name(),
+            **cpu.machine_facts(),
+            "threads": self.threads,
+            "models": [model_fingerprint(path) for path in (self.target, self.draft) if path is not None],
+            "dtype": str(self.dtype),
+            "cache": str(self.cache_dtype),
+            "ops": self.ops,
+            "activations": self.activations,
+            "head": self.head,
+            "emulate": asdict(self.emulate),
+            "mtp": self.draft_is_mtp,
+            "leaves": plan.leaves_per_expansion,
+            "nodes": plan.max_nodes,
+        }
+        if self.device.type == "cuda":
+            facts["gpu"] = machine_facts(self.device)
+        return facts
 
     def trace_metadata(self, plan: EngineConfig) -> dict[str, object]:
         """Returns the description of a run for the first line of a trace."""
@@ -451,69 +406,6 @@ class ModelPair:
         split = {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp}
         return {"mode": plan.mode, **shape, **split, "model": self.target.name, "emulate": asdict(self.emulate)}
 
-    def row_times(self, plan: EngineConfig, verifier: LocalVerifier, drafter: LocalDrafter) -> PairTimes | None:
-        """Returns the row times of the pair; see `_stored_times`."""
-        leaves = plan.leaves_per_expansion
-        return self._stored_times(
-            plan, PairTimes, lambda: measure_pair_times(verifier, drafter, leaves, plan.max_nodes)
-        )
-
-    def target_times(self, plan: EngineConfig, verifier: LocalVerifier) -> RowTimes | None:
-        """Returns the times of the verifications of `verifier`, on the target of this process, by their number of rows;
-        see `_stored_times`."""
-        return self._stored_times(
-            plan, RowTimes, lambda: measure_target_times(verifier, plan.max_nodes, self.vocab_size)
-        )
-
-    def _stored_times(self, plan: EngineConfig, kind: type[M], measure: Callable[[], M | None]) -> M | None:
-        """Returns row times if `plan` requires them: those of an earlier start, from the folder of packed weights, or
-        else those that `measure` returns. Returns None if the models are too slow for the measurement."""
-        if not plan.time_rows:
-            return None
-        file = self._measurement_file(plan, kind)
-        if file is None:
-            return measure()
-        times = file.read()
-        if times is None and (times := measure()) is not None:
-            file.write(times)
-        return times
-
-    def trial_budgets(self, plan: EngineConfig) -> StoredBudgets:
-        """Returns what the draft has gained in earlier starts, by kind of request."""
-        return StoredBudgets.read(self._measurement_file(plan, TrialBudgets) if plan.self_switch else None)
-
-    def _measurement_file(self, plan: EngineConfig, kind: type[M]) -> MeasurementFile[M] | None:
-        """Returns the file of a measurement, in the folder of packed weights; None if these are not stored."""
-        if self.cache is None:
-            return None
-        models = [_model_fingerprint(path) for path in (self.target, self.draft) if path is not None]
-        facts = {
-            "version": __version__,
-            "cpu": hardware.cpu_name(),
-            **cpu.machine_facts(),
-            "threads": self.threads,
-            "models": models,
-            "dtype": str(self.dtype),
-            "cache": str(self.cache_dtype),
-            "ops": self.ops,
-            "activations": self.activations,
-            "head": self.head,
-            "emulate": asdict(self.emulate),
-            "mtp": self.draft_is_mtp,
-            "leaves": plan.leaves_per_expansion,
-            "nodes": plan.max_nodes,
-        }
-        if self.device.type == "cuda":
-            facts["gpu"] = machine_facts(self.device)
-        if kind is TrialBudgets:
-            facts |= {"drafter": plan.drafter, "mode": plan.mode, "device": str(self.device)}
-        return MeasurementFile.of(self.cache.folder, facts, kind)
-
-    def suffix_drafter(self, plan: EngineConfig, times: RowTimes | None) -> SuffixDrafter:
-        """Returns a drafter by suffix lookup. `times`: of the target's verifications; None: not measured."""
-        rows = range(1, plan.max_nodes + 1)
-        return SuffixDrafter(plan.max_nodes, self.max_model_len, times and [times.at(count) for count in rows])
-
     def peer_all_reduce_width(self, *, target: bool, draft: bool) -> int:
         """Returns the largest hidden size of the models whose kernels all-reduce through peer memory, or 0 if they do
         not: other projections than those of cuda, ranks that share a GPU, or a verdict against peer memory. `target`,
@@ -526,108 +418,7 @@ class ModelPair:
             width = max(width, spec.hidden_size)
         return width
 
-    def verifier(
-        self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
-    ) -> LocalVerifier:
-        """Loads the target and returns a verifier on it."""
-        return build_verifier(*self.runner("target", plan, group, progress), plan)
-
-    def drafter(
-        self,
-        plan: EngineConfig,
-        group: TensorParallelGroup | None = None,
-        progress: Progress | None = None,
-        verifier: LocalVerifier | None = None,
-    ) -> LocalDrafter:
-        """Loads the draft and returns a drafter on it, for the mode of `plan`. `verifier`: on the target of this
-        process, whose hidden states a draft head reads."""
-        runner, deps = self.runner("draft", plan, group, progress)
-        if isinstance(runner.model, DraftHead | BlockHead):
-            assert verifier is not None
-            return build_head_drafter(runner, runner.model, verifier, plan)
-        return build_drafter(runner, deps, plan)
-
-    def scheduler(
-        self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
-    ) -> BatchScheduler:
-        """Loads both models and returns a scheduler of sequence groups on them, for the batch or population of
-        `plan`."""
-        target, deps = self.runner("target", plan, group, progress)
-        draft, draft_deps = self.runner("draft", plan, group, progress)
-        lag = 1 if self.device.type == "cuda" else 0  # on a CPU rounds are synchronous
-        method = make_group_method(plan.batch or plan.population, target, draft, self.max_model_len)
-        executors = available.population_executors(target, draft, deps, draft_deps, method.shape, method.native_params)
-        return BatchScheduler(target, draft, executors, method, lag=lag, reuse_prefixes=self.prefix_cache_memory > 0)
-
-    def runner(
-        self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
-    ) -> tuple[Runner, ExecutorDeps]:
-        """Loads a model, or this rank's shard of it. Returns a runner and the dependencies of the executors."""
-        return self.load_side(side, plan, group, progress).runner(self.tree_slots(side, plan), self.cancel_check)
-
-    def load_side(
-        self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
-    ) -> LoadedModel:
-        """Loads target or draft, or this rank's shard of it."""
-        if group is not None and self.verdict_record is not None:
-            self.verdict_record.groups.append(group)
-        path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
-        assert path is not None
-        context, config = self._context(plan), self.config_of(side)
-        ops = select_operators(self.ops, config.spec, self.dtype, self.device, self.verdict)
-        how: Any = {
-            "dtype": self.dtype,
-            "device": self.device,
-            "ops": ops,
-            "max_positions": self.capacity(side, plan),
-            "context": self.max_model_len,
-            "progress": progress,
-            "group": group,
-            "quantization": self._quantization(side, ops),
-        }
-        if config.spec.draft_head is not None:
-            model = load_draft_head(None if self.draft_is_mtp else path, self.target, **how)
-        else:
-            model = self.load(
-                path,
-                cache_dtype=self.cache_dtype,
-                packed_cache=self.cache if ops is cpu else None,
-                hidden_layers=self.hidden_layers if side == "target" else (),
-                vocab_rows=self.vocab_size if side == "draft" else 0,
-                **how,
-            )
-        if side == "draft":
-            model = model.with_masked_tokens(self.masked_tokens)
-        hook = None if times is None else step_time_emulation.make_hook(times, 1 if group is None else group.size)
-        captures = self.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0 and self.verdict.graphs
-        priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
-        capture = partial(self._new_capture, priority) if captures else None
-        prefix_tokens = self._prefix_cache_tokens(plan) // self.sessions if plan.num_sequences == 1 else 0
-        return LoadedModel(
-            model,
-            ops,
-            self.vocab_size,
-            context,
-            prefix_tokens,
-            self._snapshot_tokens(plan),
-            self.grammars.compile,
-            self.grammars.eos_token_ids,
-            hook,
-            capture,
-        )
-
-    def _new_capture(self, priority: int) -> CudaCapture:
-        """Returns a capture for a runner. `priority`: CUDA priority of its graphs."""
-        capture = CudaCapture(self.capture_lock, self.device, priority)
-        self.captures.add(capture)
-        return capture
-
-    def release_graphs(self) -> None:
-        """Frees all CUDA graphs of this process; see `CudaCapture.release`."""
-        for capture in list(self.captures):
-            capture.release()
-
-    def _context(self, plan: EngineConfig) -> int:
+    def context(self, plan: EngineConfig) -> int:
         return self.max_model_len + plan.max_nodes  # the last round may overshoot
 
     def tree_slots(self, side: Side, plan: EngineConfig) -> int:
@@ -641,7 +432,7 @@ class ModelPair:
         block = self._block
         return draft_tree_slots(plan) if block is None else block.size
 
-    def _quantization(self, side: Side, ops: Any) -> LoadTimeQuantization:
+    def quantization(self, side: Side, ops: Any) -> LoadTimeQuantization:
         """Returns what is quantised when the target or the draft is loaded."""
         activations = self._usual_activations(side, ops)
         if self.activations != "auto":
@@ -668,21 +459,21 @@ class ModelPair:
         small = side == "target" and self.config_of(side).spec.hidden_size <= MAX_INT16_HIDDEN_SIZE
         return INT8_NUMBERS["int16" if small else "int8"]
 
-    def _prefix_cache_tokens(self, plan: EngineConfig) -> int:
+    def prefix_cache_tokens(self, plan: EngineConfig) -> int:
         """Returns the budget of the prefix cache in tokens. The KV of both models is counted for each token, so that
         all ranks have the same budget."""
         return self.prefix_cache_memory * 2**20 // self._token_bytes(plan)
 
-    def _snapshot_tokens(self, plan: EngineConfig) -> int:
+    def snapshot_tokens(self, plan: EngineConfig) -> int:
         """Returns the size of a snapshot of the delta layers of both models in tokens."""
-        size = sum(snapshot_bytes(spec, self.dtype) for spec in self._specs(plan))
+        size = sum(snapshot_bytes(spec, self.dtype) for spec in self.specs(plan))
         return -(-size // self._token_bytes(plan))
 
     def _token_bytes(self, plan: EngineConfig) -> int:
         """Returns the bytes of one token's keys and values in both models."""
-        return sum(kv_bytes_per_token(spec, self.cache_dtype or self.dtype) for spec in self._specs(plan))
+        return sum(kv_bytes_per_token(spec, self.cache_dtype or self.dtype) for spec in self.specs(plan))
 
-    def _specs(self, plan: EngineConfig) -> list[ModelSpec]:
+    def specs(self, plan: EngineConfig) -> list[ModelSpec]:
         return self._model_specs(target=True, draft=plan.mode != "ar")
 
     def _model_specs(self, *, target: bool, draft: bool) -> list[ModelSpec]:
@@ -695,7 +486,7 @@ class ModelPair:
         return [self.config_of(side).spec for side in sides]
 
 
-def _ranks_of(side: Side, plan: EngineConfig) -> int:
+def rank_count(side: Side, plan: EngineConfig) -> int:
     """Returns the number of ranks that share target or draft."""
     return max(plan.draft_tp if side == "draft" and plan.mode == "async" else plan.target_tp, 1)
 
@@ -779,31 +570,12 @@ def _hidden_layers(config: ModelConfig, options: LoadOptions, head: ModelConfig 
     return tuple(layers)
 
 
-def _model_fingerprint(path: Path) -> str:
+def model_fingerprint(path: Path) -> str:
     """Returns the fingerprint of a model directory's contents. Raises UserError if a file cannot be read."""
     try:
         return fingerprint(path)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
-
-
-def make_group_method(
-    config: BatchConfig | PopulationConfig, target: Runner, draft: Runner, max_tokens: int
-) -> GroupMethod[Any, Any]:
-    """Returns the chains of an exact batch, or the particles of mode smc. `max_tokens`: maximum length of an answer."""
-    slots, device = min(target.tree_slots, draft.tree_slots), target.model.device
-    if isinstance(config, BatchConfig):
-        return make_chains(config, slots, max_tokens, device)
-    # optional operator: backends without it use the reference implementation
-    resample: Resample = getattr(target.ops, "resample", resampling.resample)
-    return ParticleMethod(config, slots, max_tokens, device, resample)
-
-
-def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalVerifier:
-    """Returns a verifier on a model of this process."""
-    rejection = RejectionSampling if plan.verify == "reject" else None
-    executors = available.target_executors(runner, deps)
-    return TargetVerifier(runner, executors, rejection, plan.synthetic_acceptance_length)
 
 
 def draft_tree_slots(plan: EngineConfig) -> int:
@@ -813,28 +585,3 @@ def draft_tree_slots(plan: EngineConfig) -> int:
             plan.leaves_per_expansion * (plan.max_draft_steps + 1) * (MAX_REROOTS + 1)
         )  # every slot that a tree uses before it is rebuilt
     return (4 * plan.max_draft_steps + 1) * plan.leaves_per_expansion
-
-
-def build_drafter(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalDrafter:
-    """Returns a drafter on a model of this process, for the mode of `plan`."""
-    steps, tree = available.draft_executors(runner, deps, plan)
-    children: ChildSelector = TopChildren(plan.children_per_leaf, plan.proposal == "coupled")
-    if plan.proposal == "sample":
-        children = SampledChildren(
-            plan.children_per_leaf, runner.tree_slots, runner.vocab, carry=plan.verify == "reject"
-        )
-    kind = OverlappedDrafter if plan.overlap_on_one_gpu else LookaheadDrafter if plan.mode == "async" else LocalDrafter
-    return kind(runner, steps, tree, children, plan)
-
-
-def build_head_drafter(
-    runner: Runner, head: DraftHead | BlockHead, verifier: LocalVerifier, plan: EngineConfig
-) -> HeadDrafter:
-    """Returns a drafter on a draft head. `verifier`: on the target, whose hidden states it reads."""
-    states = verifier.states = TargetStates(head)
-    children = TopChildren(plan.children_per_leaf, plan.proposal == "coupled")
-    if isinstance(head, BlockHead):
-        executor = BlockExecutor(runner, head.block, states)
-        return BlockDrafter(runner, executor, DraftTree(plan.max_nodes, 1), children, plan, states, verifier.runner)
-    tree = DraftTree(1 + runner.tree_slots * plan.children_per_leaf, runner.tree_slots)
-    return HeadDrafter(runner, HeadExecutor(runner, states), tree, children, plan, states, verifier.runner)

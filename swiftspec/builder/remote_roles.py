@@ -11,6 +11,7 @@ from typing import Unpack
 from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions, WorkerAddress
 from swiftspec.builder.model_pair import ModelPair, draft_tree_slots
+from swiftspec.builder.models import Models
 from swiftspec.builder.roles import EngineLimits, Roles, TreeRoles, check_request, make_tree_decoding
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter, RemoteTreeDeltaLink
@@ -163,7 +164,7 @@ def build_remote_roles(
     models = None
     if draft is not None:
         options |= {"only": "draft", "max_model_len": length, "vocab_size": info.vocab_size}
-        models = ModelPair.create(draft, draft, config, None, options)
+        models = Models.of(ModelPair.create(draft, draft, config, None, options))
     bounds = ModelLimits(info.vocab_size, length, config.verify_batch)
     worker = options.get("draft_worker")
     away, leave_draft, local = None, lambda: None, None
@@ -203,7 +204,7 @@ def build_remote_roles(
     return Roles(decoding, parts, config, limits, None, recorder, head, leave, rpc_log, models)
 
 
-def _local_drafter(models: ModelPair, config: EngineConfig, options: LoadOptions) -> LocalDrafter:
+def _local_drafter(models: Models, config: EngineConfig, options: LoadOptions) -> LocalDrafter:
     """Loads the draft of this process, and captures its CUDA graphs."""
     models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
     progress = options.get("progress")

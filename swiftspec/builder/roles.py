@@ -9,7 +9,7 @@ from functools import partial
 from swiftspec.batching.decoding import BatchDecoding
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.batching.tree_batch import TreeBatchDecoding
-from swiftspec.builder.model_pair import ModelPair, build_drafter, build_verifier
+from swiftspec.builder.models import Models, build_drafter, build_verifier
 from swiftspec.cache.prefix_cache import TokenText
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
@@ -122,7 +122,7 @@ class Roles:
     trace_header: Record  # the first line of traces
     disconnect_workers: Callable[[], None] = lambda: None  # disconnects from workers
     rpc_log: RpcLog | None = None  # RPCs with workers; None without workers
-    models: ModelPair | None = None  # the models of this process; None without any
+    models: Models | None = None  # the models of this process; None without any
 
     @property
     def outages(self) -> Sequence[Outage]:
@@ -159,7 +159,7 @@ class Roles:
 
 
 def build_roles(
-    models: ModelPair,
+    models: Models,
     config: EngineConfig,
     world: World | None,
     progress: Progress | None,
@@ -167,12 +167,13 @@ def build_roles(
 ) -> Roles:
     """Loads the models and builds the roles of rank 0, or of a single process. `world`: the ranks of the job; None for
     a single process. `worker`: builds the drafter on a worker, if the config has a remote draft."""
-    recorder = Recorder(None if models.trace is None else TraceFile(models.trace))
+    options = models.options
+    recorder = Recorder(None if options.trace is None else TraceFile(options.trace))
     rank = None if world is None else EngineRank(world, config, models, progress)
-    check = partial(check_request, config, models.grammars)  # before d is measured, when the config allows a larger d
+    check = partial(check_request, config, options.grammars)  # before d is measured, when the config allows a larger d
     away, leave = None, lambda: None
     if worker is not None and config.draft_remote and config.mode != "ar":
-        away, leave = worker(config, ModelLimits(models.vocab_size, models.max_model_len, config.verify_batch))
+        away, leave = worker(config, ModelLimits(options.vocab_size, options.max_model_len, config.verify_batch))
     if config.group_shape is not None:
         parts, decoding = _batch(models, config, rank, recorder, progress)
     elif config.max_num_seqs > 1:
@@ -180,10 +181,10 @@ def build_roles(
     else:
         parts, decoding, config = _tree(models, config, rank, away, recorder, progress)
     rpc_log = None if away is None else away.rpc_log
-    head = trace_header(models.trace_metadata(config) | ({} if rpc_log is None else clock_reading()))
+    head = trace_header(options.trace_metadata(config) | ({} if rpc_log is None else clock_reading()))
     if recorder.file is not None:
         recorder.file.write([head])
-    limits = EngineLimits(models.max_model_len, models.vocab_size, models.eos_token_ids, check, config.max_nodes)
+    limits = EngineLimits(options.max_model_len, options.vocab_size, options.eos_token_ids, check, config.max_nodes)
     return Roles(decoding, parts, config, limits, rank, recorder, head, leave, rpc_log, models)
 
 
@@ -195,7 +196,7 @@ def check_request(config: EngineConfig, grammars: GrammarCompiler, sampling: Sam
 
 
 def _batch(
-    models: ModelPair, config: EngineConfig, rank: EngineRank | None, recorder: Recorder, progress: Progress | None
+    models: Models, config: EngineConfig, rank: EngineRank | None, recorder: Recorder, progress: Progress | None
 ) -> tuple[BatchScheduler, BatchDecoding]:
     """Returns the scheduler of sequence groups on rank 0 and the decoding on it, which forwards every call to the
     followers if there are several ranks."""
@@ -207,14 +208,14 @@ def _batch(
 
 
 def _trees(
-    models: ModelPair, config: EngineConfig, recorder: Recorder, progress: Progress | None
+    models: Models, config: EngineConfig, recorder: Recorder, progress: Progress | None
 ) -> tuple[TreeRoles, TreeBatchDecoding]:
     """Returns the roles of the first of several concurrent requests, and the decoding with roles for each of them."""
     calls, runners = CallQueue(), list[tuple[SequencePool, ExecutorDeps]]()
     for side, priority in (("target", VERIFICATION), ("draft", EXPANSION)):
         if side == "target" or config.has_draft_model:
             runner, deps = models.runner(side, config, None, progress)
-            reuse = models.prefix_cache_memory > 0
+            reuse = models.options.prefix_cache_memory > 0
             runners.append((SequencePool(runner, config.max_num_seqs, calls, priority, reuse_prefixes=reuse), deps))
     (target, target_deps), *draft = runners
 
@@ -236,7 +237,7 @@ def _trees(
 
 
 def _tree(
-    models: ModelPair,
+    models: Models,
     config: EngineConfig,
     rank: EngineRank | None,
     away: RemoteDraft | None,

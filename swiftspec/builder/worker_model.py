@@ -11,7 +11,8 @@ from swiftspec.backends.cuda.devices import is_device_error
 from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions, Side
 from swiftspec.builder.loaded_model import LoadedModel
-from swiftspec.builder.model_pair import ModelPair, build_drafter, build_verifier
+from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.models import Models, build_drafter, build_verifier
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives.join import RankGroup
 from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
@@ -85,7 +86,8 @@ class WorkerModel:
             device = resolve_device(options.get("device", "auto"))
             limits = replace(limits, shape=limits.shape.for_device(device.type))
             self.limits, self.path = limits, model
-            models = ModelPair.create(model, model if side == "draft" else None, limits.shape, world, options)
+            pair = ModelPair.create(model, model if side == "draft" else None, limits.shape, world, options)
+        models = Models.of(pair)
         models.set_thread_counts(limits.shape, set_torch_threads=options.get("set_torch_threads", True))
         self.rank: WorkerRank | None = None
         self._progress = options.get("progress")
@@ -97,18 +99,18 @@ class WorkerModel:
                 settings = {"worker": side, "max_sessions": limits.sessions}
                 self.rank = WorkerRank(world, limits.shape, models, settings, self._load_share)
 
-    def _load(self, models: ModelPair, group: RankGroup | None) -> None:
+    def _load(self, models: Models, group: RankGroup | None) -> None:
         shapes = [replace(self.limits.shape, proposal=proposal) for proposal in ("coupled", "sample")]
-        largest = max(shapes, key=lambda shape: models.tree_slots(self.side, shape))
+        largest = max(shapes, key=lambda shape: models.options.tree_slots(self.side, shape))
         self.models, self.loaded = models, models.load_side(self.side, largest, group, self._progress)
 
-    def _load_share(self, models: ModelPair, group: RankGroup) -> set[str]:
+    def _load_share(self, models: Models, group: RankGroup) -> set[str]:
         """Loads this rank's shard. Returns the names of the executors that sessions can use on it, which are determined
         with a minimal KV cache."""
         self._load(models, group)
         shape = self.limits.shape
         small = replace(self.loaded, context=1, prefix_cache_tokens=0).runner(
-            models.tree_slots(self.side, shape), CancelCheck()
+            models.options.tree_slots(self.side, shape), CancelCheck()
         )
         return executor_names(build_verifier(*small, shape) if self.side == "target" else build_drafter(*small, shape))
 
@@ -116,27 +118,28 @@ class WorkerModel:
         """Returns the limits of a session. Raises UserError if its configuration `shape` exceeds the limits of the
         worker."""
         self.limits.check(shape, self.side)
-        return ModelLimits(self.models.vocab_size, self.models.max_model_len, shape.verify_batch)
+        return ModelLimits(self.models.options.vocab_size, self.models.options.max_model_len, shape.verify_batch)
 
     def _with_masked(self, masked: tuple[int, ...]) -> LoadedModel:
         """Returns the model with `masked` tokens, on the same weights. Raises UserError if a token has no row in the LM
         head."""
-        if not {*masked} < {*range(self.models.vocab_size)}:
-            raise UserError(f"masked tokens must be in 0..{self.models.vocab_size - 1}, and not all of them")
+        if not {*masked} < {*range(self.models.options.vocab_size)}:
+            raise UserError(f"masked tokens must be in 0..{self.models.options.vocab_size - 1}, and not all of them")
         if masked not in self._masked:
             self._masked = {masked: replace(self.loaded, model=self.loaded.model.with_masked_tokens(masked))}
         return self._masked[masked]
 
     def verifier(self, shape: EngineConfig, cancel_check: CancelCheck) -> LocalVerifier:
         """Returns a verifier for a session, with its own KV cache."""
-        verifier = build_verifier(*self.loaded.runner(self.models.tree_slots(self.side, shape), cancel_check), shape)
+        slots = self.models.options.tree_slots(self.side, shape)
+        verifier = build_verifier(*self.loaded.runner(slots, cancel_check), shape)
         if self.rank is not None:
             restrict_executors(verifier, self.rank.executor_names)
         return verifier
 
     def drafter(self, shape: EngineConfig, masked: tuple[int, ...], cancel_check: CancelCheck) -> LocalDrafter:
         """Returns a drafter for a session, with its own KV cache, that never proposes `masked` tokens."""
-        slots = self.models.tree_slots(self.side, shape)
+        slots = self.models.options.tree_slots(self.side, shape)
         drafter = build_drafter(*self._with_masked(masked).runner(slots, cancel_check), shape)
         if self.rank is not None:
             restrict_executors(drafter, self.rank.executor_names)
@@ -173,9 +176,9 @@ def make_worker(
         fingerprint(model.path),
         vocabulary.ordinary,
         name,
-        models.vocab_size,
-        models.max_model_len,
-        models.eos_token_ids,
+        models.options.vocab_size,
+        models.options.max_model_len,
+        models.options.eos_token_ids,
         str(model.loaded.model.dtype).removeprefix("torch."),
         vocabulary.added,
     )
@@ -209,4 +212,4 @@ def make_worker(
         if any(each is not None and is_device_error(each) for each in (error, error.__cause__)):
             on_device_error(error)
 
-    return Worker(model.side, info, sessions, files, models.device, on_error)
+    return Worker(model.side, info, sessions, files, models.options.device, on_error)

@@ -50,8 +50,8 @@ from swiftspec.runtime.verifier import LocalVerifier
 Progress = Callable[[str, int, int], None]  # description, step, number of steps
 
 
-class RoleBuilder(Protocol):
-    """Builds the roles of one rank. Implemented by `builder.model_pair.ModelPair`.
+class RoleOptions(Protocol):
+    """Options of a rank's models. Implemented by `builder.model_pair.ModelPair`.
 
     Parameters `target` and `draft` of the methods: whether this rank loads the respective model.
     """
@@ -66,6 +66,24 @@ class RoleBuilder(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def masked_tokens(self) -> tuple[int, ...]: ...
+    def rank_config(self, config: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
+        """Returns the configuration that must be the same on all ranks of the job, or on all ranks of one group.
+
+        Raises UserError if model files cannot be read.
+        """
+        ...
+
+    def peer_all_reduce_width(self, *, target: bool, draft: bool) -> int:
+        """Returns the largest output size of a projection whose kernel all-reduces through peer memory; 0 if the models
+        have no such kernel."""
+        ...
+
+
+class RoleBuilder(Protocol):
+    """Builds the roles of one rank. Implemented by `builder.models.Models`."""
+
+    @property
+    def options(self) -> RoleOptions: ...
     @property
     def cancel_check(self) -> CancelCheck: ...
     def with_vocab(self, vocab_size: int, masked_tokens: tuple[int, ...], /) -> RoleBuilder:
@@ -80,18 +98,6 @@ class RoleBuilder(Protocol):
 
     def record_device_error(self, error: Exception, config: EngineConfig, /) -> None:
         """Records for the next start that the GPU of this process has failed. Does nothing for other errors."""
-        ...
-
-    def rank_config(self, config: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
-        """Returns the configuration that must be the same on all ranks of the job, or on all ranks of one group.
-
-        Raises UserError if model files cannot be read.
-        """
-        ...
-
-    def peer_all_reduce_width(self, *, target: bool, draft: bool) -> int:
-        """Returns the largest output size of a projection whose kernel all-reduces through peer memory; 0 if the models
-        have no such kernel."""
         ...
 
     def release_graphs(self) -> None:
@@ -138,7 +144,7 @@ def restrict_executors(role: Role, common: Container[str]) -> None:
 def agree_on_operators(builder: RoleBuilder, world: World, group: str, rank: int, size: int) -> RoleBuilder:
     """Returns the builder with the operators that all ranks of a group use: a trial may have a different result on each
     of their GPUs. `rank`: in the group. Must be called by all ranks of the group, before any of them joins it."""
-    if size == 1 or builder.device.type != "cuda":
+    if size == 1 or builder.options.device.type != "cuda":
         return builder
 
     def exchange(text: str) -> Sequence[str]:
@@ -166,7 +172,7 @@ class EngineRank:
         here = RankRole.of(world.rank, config)
         holds = {"target": here.group == "target", "draft": here.group == "draft" or _drafts_on_all_ranks(config)}
         with report_startup_error(world):
-            facts = builder.rank_config(config, **holds)
+            facts = builder.options.rank_config(config, **holds)
         whole = world
         self._world = world = world.next_engine()
         keeping = world.supervisor
@@ -174,8 +180,8 @@ class EngineRank:
         self.rank_table = RankTable((lambda members: None) if keeping is None else keeping.on_ranks_changed)
         self.rank_table.update(check_consistent(world, config, facts))
         self._connections = Connections.connect(world, config)
-        vocab, *masked = self._connections.broadcast_vocab(builder.vocab_size, builder.masked_tokens)
-        self._limits = ModelLimits(vocab, builder.max_model_len, config.verify_batch)
+        vocab, *masked = self._connections.broadcast_vocab(builder.options.vocab_size, builder.options.masked_tokens)
+        self._limits = ModelLimits(vocab, builder.options.max_model_len, config.verify_batch)
         self.verifier: LocalVerifier | None = None
         self.drafter: LocalDrafter | None = None
         self.scheduler: BatchScheduler | None = None
@@ -258,16 +264,16 @@ class EngineRank:
         progress: Progress | None,
     ) -> None:
         """Joins this rank's group, loads its shard of the group's models and builds their roles."""
-        pin_near_gpu(self._world, builder.device)
+        pin_near_gpu(self._world, builder.options.device)
         if here.group_size > 1:
             self._group = join_group(
                 self._world,
                 here.group,
                 here.group_rank,
                 here.group_size,
-                device=builder.device,
-                share_device=builder.share_device,
-                width=builder.peer_all_reduce_width(**holds),
+                device=builder.options.device,
+                share_device=builder.options.share_device,
+                width=builder.options.peer_all_reduce_width(**holds),
             )
         if config.group_shape is not None:
             self.scheduler = builder.scheduler(config, self._group, progress)
@@ -317,7 +323,7 @@ class EngineRank:
 
         Both times are measured concurrently, because draft and target share caches and memory bandwidth.
         """
-        room = self._builder.max_model_len - 1
+        room = self._builder.options.max_model_len - 1
         try:
             drafter.measure(room)
             target = measure_verification_time(verifier, config.verify_batch, room)
@@ -417,7 +423,7 @@ def leave_job(
 
 def _leave_group(world: World, group: RankGroup, builder: RoleBuilder, *, lost: bool) -> None:
     """Leaves a group, and reports on the log if that fails unless a rank is lost."""
-    problem = leave_group(group, builder.device, builder.release_graphs, lost=lost)
+    problem = leave_group(group, builder.options.device, builder.release_graphs, lost=lost)
     if problem is not None and not lost:
         world.log(f"rank {world.rank} could not leave its group: {problem}")
 

@@ -219,11 +219,11 @@ class WorkerRank:
         """
         held = {"target": plan.mode == "ar", "draft": plan.mode != "ar"}
         with report_startup_error(world):
-            facts = builder.rank_config(plan, **held)
+            facts = builder.options.rank_config(plan, **held)
         self._world = world = world.next_engine()
         check_consistent(world, plan, replace(facts, settings={**facts.settings, **settings}))
         self._connections = Connections.connect(world, plan)
-        vocab, *masked = self._connections.broadcast_vocab(builder.vocab_size, builder.masked_tokens)
+        vocab, *masked = self._connections.broadcast_vocab(builder.options.vocab_size, builder.options.masked_tokens)
         self._group: RankGroup | None = None
         self.worker_group = WorkerGroup(self._connections.followers, lambda: end_startup(self._group))
         error, kinds = None, set[str]()
@@ -231,15 +231,15 @@ class WorkerRank:
         try:
             builder = agree_on_operators(builder, world, "target", world.rank, world.size)
             self._builder = builder = builder.with_vocab(vocab, tuple(masked))
-            pin_near_gpu(world, builder.device)
+            pin_near_gpu(world, builder.options.device)
             self._group = join_group(
                 world,
                 "target",
                 world.rank,
                 world.size,
-                device=builder.device,
-                share_device=builder.share_device,
-                width=builder.peer_all_reduce_width(**held),
+                device=builder.options.device,
+                share_device=builder.options.share_device,
+                width=builder.options.peer_all_reduce_width(**held),
             )
             kinds = load(builder, self._group)
         except UserError as problem:

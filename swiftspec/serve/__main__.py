@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from swiftspec.distributed.launch.launcher import LaunchedRank, launched, own_rank
 from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST, JobEnded
 from swiftspec.errors import RankLost, UserError
-from swiftspec.serve.signals import SIGNAL_GRACE_S, TERMINATION_SIGNALS, TerminationGuard, ignore_signals
 from swiftspec.serve.stdio import command_streams, warn
+from swiftspec.signals import SIGNAL_GRACE_S, TERMINATION_SIGNALS, TerminationGuard, ignore_signals
 
 if TYPE_CHECKING:
+    from swiftspec.distributed.launch.control_socket import SupervisorClient
     from swiftspec.distributed.launch.supervision import SupervisorLink
     from swiftspec.distributed.launch.world import World
     from swiftspec.serve.cli.arguments import ParsedCommand
-    from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 
 
 # Delay before a rank other than 0 reports an error and exits. Rank 0 must report first: the launcher ends all ranks as
@@ -153,7 +153,7 @@ def _dispatch(argv: Sequence[str], first: bool) -> int:
         return _run_subcommand("generate", argv[1:], first)
     if not first:
         assert here is not None
-        from swiftspec.serve.supervisor.job import supervise_rank
+        from swiftspec.serve.job import supervise_rank
 
         return supervise_rank(here, argv)
     if argv[:1] == ["replay"]:
@@ -176,7 +176,7 @@ def _dispatch(argv: Sequence[str], first: bool) -> int:
         return _supervise_server(command, here, ranks, argv)
     if here is None and ranks == 1:
         return run_rank(command, True)
-    from swiftspec.serve.supervisor.job import supervise_command
+    from swiftspec.serve.job import supervise_command
 
     return supervise_command(here, ranks, argv)
 
@@ -203,7 +203,7 @@ def _run_subcommand(name: str, argv: Sequence[str], first: bool) -> int:
 
 def _supervise_server(command: ParsedCommand, here: LaunchedRank | None, ranks: int, argv: Sequence[str]) -> int:
     from swiftspec.serve.http.engine_link import frontend_process
-    from swiftspec.serve.supervisor.job import supervise_server
+    from swiftspec.serve.job import supervise_server
     from swiftspec.settings.settings import check_usage
 
     if command.has_prompt_flags:

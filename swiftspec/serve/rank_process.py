@@ -11,8 +11,8 @@ import sys
 import traceback
 from typing import NoReturn
 
+from swiftspec.distributed.launch.control_socket import SupervisorClient
 from swiftspec.serve.__main__ import exit_process, run_guarded, run_rank
-from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 
 
 def main() -> NoReturn:

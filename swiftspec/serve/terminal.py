@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from swiftspec.serve.signals import SignalHandlers
 from swiftspec.serve.word_wrap import WordWrap
+from swiftspec.signals import SignalHandlers
 from swiftspec.startup.reporter import DOWNLOAD
 
 if TYPE_CHECKING:

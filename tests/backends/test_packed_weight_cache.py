@@ -26,7 +26,7 @@ from swiftspec.backends.cpu import packed_weight_file
 from swiftspec.backends.cpu.packed_weight_cache import BackgroundWriter, CacheEntry, PackedWeightCache, WriterStopped
 from swiftspec.backends.cpu.packed_weight_file import PackedUnit
 from swiftspec.backends.cpu.packing import OPTIONAL_TENSORS
-from swiftspec.builder import model_pair
+from swiftspec.builder import models
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
@@ -359,7 +359,7 @@ def test_the_writer_stops_at_its_time_limit() -> None:
 
 
 def test_an_engine_writes_its_packed_weights_after_a_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_pair, "PackedWeightCache", partial(PackedWeightCache, min_model_bytes=0))
+    monkeypatch.setattr(models, "PackedWeightCache", partial(PackedWeightCache, min_model_bytes=0))
     folder, texts, plan = tmp_path / "packed", list[tuple[int, ...]](), EngineConfig(mode="ar")
     for files in (0, 1):
         llm = LLMEngine(TARGET, config=plan, dtype=torch.bfloat16, max_model_len=64, packed_cache=folder)

@@ -37,6 +37,7 @@ from swiftspec.builder import gpu_trial
 from swiftspec.builder.gpu_trial import CheckProcess, GpuVerdict, TrialRunner, run_trial, search_rungs
 from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.models import Models
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile
 from swiftspec.config import EngineConfig
@@ -516,8 +517,9 @@ def test_what_a_model_pair_does_with_a_verdict(model: Path, tmp_path: Path, monk
         trials.verdict = GpuVerdict(dict.fromkeys(fallbacks, "why"), trials.tilings)
         pair, _ = created(model, tmp_path, gpu_trial="again")
         found: list[Any] = []
-        pair = replace(pair, load=partial(load, found))
-        loaded = pair.load_side("target", EngineConfig("serial"), None, None)
+        loaded = Models.of(replace(pair, load=partial(load, found))).load_side(
+            "target", EngineConfig("serial"), None, None
+        )
         return found[0], loaded.capture is not None, pair.peer_all_reduce_width(target=True, draft=True)
 
     trials.tilings = TILINGS
@@ -557,7 +559,7 @@ def test_an_error_of_the_gpu_lowers_the_next_start(
         pair, _ = created(model, tmp_path)
         history.append({*pair.verdict.fallbacks})
         error = RuntimeError("CUDA error: an illegal memory access was encountered\nFor debugging ...")
-        with pytest.raises(RuntimeError), pair.device_errors_recorded(plan):
+        with pytest.raises(RuntimeError), Models.of(pair).device_errors_recorded(plan):
             raise error
     assert history == [set(), {"early_starts"}, {"early_starts", "graphs"}, {"early_starts", "graphs", *FAMILIES}]
     assert len(trials.plans) == 1
@@ -565,7 +567,7 @@ def test_an_error_of_the_gpu_lowers_the_next_start(
     assert line.startswith("the GPU failed at run time: CUDA error: an illegal memory access") and "\n" not in line
     created(model, tmp_path, gpu_trial="again")
     for other in (RuntimeError("CUDA out of memory"), ValueError("CUDA error"), KeyError(1)):
-        with pytest.raises(type(other)), created(model, tmp_path)[0].device_errors_recorded(plan):
+        with pytest.raises(type(other)), Models.of(created(model, tmp_path)[0]).device_errors_recorded(plan):
             raise other
     assert created(model, tmp_path)[0].verdict == GpuVerdict(), "tried again, and other errors are not the GPU's"
 
@@ -592,10 +594,10 @@ def test_an_engine_reports_an_error_of_its_gpu() -> None:
 def test_the_ranks_of_a_group_use_the_same_operators(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trials, pairs, store = Trials(monkeypatch), list[ModelPair](), HashStore()
+    trials, pairs, store = Trials(monkeypatch), list[Models](), HashStore()
     for fallback in ("attention", "early_starts", None):
         trials.verdict = GpuVerdict({} if fallback is None else {fallback: "why"})
-        pairs.append(created(model, tmp_path, gpu_trial="again")[0])
+        pairs.append(Models.of(created(model, tmp_path, gpu_trial="again")[0]))
     agreed: dict[int, Any] = {}
 
     class World:
@@ -611,7 +613,8 @@ def test_the_ranks_of_a_group_use_the_same_operators(
         thread.start()
     for thread in threads:
         thread.join()
-    assert [agreed[rank].verdict.fallbacks for rank in range(3)] == [{"attention": "why", "early_starts": "why"}] * 3
+    fallbacks = [agreed[rank].options.verdict.fallbacks for rank in range(3)]
+    assert fallbacks == [{"attention": "why", "early_starts": "why"}] * 3
     alone: Any = World()
     assert agree_on_operators(pairs[2], alone, "draft", 0, 1) is pairs[2]
 
@@ -622,16 +625,17 @@ def test_an_error_lowers_the_verdict_of_the_group(model: Path, tmp_path: Path, m
     caused it."""
     Trials(monkeypatch)
     plan, theirs = EngineConfig("serial"), GpuVerdict({"early_starts": "it is off on rank 1"})
-    pair, _ = created(model, tmp_path)
-    agreed = pair.with_common_verdict(lambda mine: [mine, json.dumps(theirs.to_json())])
-    assert agreed.verdict == theirs
+    pair = replace(created(model, tmp_path)[0], load=lambda path, **how: None)  # type: ignore[arg-type]
+    models = Models.of(pair)
+    agreed = models.with_common_verdict(lambda mine: [mine, json.dumps(theirs.to_json())])
+    assert agreed.options.verdict == theirs
     found: list[RankLost | None] = [RankLost("GPU rank 0 waited too long for rank 1"), None]
     group: Any = SimpleNamespace(lost=lambda error: found[0], rank=0, size=2)
-    replace(agreed, load=lambda path, **how: None).load_side("target", plan, group, None)  # type: ignore[arg-type]
-    pair.record_device_error(RuntimeError("CUDA error: unspecified launch failure"), plan)
+    agreed.load_side("target", plan, group, None)
+    models.record_device_error(RuntimeError("CUDA error: unspecified launch failure"), plan)
     assert not created(model, tmp_path)[0].verdict.fallbacks
     found.pop(0)
-    pair.record_device_error(RuntimeError("CUDA error: unspecified launch failure"), plan)
+    models.record_device_error(RuntimeError("CUDA error: unspecified launch failure"), plan)
     assert {*created(model, tmp_path)[0].verdict.fallbacks} == {"early_starts", "graphs"}
 
 

@@ -11,6 +11,7 @@ import torch
 
 from swiftspec.builder.load_options import Side
 from swiftspec.builder.model_pair import MAX_INT16_HIDDEN_SIZE, ModelPair
+from swiftspec.builder.models import Models
 from swiftspec.config import EngineConfig
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 
@@ -61,8 +62,8 @@ def test_quantisation_at_load(
     plan = EngineConfig("ar" if side == "target" else "serial")
     draft = tmp_path if side == "draft" else None
     given: Any = {"device": "cpu", "dtype": torch.bfloat16, "load": load, **options}
-    pair = ModelPair.create(tmp_path, draft, plan, None, given)
+    models = Models.of(ModelPair.create(tmp_path, draft, plan, None, given))
     with pytest.raises(LoadedError) as caught:
-        pair.load_side(side, plan, None, None)
+        models.load_side(side, plan, None, None)
     found = caught.value.quantization
     assert (found.activations, found.head, found.head_activations)[: len(expected)] == expected

@@ -11,7 +11,7 @@ import torch
 
 from bench.data.heldout import DEMO
 from swiftspec.builder import remote_roles
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.models import Models
 from swiftspec.builder.remote_roles import build_remote_roles
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.remote.session_messages import ModelInfo
@@ -33,7 +33,7 @@ def test_a_local_draft_captures_at_startup_and_records_errors_of_its_gpu(monkeyp
     captured, recorded = list[Any](), list[Exception]()
     monkeypatch.setattr(remote_roles, "capture_graphs", lambda *roles: captured.append(roles))
     monkeypatch.setattr(remote_roles, "num_captures", lambda verifier, drafter: 7 if drafter is not None else 0)
-    monkeypatch.setattr(ModelPair, "record_device_error", lambda self, error, plan: recorded.append(error))
+    monkeypatch.setattr(Models, "record_device_error", lambda self, error, plan: recorded.append(error))
     config = EngineConfig("serial", target_remote=True, draft_steps=2)
     running = TokenEngine(build_remote_roles(remote_target(), DEMO / "draft", config, Path(), dtype=torch.float32))
     [(verifier, drafter, plan, _)] = captured

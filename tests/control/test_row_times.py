@@ -242,11 +242,11 @@ def test_a_later_start_reads_the_times_of_an_earlier_one(
 
     measured = times_of_a_start()
     assert measured is not None and measured.target.rows == (1, 4, 8, 16, 32) and measured.draft.rows == (1, 4)
-    monkeypatch.setattr("swiftspec.builder.model_pair.measure_pair_times", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("swiftspec.builder.models.measure_pair_times", lambda *_: pytest.fail("measured again"))
     assert times_of_a_start() == measured
     for file in tmp_path.rglob("row-times-*"):
         file.write_text("{}")
-    monkeypatch.setattr("swiftspec.builder.model_pair.measure_pair_times", lambda *_: None)
+    monkeypatch.setattr("swiftspec.builder.models.measure_pair_times", lambda *_: None)
     assert times_of_a_start() is None
 
 
@@ -261,7 +261,7 @@ def test_a_later_start_with_suffix_lookup_reads_the_times_of_the_target(
 
     measured = times_of_a_start()
     assert [*tmp_path.rglob("row-times-*")] and sorted(measured) == measured
-    monkeypatch.setattr("swiftspec.builder.model_pair.measure_target_times", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("swiftspec.builder.models.measure_target_times", lambda *_: pytest.fail("measured again"))
     assert times_of_a_start() == measured
 
 
@@ -274,7 +274,7 @@ def test_row_times_do_not_change_the_text(
     sampling = SamplingParams(temperature=temperature, seed=5, max_tokens=100, ignore_eos=True)
     plain = LLMEngine(pair[0], dtype=torch.float32, device="cpu").generate(PROMPT, sampling).token_ids
     times = pair_times(lambda rows: 1.0 + row * rows, 0.01)
-    monkeypatch.setattr("swiftspec.builder.model_pair.measure_pair_times", lambda *_: times)
+    monkeypatch.setattr("swiftspec.builder.models.measure_pair_times", lambda *_: times)
     llm = LLMEngine(*pair, ADAPTIVE, dtype=torch.float32, device="cpu")
     assert (starts[0].nodes > 8) == (row < 0.1) and drafter_of(llm).max_nodes == max(starts[0].batch_sizes)
     for _ in range(2):

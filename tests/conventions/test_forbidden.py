@@ -21,6 +21,7 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
 ENVIRONMENT_USERS = {
     "distributed/launch/launcher.py",
     "distributed/launch/network_interface.py",
+    "distributed/launch/supervised_process.py",  # passes the environment on
     "text/codec.py",  # sets a variable of the tokenizers library
 }
 OUTPUT = {"sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__"}
@@ -39,11 +40,11 @@ def is_user_interface(path: str) -> bool:
 
 
 def sockets_in_distributed_only(path: str, source: str) -> list[str]:
-    """Process groups are used in distributed/ only; sockets also in the HTTP server, in the supervisor, and to the
+    """Process groups are used in distributed/ only; sockets also in the HTTP server, and to the
     process that renders chat templates."""
     if package(path) == "distributed":
         return []
-    local = ("serve/http/", "serve/supervisor/", "serve/rank_process.py", "text/template.py")
+    local = ("serve/http/", "serve/rank_process.py", "text/template.py")
     banned = {"torch.distributed", *(() if path.startswith(local) else ("socket.socket",))}
     return [f"{path} uses {name}" for name in uses(path, source, banned)]
 

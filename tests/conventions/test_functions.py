@@ -1,4 +1,4 @@
-"""Functions of the package, the benchmarks and the tools have at most 60 lines; ruff limits their complexity."""
+"""Functions of the package, the benchmarks and the tools have at most 70 lines; ruff limits their complexity."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.conventions.sources import ROOT
 
-MAX_LINES = 60
+MAX_LINES = 70
 
 
 def long_functions(source: str) -> Iterator[tuple[str, int]]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from swiftspec.builder import model_pair
 from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.models import Models
 from swiftspec.config import EngineConfig
 from swiftspec.distributed import rank_startup
 from swiftspec.distributed.collectives import leave
@@ -61,7 +62,7 @@ def run_rank(world: World, pair: tuple[Path, Path], config: EngineConfig, act: C
     """Rank 0 acts on its LLMEngine, the others run until it ends."""
     if world.rank == 0:
         return act(LLMEngine(*pair, config, world=world, **OPTIONS))
-    return EngineRank(world, config, ModelPair.create(*pair, config, world, OPTIONS), None).run(traced=False)
+    return EngineRank(world, config, Models.of(ModelPair.create(*pair, config, world, OPTIONS)), None).run(traced=False)
 
 
 @pytest.mark.parametrize(("target", "draft"), [(1, 1), (3, 1), (6, 2)])
@@ -309,7 +310,7 @@ def end_job(
             job.hold_graph(llm.roles.rank)
             with closing(llm):  # as the chat, a single answer and the server do
                 return act(llm)
-        rank = EngineRank(world, SERIAL, ModelPair.create(*pair, SERIAL, world, OPTIONS), None)
+        rank = EngineRank(world, SERIAL, Models.of(ModelPair.create(*pair, SERIAL, world, OPTIONS)), None)
         job.hold_graph(rank)
         return rank.run(traced=False)
 

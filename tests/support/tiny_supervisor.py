@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from swiftspec.serve.supervisor import restart_policy, supervisor
-from swiftspec.serve.supervisor.supervised_process import Program
-from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
+from swiftspec.distributed.launch import supervised_process, supervisor
+from swiftspec.distributed.launch.control_socket import SupervisorClient
+from swiftspec.distributed.launch.supervised_process import Program
 
 RUN_PROCESS = [
     sys.executable,
@@ -66,10 +66,10 @@ def main() -> int:
     for module, name in (
         (supervisor, "SIGTERM_GRACE_S"),
         (supervisor, "SHUTDOWN_GRACE_S"),
-        (restart_policy, "MAX_RESTARTS"),
+        (supervised_process, "MAX_RESTARTS"),
     ):
         setattr(module, name, job.get(name, getattr(module, name)))
-    restart_policy.RESTART_DELAYS_S = tuple(job.get("RESTART_DELAYS_S", restart_policy.RESTART_DELAYS_S))
+    supervised_process.RESTART_DELAYS_S = tuple(job.get("RESTART_DELAYS_S", supervised_process.RESTART_DELAYS_S))
     programs = {name: program(report_fd, name, **values) for name, values in job["programs"].items()}
     frontend = programs.pop("frontend", None)
     shares = job.get("shares_terminal", False)

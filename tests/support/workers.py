@@ -54,7 +54,7 @@ class StartedWorker:
 
     def start(self) -> StartedWorker:
         self.loaded = model = self.load()
-        vocabulary = VocabularyIdentity(self.tokenizer.hex(), self.added_tokens, model.models.vocab_size)
+        vocabulary = VocabularyIdentity(self.tokenizer.hex(), self.added_tokens, model.models.options.vocab_size)
         self.worker = make_worker(model, self.side, vocabulary, ())
         info, endpoint = self.worker.model_info.to_json(), Endpoint("127.0.0.1", self.port)
         service = SERVICES[self.side]

@@ -20,7 +20,6 @@ from swiftspec.serve.cli.chat_history import ChatHistory, Turn
 from swiftspec.serve.cli.race import race
 from swiftspec.serve.cli.tree_view import RoundHistory
 from swiftspec.serve.otel.spans import traced_session
-from swiftspec.serve.signals import SignalHandlers
 from swiftspec.serve.stdio import OutputLost
 from swiftspec.serve.terminal import (
     EchoOffInterrupt,
@@ -34,6 +33,7 @@ from swiftspec.serve.terminal import (
 from swiftspec.settings.flags import FLAGS
 from swiftspec.settings.rank_plan import acceptance_advice
 from swiftspec.settings.settings import Settings, describe_validation_error
+from swiftspec.signals import SignalHandlers
 from swiftspec.startup.remote_session import open_local_or_remote
 from swiftspec.startup.session import Session
 from swiftspec.text.template import PromptTooLong

@@ -19,9 +19,9 @@ from swiftspec.file_io import one_line
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.gguf.file import is_gguf
 from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
-from swiftspec.serve.signals import GracefulStop, ignore_signals
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.settings.settings import Settings, UsageError, check_usage
+from swiftspec.signals import GracefulStop, ignore_signals
 from swiftspec.startup.built_in_models import built_in_models
 from swiftspec.startup.model_resolution import check_before_download
 from swiftspec.startup.session import MemoryCheck, WeightProgress, load_options

@@ -19,6 +19,7 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
+from swiftspec.distributed.launch.control_socket import HEARTBEAT_INTERVAL_S, SupervisorClient
 from swiftspec.errors import UserError
 from swiftspec.serve.http.app import create_app
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
@@ -32,8 +33,6 @@ from swiftspec.serve.http.middleware.request_timeout import MAX_HEAD_BYTES, Requ
 from swiftspec.serve.http.middleware.security import SecurityMiddleware
 from swiftspec.serve.http.observe.prometheus import PrometheusMetrics
 from swiftspec.serve.http.observe.tracing import RequestTracing
-from swiftspec.serve.supervisor.control_protocol import HEARTBEAT_INTERVAL_S
-from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 from swiftspec.text.codec import TextCodec, template_renderer
 
 MAX_CONNECTIONS = 1024

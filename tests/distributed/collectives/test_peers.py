@@ -24,11 +24,11 @@ from swiftspec.backends.cuda import peers as cuda_peers
 from swiftspec.backends.cuda.peers import PeerAccessError
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.distributed.collectives import leave, peers
+from swiftspec.distributed.launch import supervisor
 from swiftspec.errors import RankLost, UserError
 from swiftspec.model.batch import ForwardOutput
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.serve.supervisor import supervisor
 from tests.support.proposals import draft_proposal
 from tests.support.roles import make_runner, make_verifier, request_start
 from tests.support.thread_group import ThreadGroup
@@ -359,8 +359,8 @@ def test_which_groups_sum_in_their_kernels(tmp_path: Path, monkeypatch: pytest.M
     def models(**more: Any) -> ModelPair:
         plain: Any = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0), "share_device": False, "ops": "auto"}
         others = {"max_model_len": 64, "vocab_size": 64, "load": None, "emulate": None, "trace": None}
-        others |= {"activations": "auto", "cache_dtype": None, "head": "auto", "prefix_cache_memory": 0, "cache": None}
-        others |= {"grammars": None, "threads": 1, "eos_token_ids": ()}
+        others |= {"activations": "auto", "cache_dtype": None, "head": "auto", "prefix_cache_memory": 0}
+        others |= {"packed_cache": None, "grammars": None, "threads": 1, "eos_token_ids": ()}
         return ModelPair(tmp_path / "target", tmp_path / "draft", **{**plain, **others, **more})
 
     def width(target: bool, draft: bool, **more: Any) -> int:

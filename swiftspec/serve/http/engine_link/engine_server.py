@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from swiftspec.distributed.launch.control_socket import SupervisorClient
 from swiftspec.distributed.launch.supervision import RankInfo, SupervisorLink
 from swiftspec.errors import RankLost, UserError
 from swiftspec.serve.http.engine_link import frames
@@ -20,9 +21,8 @@ from swiftspec.serve.http.engine_link.frames import FrontEndLost
 from swiftspec.serve.http.engine_link.frontend_process import sampling_defaults
 from swiftspec.serve.http.engine_link.status_publisher import LoadingPhases, StatusPublisher
 from swiftspec.serve.kv_events.config import kv_events_config
-from swiftspec.serve.signals import GracefulStop
-from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 from swiftspec.settings.settings import Settings
+from swiftspec.signals import GracefulStop
 from swiftspec.startup.session import open_session
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
+from swiftspec.distributed.launch.supervised_process import Program
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.params import SamplingParams
 from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.kv_events.config import kv_events_config
 from swiftspec.serve.otel import exporter
 from swiftspec.serve.stdio import warn
-from swiftspec.serve.supervisor.supervised_process import Program
 from swiftspec.settings.flags import FLAGS
 from swiftspec.settings.settings import Settings, UsageError, check_usage
 from swiftspec.startup.built_in_models import chat_template_file, default_served_name

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from threading import Lock
 from typing import overload
 
+from swiftspec.distributed.launch.control_socket import SupervisorClient
 from swiftspec.distributed.launch.supervision import RankInfo
 from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.http.engine_link.frame_socket import FrameSocket
 from swiftspec.serve.http.engine_link.frames import FrontEndLost
-from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.startup.model_resolution import ResolvedModels
 

@@ -1,6 +1,11 @@
 """Delays and limits of restarts."""
 
-from swiftspec.serve.supervisor.restart_policy import MAX_RESTARTS, RESTART_WINDOW_S, STABLE_AFTER_S, RestartPolicy
+from swiftspec.distributed.launch.supervised_process import (
+    MAX_RESTARTS,
+    RESTART_WINDOW_S,
+    STABLE_AFTER_S,
+    RestartPolicy,
+)
 
 
 def test_the_first_restart_is_immediate_and_later_ones_are_delayed() -> None:

@@ -6,18 +6,21 @@ import os
 import signal
 import socket
 import subprocess
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from swiftspec.distributed.launch.control_socket import HEARTBEAT, decode_heartbeat, encode_first_message
 from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST
-from swiftspec.serve.supervisor import control_protocol
-from swiftspec.serve.supervisor.restart_policy import RestartPolicy
 
 STARTUP_HEARTBEAT_TIMEOUT_S = 30.0  # until the process is ready: imports of large libraries hold the interpreter lock
 EXIT_HEARTBEAT_TIMEOUT_S = 15.0  # once it was asked to exit: the interpreter's shutdown sends no heartbeats
 WORK_UNIT_TIMEOUT_S = 300.0  # limit of one operation; a prefill chunk may take a minute on a slow machine
+RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)  # before consecutive restarts; the last value repeats
+STABLE_AFTER_S = 60.0  # after a process was ready this long, its delays begin again at the first
+MAX_RESTARTS, RESTART_WINDOW_S = 8, 600.0  # at most MAX_RESTARTS restarts per window
 SHM_DIR = Path("/dev/shm")
 FINAL_EXIT_CODES = {0, 2, 128 + signal.SIGHUP, 128 + signal.SIGINT, 141, 128 + signal.SIGTERM}  # of intended exits
 
@@ -55,6 +58,27 @@ class Program:
     restart: bool = True
     critical: bool = True
     inherit_stdin: bool = False
+
+
+class RestartPolicy:
+    """Restart policy of one process, and the history of its restarts."""
+
+    def __init__(self) -> None:
+        self._consecutive = 0
+        self._restart_times: deque[float] = deque()
+
+    def next_delay(self, now: float, ready_s: float) -> float | None:
+        """Returns the delay in seconds before the next restart, or None once the restart limit is reached.
+
+        `now`: time of the exit; `ready_s`: how long the process was ready before it."""
+        while self._restart_times and now - self._restart_times[0] > RESTART_WINDOW_S:
+            self._restart_times.popleft()
+        if len(self._restart_times) >= MAX_RESTARTS:
+            return None
+        self._restart_times.append(now)
+        self._consecutive = 0 if ready_s >= STABLE_AFTER_S else self._consecutive
+        self._consecutive += 1
+        return RESTART_DELAYS_S[min(self._consecutive, len(RESTART_DELAYS_S)) - 1]
 
 
 class SupervisedProcess:
@@ -97,7 +121,7 @@ class SupervisedProcess:
                 raise
         self._cpu_waits = self._read_cpu_waits()
         with suppress(OSError):  # it may have exited already
-            self.control.sendall(control_protocol.encode_first_message(program.first_message))
+            self.control.sendall(encode_first_message(program.first_message))
         self.control.setblocking(False)
 
     def read_heartbeats(self, now: float) -> None:
@@ -113,12 +137,10 @@ class SupervisedProcess:
                 self._close_control()
                 return
             self._receive_buffer += data
-            complete = len(self._receive_buffer) // control_protocol.HEARTBEAT.size * control_protocol.HEARTBEAT.size
-            for at in range(0, complete, control_protocol.HEARTBEAT.size):
+            complete = len(self._receive_buffer) // HEARTBEAT.size * HEARTBEAT.size
+            for at in range(0, complete, HEARTBEAT.size):
                 # `_ready_at` is never unset: a heartbeat encoded before `set_ready` may arrive after the ready one.
-                ready, self._busy_since, thread = control_protocol.decode_heartbeat(
-                    self._receive_buffer[at : at + control_protocol.HEARTBEAT.size]
-                )
+                ready, self._busy_since, thread = decode_heartbeat(self._receive_buffer[at : at + HEARTBEAT.size])
                 self._last_heartbeat = now
                 self._cpu_waits = self._read_cpu_waits(thread)
                 if ready and self._ready_at is None:

@@ -10,11 +10,11 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+from swiftspec.distributed.launch import control_socket
+from swiftspec.distributed.launch.job_link import JobLink
+from swiftspec.distributed.launch.supervised_process import Program, SupervisedProcess
 from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST
-from swiftspec.serve.signals import TERMINATION_SIGNALS, SignalHandlers
-from swiftspec.serve.supervisor import control_protocol
-from swiftspec.serve.supervisor.supervised_process import Program, SupervisedProcess
-from swiftspec.serve.supervisor.supervisor_link import JobLink
+from swiftspec.signals import TERMINATION_SIGNALS, SignalHandlers
 
 POLL_INTERVAL_S = 0.25  # longest wait between two checks
 MAX_POLL_DELAY_S = 1.0  # a check that is later than this means that the supervisor itself was stopped
@@ -123,8 +123,8 @@ class Supervisor:
         if frontend is not None and child in (frontend, self._leader) and frontend.control and self._leader.control:
             frontend_end, leader_end = socket.socketpair()
             with frontend_end, leader_end:
-                frontend.send(control_protocol.LINK, frontend_end)
-                self._leader.send(control_protocol.LINK, leader_end)
+                frontend.send(control_socket.LINK, frontend_end)
+                self._leader.send(control_socket.LINK, leader_end)
 
     def _handle_exit(self, child: SupervisedProcess, code: int, now: float) -> None:
         """Handles the exit of a process: schedules its restart, or ends the job."""
@@ -174,7 +174,7 @@ class Supervisor:
         for child in self._children:
             child.expect_exit()
         if self._frontend is not None:
-            self._frontend.send(control_protocol.SHUTDOWN)
+            self._frontend.send(control_socket.SHUTDOWN)
         ranks = [child for child in self._children if child is not self._frontend]
         if self._ranks_shut_down:
             self._wait_for_exit(wakeup, self._children, SHUTDOWN_GRACE_S)

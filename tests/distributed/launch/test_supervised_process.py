@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST
-from swiftspec.serve.supervisor import supervised_process
-from swiftspec.serve.supervisor.supervised_process import (
+from swiftspec.distributed.launch import supervised_process
+from swiftspec.distributed.launch.supervised_process import (
     EXIT_HEARTBEAT_TIMEOUT_S,
     STARTUP_HEARTBEAT_TIMEOUT_S,
     WORK_UNIT_TIMEOUT_S,
     SupervisedProcess,
 )
+from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST
 from tests.support.tiny_supervisor import FOREVER, program
 
 ROOT = Path(__file__).parents[3]
@@ -67,7 +67,7 @@ def test_a_process_stays_ready_whatever_heartbeat_arrives_last(processes: list[S
     late = f"client._control.send({beats}); os.kill(os.getpid(), signal.SIGSTOP)"
     process = started(
         processes,
-        f"import os, signal; from swiftspec.serve.supervisor import control_protocol as control; "
+        f"import os, signal; from swiftspec.distributed.launch import control_socket as control; "
         f"client._send_heartbeats = False; {late}",
     )
     now = time.monotonic()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from dataclasses import replace
 
+from swiftspec.distributed.launch.job_link import job_link
 from swiftspec.distributed.launch.launcher import LaunchedRank
-from swiftspec.serve.supervisor.supervisor_link import job_link
 from tests.support.http import until
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from swiftspec.errors import UserError
 from swiftspec.serve.__main__ import run_guarded
-from swiftspec.serve.signals import GracefulStop, SignalHandlers
+from swiftspec.signals import GracefulStop, SignalHandlers
 from tests.support.pty_terminal import Terminal
 from tests.support.toy_pair import make_pair
 
@@ -115,7 +115,7 @@ def test_handlers_are_restored_and_child_exits_reach_the_descriptor() -> None:
 STUBBORN = """
 import select, sys, time
 from swiftspec.serve.__main__ import run_guarded
-from swiftspec.serve.signals import GracefulStop, SignalHandlers
+from swiftspec.signals import GracefulStop, SignalHandlers
 def eats(first):
     print("runs", flush=True)
     while True:

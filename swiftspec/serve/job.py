@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from swiftspec.distributed.launch.job_link import job_link
 from swiftspec.distributed.launch.launcher import LaunchedRank
-from swiftspec.serve.supervisor.supervised_process import Program
-from swiftspec.serve.supervisor.supervisor import Supervisor
-from swiftspec.serve.supervisor.supervisor_link import job_link
+from swiftspec.distributed.launch.supervised_process import Program
+from swiftspec.distributed.launch.supervisor import Supervisor
 
 
 def supervise_server(

@@ -1,0 +1,317 @@
+"""The models of a process: loading, runners and roles on them, and their state at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Lock
+from typing import Any
+from weakref import WeakSet
+
+from swiftspec.backends import cpu
+from swiftspec.backends.cpu.packed_weight_cache import CACHE_FOLDER, PackedWeightCache
+from swiftspec.backends.cuda.devices import is_device_error
+from swiftspec.backends.reference import resampling
+from swiftspec.backends.reference.resampling import Resample
+from swiftspec.batching.chains import make_chains
+from swiftspec.batching.group_method import GroupMethod
+from swiftspec.batching.scheduler import BatchScheduler
+from swiftspec.builder import hardware
+from swiftspec.builder.load_options import Side, select_operators
+from swiftspec.builder.loaded_model import LoadedModel
+from swiftspec.builder.model_pair import ModelPair, rank_count
+from swiftspec.builder.verdict_file import VerdictRecord
+from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
+from swiftspec.control.measurement_file import M, MeasurementFile
+from swiftspec.control.row_times import PairTimes, RowTimes, measure_pair_times, measure_target_times
+from swiftspec.control.trial_budget import StoredBudgets, TrialBudgets
+from swiftspec.distributed.rank_startup import Progress
+from swiftspec.file_io import one_line
+from swiftspec.model.block_head import BlockHead
+from swiftspec.model.draft_head import DraftHead
+from swiftspec.model.head_loader import load_draft_head
+from swiftspec.model.tensor_parallel import TensorParallelGroup
+from swiftspec.observe import step_time_emulation
+from swiftspec.runtime.cancellation import CancelCheck
+from swiftspec.runtime.executors import available
+from swiftspec.runtime.executors.available import ExecutorDeps
+from swiftspec.runtime.executors.block import BlockExecutor
+from swiftspec.runtime.executors.graph import CudaCapture
+from swiftspec.runtime.executors.head import HeadExecutor
+from swiftspec.runtime.head_drafter import BlockDrafter, HeadDrafter
+from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
+from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY, OverlappedDrafter
+from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.suffix_drafter import SuffixDrafter
+from swiftspec.runtime.target_states import TargetStates
+from swiftspec.runtime.target_verifier import TargetVerifier
+from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.smc.particle_method import ParticleMethod
+from swiftspec.tree.children import ChildSelector, TopChildren
+from swiftspec.tree.rejection import RejectionSampling
+from swiftspec.tree.sampled_children import SampledChildren
+from swiftspec.tree.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models of a job that this process loads, and what their runners share.
+
+    `cache`: disk cache of packed weights; None if they are not stored.
+    `record`: records errors of the GPU for the next start; None: nothing does. Shared by copies.
+    `cancel_check`: shared by the runners of this process.
+    `capture_lock`: serialises the graph captures of this process.
+    `captures`: those of the runners of this process.
+    """
+
+    options: ModelPair
+    cache: PackedWeightCache | None
+    record: VerdictRecord | None
+    cancel_check: CancelCheck = field(default_factory=CancelCheck)
+    capture_lock: Lock = field(default_factory=Lock)
+    captures: WeakSet[CudaCapture] = field(default_factory=WeakSet)
+
+    @staticmethod
+    def of(options: ModelPair) -> Models:
+        """Returns the models that `options` name, none of which is loaded yet."""
+        folder, file = options.packed_cache, options.verdict_file
+        return Models(
+            options,
+            None if folder is None else PackedWeightCache(folder / CACHE_FOLDER),
+            None if file is None else VerdictRecord(file, options.verdict),
+        )
+
+    def with_vocab(self, vocab_size: int, masked_tokens: tuple[int, ...]) -> Models:
+        """Returns a copy with the vocabulary of rank 0; see `ModelPair.with_vocab`."""
+        return replace(self, options=self.options.with_vocab(vocab_size, masked_tokens))
+
+    def with_common_verdict(self, exchange: Callable[[str], Sequence[str]]) -> Models:
+        """Returns a copy with the verdict of this rank's group; see `ModelPair.with_common_verdict`."""
+        options = self.options.with_common_verdict(exchange)
+        if self.record is not None:
+            self.record.verdict = options.verdict
+        return replace(self, options=options)
+
+    def record_device_error(self, error: Exception, plan: EngineConfig) -> None:
+        """Records that the GPU of this process has failed, so that the next start is one rung lower
+        (`GpuVerdict.lower`). Does nothing if no verdict is kept, and for other errors."""
+        failed = next((each for each in (error, error.__cause__) if each and is_device_error(each)), None)
+        if self.record is not None and failed is not None:
+            grouped = max(rank_count(side, plan) for side in self.options.sides(plan)) > 1
+            self.record.lower(error, f"the GPU failed at run time: {one_line(failed)}", grouped=grouped)
+
+    @contextmanager
+    def device_errors_recorded(self, plan: EngineConfig) -> Iterator[None]:
+        """Context manager that records the error that leaves it (`record_device_error`)."""
+        try:
+            yield
+        except Exception as error:
+            self.record_device_error(error, plan)
+            raise
+
+    def set_thread_counts(self, plan: EngineConfig, *, set_torch_threads: bool = True) -> None:
+        """Sets the CPU threads of the native operators, and with `set_torch_threads` those of torch, for the whole
+        process. Called before the models are loaded, since packing uses the threads, too."""
+        options = self.options
+        specs = options.specs(plan)
+        native = all(select_operators(options.ops, spec, options.dtype, options.device) is cpu for spec in specs)
+        hardware.set_thread_counts(options.threads, native=native, set_torch_threads=set_torch_threads)
+
+    def row_times(self, plan: EngineConfig, verifier: LocalVerifier, drafter: LocalDrafter) -> PairTimes | None:
+        """Returns the row times of the pair; see `_stored_times`."""
+        leaves = plan.leaves_per_expansion
+        return self._stored_times(
+            plan, PairTimes, lambda: measure_pair_times(verifier, drafter, leaves, plan.max_nodes)
+        )
+
+    def target_times(self, plan: EngineConfig, verifier: LocalVerifier) -> RowTimes | None:
+        """Returns the times of the verifications of `verifier`, on the target of this process, by their number of rows;
+        see `_stored_times`."""
+        return self._stored_times(
+            plan, RowTimes, lambda: measure_target_times(verifier, plan.max_nodes, self.options.vocab_size)
+        )
+
+    def _stored_times(self, plan: EngineConfig, kind: type[M], measure: Callable[[], M | None]) -> M | None:
+        """Returns row times if `plan` requires them: those of an earlier start, from the folder of packed weights, or
+        else those that `measure` returns. Returns None if the models are too slow for the measurement."""
+        if not plan.time_rows:
+            return None
+        file = self._measurement_file(plan, kind)
+        if file is None:
+            return measure()
+        times = file.read()
+        if times is None and (times := measure()) is not None:
+            file.write(times)
+        return times
+
+    def trial_budgets(self, plan: EngineConfig) -> StoredBudgets:
+        """Returns what the draft has gained in earlier starts, by kind of request."""
+        return StoredBudgets.read(self._measurement_file(plan, TrialBudgets) if plan.self_switch else None)
+
+    def _measurement_file(self, plan: EngineConfig, kind: type[M]) -> MeasurementFile[M] | None:
+        """Returns the file of a measurement, in the folder of packed weights; None if these are not stored."""
+        if self.cache is None:
+            return None
+        facts = self.options.measurement_facts(plan)
+        if kind is TrialBudgets:
+            facts |= {"drafter": plan.drafter, "mode": plan.mode, "device": str(self.options.device)}
+        return MeasurementFile.of(self.cache.folder, facts, kind)
+
+    def suffix_drafter(self, plan: EngineConfig, times: RowTimes | None) -> SuffixDrafter:
+        """Returns a drafter by suffix lookup. `times`: of the target's verifications; None: not measured."""
+        rows = range(1, plan.max_nodes + 1)
+        return SuffixDrafter(plan.max_nodes, self.options.max_model_len, times and [times.at(count) for count in rows])
+
+    def verifier(
+        self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
+    ) -> LocalVerifier:
+        """Loads the target and returns a verifier on it."""
+        return build_verifier(*self.runner("target", plan, group, progress), plan)
+
+    def drafter(
+        self,
+        plan: EngineConfig,
+        group: TensorParallelGroup | None = None,
+        progress: Progress | None = None,
+        verifier: LocalVerifier | None = None,
+    ) -> LocalDrafter:
+        """Loads the draft and returns a drafter on it, for the mode of `plan`. `verifier`: on the target of this
+        process, whose hidden states a draft head reads."""
+        runner, deps = self.runner("draft", plan, group, progress)
+        if isinstance(runner.model, DraftHead | BlockHead):
+            assert verifier is not None
+            return build_head_drafter(runner, runner.model, verifier, plan)
+        return build_drafter(runner, deps, plan)
+
+    def scheduler(
+        self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
+    ) -> BatchScheduler:
+        """Loads both models and returns a scheduler of sequence groups on them, for the batch or population of
+        `plan`."""
+        target, deps = self.runner("target", plan, group, progress)
+        draft, draft_deps = self.runner("draft", plan, group, progress)
+        lag = 1 if self.options.device.type == "cuda" else 0  # on a CPU rounds are synchronous
+        method = make_group_method(plan.batch or plan.population, target, draft, self.options.max_model_len)
+        executors = available.population_executors(target, draft, deps, draft_deps, method.shape, method.native_params)
+        return BatchScheduler(
+            target, draft, executors, method, lag=lag, reuse_prefixes=self.options.prefix_cache_memory > 0
+        )
+
+    def runner(
+        self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
+    ) -> tuple[Runner, ExecutorDeps]:
+        """Loads a model, or this rank's shard of it. Returns a runner and the dependencies of the executors."""
+        return self.load_side(side, plan, group, progress).runner(
+            self.options.tree_slots(side, plan), self.cancel_check
+        )
+
+    def load_side(
+        self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
+    ) -> LoadedModel:
+        """Loads target or draft, or this rank's shard of it."""
+        options = self.options
+        if group is not None and self.record is not None:
+            self.record.groups.append(group)
+        path = options.target if side == "target" else options.draft
+        times = options.emulate.target if side == "target" else options.emulate.draft
+        assert path is not None
+        context, config = options.context(plan), options.config_of(side)
+        ops = select_operators(options.ops, config.spec, options.dtype, options.device, options.verdict)
+        how: Any = {
+            "dtype": options.dtype,
+            "device": options.device,
+            "ops": ops,
+            "max_positions": options.capacity(side, plan),
+            "context": options.max_model_len,
+            "progress": progress,
+            "group": group,
+            "quantization": options.quantization(side, ops),
+        }
+        if config.spec.draft_head is not None:
+            model = load_draft_head(None if options.draft_is_mtp else path, options.target, **how)
+        else:
+            model = options.load(
+                path,
+                cache_dtype=options.cache_dtype,
+                packed_cache=self.cache if ops is cpu else None,
+                hidden_layers=options.hidden_layers if side == "target" else (),
+                vocab_rows=options.vocab_size if side == "draft" else 0,
+                **how,
+            )
+        if side == "draft":
+            model = model.with_masked_tokens(options.masked_tokens)
+        hook = None if times is None else step_time_emulation.make_hook(times, 1 if group is None else group.size)
+        captures = options.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0 and options.verdict.graphs
+        priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
+        capture = partial(self._new_capture, priority) if captures else None
+        prefix_tokens = options.prefix_cache_tokens(plan) // options.sessions if plan.num_sequences == 1 else 0
+        return LoadedModel(
+            model,
+            ops,
+            options.vocab_size,
+            context,
+            prefix_tokens,
+            options.snapshot_tokens(plan),
+            options.grammars.compile,
+            options.grammars.eos_token_ids,
+            hook,
+            capture,
+        )
+
+    def _new_capture(self, priority: int) -> CudaCapture:
+        """Returns a capture for a runner. `priority`: CUDA priority of its graphs."""
+        capture = CudaCapture(self.capture_lock, self.options.device, priority)
+        self.captures.add(capture)
+        return capture
+
+    def release_graphs(self) -> None:
+        """Frees all CUDA graphs of this process; see `CudaCapture.release`."""
+        for capture in list(self.captures):
+            capture.release()
+
+
+def make_group_method(
+    config: BatchConfig | PopulationConfig, target: Runner, draft: Runner, max_tokens: int
+) -> GroupMethod[Any, Any]:
+    """Returns the chains of an exact batch, or the particles of mode smc. `max_tokens`: maximum length of an answer."""
+    slots, device = min(target.tree_slots, draft.tree_slots), target.model.device
+    if isinstance(config, BatchConfig):
+        return make_chains(config, slots, max_tokens, device)
+    # optional operator: backends without it use the reference implementation
+    resample: Resample = getattr(target.ops, "resample", resampling.resample)
+    return ParticleMethod(config, slots, max_tokens, device, resample)
+
+
+def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalVerifier:
+    """Returns a verifier on a model of this process."""
+    rejection = RejectionSampling if plan.verify == "reject" else None
+    executors = available.target_executors(runner, deps)
+    return TargetVerifier(runner, executors, rejection, plan.synthetic_acceptance_length)
+
+
+def build_drafter(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalDrafter:
+    """Returns a drafter on a model of this process, for the mode of `plan`."""
+    steps, tree = available.draft_executors(runner, deps, plan)
+    children: ChildSelector = TopChildren(plan.children_per_leaf, plan.proposal == "coupled")
+    if plan.proposal == "sample":
+        children = SampledChildren(
+            plan.children_per_leaf, runner.tree_slots, runner.vocab, carry=plan.verify == "reject"
+        )
+    kind = OverlappedDrafter if plan.overlap_on_one_gpu else LookaheadDrafter if plan.mode == "async" else LocalDrafter
+    return kind(runner, steps, tree, children, plan)
+
+
+def build_head_drafter(
+    runner: Runner, head: DraftHead | BlockHead, verifier: LocalVerifier, plan: EngineConfig
+) -> HeadDrafter:
+    """Returns a drafter on a draft head. `verifier`: on the target, whose hidden states it reads."""
+    states = verifier.states = TargetStates(head)
+    children = TopChildren(plan.children_per_leaf, plan.proposal == "coupled")
+    if isinstance(head, BlockHead):
+        executor = BlockExecutor(runner, head.block, states)
+        return BlockDrafter(runner, executor, DraftTree(plan.max_nodes, 1), children, plan, states, verifier.runner)
+    tree = DraftTree(1 + runner.tree_slots * plan.children_per_leaf, runner.tree_slots)
+    return HeadDrafter(runner, HeadExecutor(runner, states), tree, children, plan, states, verifier.runner)
