@@ -285,15 +285,14 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "draft group": Conflict("which has no draft group", REMOVE),
     },
     "several requests": {
-        "self-switch": Conflict("whose rounds are shared"),
-        "adapted shape": Conflict("whose rounds are shared"),
-        "grafting": Conflict("whose rounds are shared"),
         "draft head": Conflict(),
         "target worker": Conflict(),
         "draft worker": Conflict(),
     },
     "chains": {
         **{row: conflict for row, conflict in SEQUENCE_GROUPS.items() if "worker" not in row and row != "draft head"},
+        "self-switch": Conflict(),
+        "adapted shape": Conflict(),
         "uncoupled proposal": Conflict(fix=REMOVE),
         "tree size": Conflict("which verifies chains of {draft_steps} tokens", REMOVE),
     },

@@ -329,8 +329,10 @@ class EngineConfig:
         timed = alone and self.verify == "match" and self.is_adaptive
         wide = device == "cuda" and not self.draft_remote
         leaves = GPU_DRAFT_LEAVES if wide else DEFAULT_DRAFT_LEAVES
-        chains = self.chains or (self.max_num_seqs > 1 and device == "cuda")
-        return replace(self, draft_leaves=self.draft_leaves or leaves, time_rows=timed, chains=chains)
+        if self.max_num_seqs > 1 and device == "cuda" and not self.chains:
+            fixed = replace(self, self_switch=False, adapt_steps=False, adapt_batch=False, drafter="model")
+            return replace(fixed if self.is_adaptive else self, chains=True).for_device(device)
+        return replace(self, draft_leaves=self.draft_leaves or leaves, time_rows=timed)
 
     def check_request(self, sampling: SamplingParams) -> None:
         """Raises UserError if `sampling` does not fit this configuration: its mode, its proposal method, or the largest

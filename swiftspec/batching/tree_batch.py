@@ -116,7 +116,9 @@ class TreeBatchDecoding:
 
     def _advance(self, cancelled: IsCancelled) -> Iterator[tuple[BatchRequest, TokenChunk]]:
         """Resumes all requests that do not wait for a call, and then runs calls, if all wait for one."""
+        prefilling = sum(running.waiting is not None and running.waiting.priority == PREFILL for running in self._running)
         self._calls.company = len(self._running) > 1
+        self._calls.num_requests = max(len(self._running) - prefilling, 1)
         for running in list(self._running):
             if cancelled(running.request):
                 self._end(running)
@@ -168,4 +170,5 @@ class TreeBatchDecoding:
     def _end_all(self) -> None:
         while self._running:
             self._end(self._running[0])
+        self._calls.company, self._calls.num_requests = False, 1
 

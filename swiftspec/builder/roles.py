@@ -13,10 +13,8 @@ from swiftspec.builder.models import Models, build_drafter, build_verifier
 from swiftspec.cache.prefix_cache import TokenText
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
-from swiftspec.control.policy import initial_stats
-from swiftspec.control.row_times import PairTimes
+from swiftspec.control.shared_stats import SharedStats
 from swiftspec.control.step_times import SteppedDrafter
-from swiftspec.control.trial_budget import StoredBudgets
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.rank_startup import EngineRank, Progress
 from swiftspec.distributed.remote.client import RemoteDrafter
@@ -219,21 +217,32 @@ def _trees(
             runners.append((SequencePool(runner, config.max_num_seqs, calls, priority, reuse_prefixes=reuse), deps))
     (target, target_deps), *draft = runners
 
-    def make_roles() -> tuple[TreeRoles, TreeDecoding]:
+    def make_roles() -> tuple[TreeRoles, LocalDrafter | None]:
         alone = build_verifier(SequenceRunner(target), target_deps, config)
-        assert isinstance(alone, TargetVerifier)
-        drafter: SteppedDrafter = models.suffix_drafter(config, None) if config.drafts_by_lookup else NoDrafter()
-        local = None
-        for pool, deps in draft:
-            drafter = local = build_drafter(SequenceRunner(pool), deps, config)
-        parts = TreeRoles(drafter, alone, alone.runner)
-        return parts, make_tree_decoding(
-            parts, config, recorder, alone.probabilities, partial(num_captures, alone, local), local, None
-        )
+        local = next((build_drafter(SequenceRunner(pool), deps, config) for pool, deps in draft), None)
+        return TreeRoles(local or NoDrafter(), alone, alone.runner), local
 
     made = [make_roles() for _ in range(config.max_num_seqs)]
-    decoding = TreeBatchDecoding([each for _, each in made], [pool for pool, _ in runners], calls)
-    return made[0][0], decoding
+    (first, first_local), decodings = made[0], list[TreeDecoding]()
+    assert isinstance(first.verifier, TargetVerifier)
+    times = None if first_local is None else models.row_times(config, first.verifier, first_local)
+    target_times = models.target_times(config, first.verifier) if config.drafts_by_lookup else times and times.target
+    stats = SharedStats(config, times, models.trial_budgets(config), lambda: calls.num_requests)
+    for parts, local in made:
+        assert isinstance(parts.verifier, TargetVerifier)
+        suffix = None
+        if config.drafts_by_lookup or (local is not None and config.verify == "match"):
+            suffix = models.suffix_drafter(config, target_times)
+        if config.drafts_by_lookup and suffix is not None:
+            parts, suffix = replace(parts, drafter=suffix), None
+        captured = partial(num_captures, parts.verifier, local)
+        probabilities = parts.verifier.probabilities
+        decodings.append(
+            make_tree_decoding(
+                parts, config, recorder, probabilities, captured, local, None, suffix=suffix, stats=stats
+            )
+        )
+    return first, TreeBatchDecoding(decodings, [pool for pool, _ in runners], calls)
 
 
 def _tree(
@@ -267,14 +276,14 @@ def _tree(
         target_times = models.target_times(config, alone) if rank is None else None
         parts = replace(parts, drafter=models.suffix_drafter(config, target_times))
     times = None if rank is not None or local is None else models.row_times(config, alone, local)
-    budgets = models.trial_budgets(config) if rank is None and away is None else None
+    stats = SharedStats(config, times, models.trial_budgets(config) if rank is None and away is None else None)
     rpc_log = None if away is None else away.rpc_log
     captured = partial(num_captures, alone, local)
     suffix = None
     if config.grafts_suffix or (local is not None and config.verify == "match"):
         suffix = models.suffix_drafter(config, None if times is None else times.target)
     decoding = make_tree_decoding(
-        parts, config, recorder, alone.probabilities, captured, local, away, rpc_log, times, suffix, budgets
+        parts, config, recorder, alone.probabilities, captured, local, away, rpc_log, suffix, stats
     )
     return parts, decoding, config
 
@@ -288,9 +297,8 @@ def make_tree_decoding(
     local: LocalDrafter | None,
     away: RemoteDraft | None,
     rpc_log: RpcLog | None = None,
-    row_times: PairTimes | None = None,
     suffix: SuffixDrafter | None = None,
-    budgets: StoredBudgets | None = None,
+    stats: SharedStats | None = None,
 ) -> TreeDecoding:
     """Returns the decoding with a draft tree: wraps the drafter in a controller, if the config is adaptive or grafts
     suffix lookup, and for failover or fallback, and adds observers.
@@ -300,21 +308,17 @@ def make_tree_decoding(
     `probabilities`: returns the target's probabilities of a proposal's tokens, for traces (see `TreeTrace`).
     `captured_graphs`: returns the number of CUDA graphs that the models in this process have captured.
     `rpc_log`: log of the RPCs with workers; None without workers.
-    `row_times`: times of the models' forwards by number of rows; None: not measured.
     `suffix`: proposes after the draft has failed, and with grafting adds to its proposals. None: only the root is
         proposed then.
-    `budgets`: what the draft has gained in earlier starts; None: nothing is known or stored.
+    `stats`: measurements for the controller, which several decodings can share; None: none yet.
     """
     controller = None
     if config.has_draft_model and (config.is_adaptive or config.grafts_suffix):
-        kept = budgets or StoredBudgets.read(None)
+        stats = stats or SharedStats(config)
         controller = Controller(
-            parts.drafter,
-            lambda kind: initial_stats(config, row_times, kept.of(kind)),
-            suffix=suffix if config.grafts_suffix else None,
-            keep_budget=kept.keep,
+            parts.drafter, stats.of, suffix=suffix if config.grafts_suffix else None, keep_budget=stats.keep
         )
-        if local is not None and row_times is not None:
+        if local is not None and stats.row_times is not None:
             local.max_nodes = max(controller.round_stats.batch_sizes)
     on_event = _observers(recorder, parts, probabilities, local, controller, rpc_log)
     report = (lambda: None) if controller is None else controller.report

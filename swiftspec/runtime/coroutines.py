@@ -39,10 +39,15 @@ class Call(Protocol):
 
 
 class CallQueue:
-    """Connects the calls of requests with the loop that runs them. `company`: whether several requests run; alone, a
-    request runs its own calls, except prefill chunks, between which others may arrive."""
+    """Connects the calls of requests with the loop that runs them.
 
-    company = False
+    `company`: whether several requests run; alone, a request runs its own calls, except prefill chunks, between which
+    others may arrive.
+    `num_requests`: of those that run, the number of requests that share the next round; 1 without the loop.
+    """
+
+    def __init__(self) -> None:
+        self.company, self.num_requests = False, 1
 
     def wait(self, call: Call) -> Any:
         """Returns the result of a call: suspends the request until the loop has run it, or runs it at once. Raises the

@@ -111,7 +111,7 @@ class Settings(SettingsFields):
                 drafter="model" if mode == "ar" else self._drafter,
                 population=PopulationConfig(**self._config_values(PopulationConfig)),
                 **remote,
-                **self._adaptive_options(mode),
+                **self._adaptive_options(mode, ranks),
                 **self._config_values(EngineConfig),
             )
         except NotSupported as error:
@@ -185,14 +185,14 @@ class Settings(SettingsFields):
         a greedy answer, are left out."""
         return ignored_features(self.features(mode, device=device), flag_name)
 
-    def _adaptive_options(self, mode: str) -> dict[str, bool]:
+    def _adaptive_options(self, mode: str, ranks: int) -> dict[str, bool]:
         """Returns the EngineConfig options that let rounds depend on measured times.
 
         `adapt_steps` and `adapt_batch` are off if d or bs is given. Unless requested, all options are off with --verify
-        reject, whose text depends on the rounds, with synthetic acceptance, and if several requests share a round.
+        reject, whose text depends on the rounds, with synthetic acceptance, and for chains (`EngineConfig.chains`).
         """
         synthetic = self.synthetic_acceptance_length is not None
-        fixed = self.verify == "reject" or self.max_num_seqs > 1 or synthetic
+        fixed = self.verify == "reject" or (self.max_num_seqs > 1 and ranks > 1) or synthetic
         adapts = self.adapt and mode in ("serial", "async") and (not fixed or "adapt" in self.model_fields_set)
         return {
             "self_switch": self.self_switch and (not fixed or "self_switch" in self.model_fields_set),
