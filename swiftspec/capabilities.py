@@ -147,7 +147,9 @@ ENGINE_FEATURES = {
     "overlap": Feature("{mode} async on one rank", "start two ranks"),
     "no draft": Feature("no draft model", "specify one with {draft_model}", "without a draft model"),
     "several requests": Feature("{max_num_seqs} above 1", "use {max_num_seqs} 1"),
-    "chains": Feature("{max_num_seqs} above 1 on a GPU or on several ranks", "use {max_num_seqs} 1"),
+    "chains": Feature(
+        "{max_num_seqs} above 1 on a GPU, on several ranks or with {verify} reject", "use {max_num_seqs} 1"
+    ),
     "verify reject": Feature("{verify} reject", "use {verify} match"),
     "proposal top": Feature("{proposal} top", "use another {proposal}"),
     "proposal coupled": Feature("{proposal} coupled", "use another {proposal}"),
@@ -285,12 +287,13 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "draft group": Conflict("which has no draft group", REMOVE),
     },
     "several requests": {
+        "profile": Conflict("since it holds the tree of a single request", REMOVE),
         "draft head": Conflict(),
         "target worker": Conflict(),
         "draft worker": Conflict(),
     },
     "chains": {
-        **{row: conflict for row, conflict in SEQUENCE_GROUPS.items() if "worker" not in row and row != "draft head"},
+        **{row: conflict for row, conflict in SEQUENCE_GROUPS.items() if "worker" not in row and row not in ("profile", "draft head")},
         "self-switch": Conflict(),
         "adapted shape": Conflict(),
         "uncoupled proposal": Conflict(fix=REMOVE),

@@ -224,8 +224,8 @@ class EngineConfig:
     )
     max_num_seqs: int = setting(
         1,
-        "Requests decoded concurrently in modes ar and serial, guided ones counted twice. On a GPU and on several ranks"
-        " each has a chain of D draft tokens instead of a tree.",
+        "Requests decoded concurrently in modes ar and serial, guided ones counted twice. On a GPU, on several"
+        " ranks and with --verify reject each has a chain of D draft tokens instead of a tree.",
         SPECULATION,
         "G",
         ge=1,
@@ -252,7 +252,7 @@ class EngineConfig:
         usual = {"ar": 0, "async": 0 if remote else 1}.get(self.mode, self.target_tp)
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
-        if self.max_num_seqs > 1 and self.num_ranks > 1:
+        if self.max_num_seqs > 1 and (self.num_ranks > 1 or self.verify == "reject"):
             object.__setattr__(self, "chains", True)
         check_features(self.features)
         length, most = self.synthetic_acceptance_length, self.verify_batch
@@ -293,8 +293,8 @@ class EngineConfig:
         """Sets w and bs so that the tree is a chain of d draft tokens, all of which are verified."""
         require(
             self.initial_draft_steps < MAX_TREE_NODES,
-            f"with max_num_seqs above 1 on a GPU or on several ranks, draft_steps must lie in 1..{MAX_TREE_NODES - 1}, not"
-            f" {self.initial_draft_steps}",
+            f"with max_num_seqs above 1 on a GPU, on several ranks or with verify reject, draft_steps must lie in"
+            f" 1..{MAX_TREE_NODES - 1}, not {self.initial_draft_steps}",
         )
         object.__setattr__(self, "draft_leaves", 1)
         object.__setattr__(self, "verify_batch", self.initial_draft_steps + 1)

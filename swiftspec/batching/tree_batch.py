@@ -52,13 +52,13 @@ class TreeBatchDecoding:
     ) -> None:
         """`decodings`: each with a drafter and a verifier of its own. `pools`: of the target, and of the draft if there
         is one. `calls`: of all runners."""
-        self._decodings, self.pools, self._calls, self.captured_graphs = decodings, pools, calls, captured_graphs
+        self.decodings, self.pools, self._calls, self.captured_graphs = decodings, pools, calls, captured_graphs
         self._running = deque[RunningRequest]()
 
     @property
     def max_requests(self) -> int:
         """Maximum number of requests that are decoded concurrently; a guided one counts twice."""
-        return len(self._decodings)
+        return len(self.decodings)
 
     @property
     def busy(self) -> tuple[float, float]:
@@ -67,13 +67,13 @@ class TreeBatchDecoding:
 
     def open(self, start: RequestStart, stop_criteria: StopCriteria) -> int:
         self._end_all()
-        return self._decodings[0].open(start, stop_criteria)
+        return self.decodings[0].open(start, stop_criteria)
 
     def chunks(self, stop_criteria: StopCriteria, stats: Stats) -> Iterator[TokenChunk]:
-        return self._decodings[0].chunks(stop_criteria, stats)
+        return self.decodings[0].chunks(stop_criteria, stats)
 
     def close(self, stats: Stats) -> None:
-        self._decodings[0].close(stats)
+        self.decodings[0].close(stats)
 
     def batch(self, next_request: NextRequest, cancelled: IsCancelled) -> Generator[tuple[BatchRequest, TokenChunk]]:
         """Decodes requests concurrently. Yields (request, chunk) pairs.
@@ -105,13 +105,12 @@ class TreeBatchDecoding:
 
     def _has_room(self, sampling: SamplingParams) -> bool:
         """Returns whether a decoding and enough sequences are free for a request with these parameters."""
-        target, *draft = (pool.num_free for pool in self.pools)
-        enough = target >= (2 if sampling.guided else 1) and min(draft, default=1) > 0
-        return enough and len(self._running) < self.max_requests
+        in_use = sum(_num_sequences(running.request.start.sampling) for running in self._running)
+        return in_use + _num_sequences(sampling) <= self.max_requests
 
     def _admit(self, request: BatchRequest) -> None:
         in_use = [running.decoding for running in self._running]
-        decoding = next(each for each in self._decodings if each not in in_use)
+        decoding = next(each for each in self.decodings if each not in in_use)
         self._running.append(RunningRequest(request, decoding))
 
     def _advance(self, cancelled: IsCancelled) -> Iterator[tuple[BatchRequest, TokenChunk]]:
@@ -172,3 +171,7 @@ class TreeBatchDecoding:
             self._end(self._running[0])
         self._calls.company, self._calls.num_requests = False, 1
 
+
+def _num_sequences(sampling: SamplingParams) -> int:
+    """Returns the number of sequences of the target that a request takes."""
+    return 2 if sampling.guided else 1

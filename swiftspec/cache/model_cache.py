@@ -187,11 +187,10 @@ class SequenceView(ModelCache):
         self.prefix_len = [self._whole.prefix_len[index] for index in buffers]
 
     def reset(self, sequences: int = 0) -> None:
-        """Zeroes its sequences and gives them up."""
+        """Zeroes its sequences and empties their prefixes. The number of sequences does not change."""
         for sequence in range(len(self.prefix_len)):
             self.wipe(sequence, self.tree_len)
-            self._whole.prefix_len[self.buffers[sequence]] = 0
-        self.view([])
+        self.tree_len = 0
 
     def buffer_kv_len(self) -> list[int]:
         lengths = [0] * len(self._whole.prefix_len)

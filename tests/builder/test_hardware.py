@@ -163,8 +163,8 @@ def test_mode_auto_is_resolved_once() -> None:
     assert auto.for_models("draft") == EngineConfig("serial", draft_steps=4)
     assert EngineConfig("async").for_models("draft") == EngineConfig("async")
     assert EngineConfig(target_tp=2).for_models(None).draft_tp == 0
-    with pytest.raises(UserError, match="max_num_seqs above 1 is not supported without a draft model"):
-        EngineConfig(max_num_seqs=2).for_models(None)
+    with pytest.raises(UserError, match="max_num_seqs above 1 on a GPU.* is not supported without a draft model"):
+        EngineConfig(max_num_seqs=2, chains=True).for_models(None)
 
 
 @pytest.mark.parametrize(

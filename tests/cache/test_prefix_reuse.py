@@ -23,7 +23,7 @@ from tests.support.tiny_checkpoints import make_pair
 
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=80)
 SMC = EngineConfig("smc", population=PopulationConfig(3, 3, 0.7, smc_groups=3))
-CHAINS = EngineConfig("serial", draft_steps=3, max_num_seqs=3)
+CHAINS = EngineConfig("serial", draft_steps=3, max_num_seqs=3, chains=True)
 
 
 @given(st.lists(st.tuples(TEXTS, st.booleans()), max_size=12))
