@@ -23,7 +23,7 @@ import torch
 from bench.baselines.llama_plain import GREEDY, LlamaCpp, LlamaSampling, has_llama_cpp
 from bench.decode import Generate, Result, llama_cpp_system, measure, our_system
 from bench.workload import COMMON_SAMPLING
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.world import available_cores
 from swiftspec.llm_engine import LLMEngine

@@ -8,7 +8,8 @@ An int4 target is also run dense, for a comparison at equal precision. Decoding 
 then the baselines sample too, and the texts differ. The sampling defaults of many models are `--temperature 0.6 --top-p
 0.95 --top-k 20 --repetition-penalty 1.05`. Every figure covers whole requests, prefill included, except
 `decode`: tokens per second after the prefill. The systems alternate on every prompt, so that varying machine load
-affects all of them.
+affects all of them. `--guidance-scale 1.5` adds SwiftSpec's modes with guidance, whose column `x unguided` is the speed
+of decoding relative to the same mode without it.
 
 With `--device cuda` transformers and SwiftSpec run on the GPU, by default also in mode async on the one GPU, or under
 torchrun with a GPU for each model; llama.cpp, a baseline on the CPU, is left out. Not run on a GPU yet.
@@ -36,8 +37,9 @@ from bench.baselines.llama_plain import LlamaCpp, LlamaSampling, has_llama_cpp
 from bench.common.device import add_device_flag, check_device
 from bench.data import tasks
 from bench.data.heldout import DEMO, read_prompts
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 from swiftspec.builder.load_options import LoadOptions
+from swiftspec.builder.rules import resolve_config
 from swiftspec.config import PROPOSAL_METHODS, VERIFY_METHODS, EngineConfig
 from swiftspec.distributed.launch.world import available_cores, join_world, pin_to_cores
 from swiftspec.errors import UserError
@@ -46,6 +48,7 @@ from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
 
 DEFAULTS = EngineConfig()
+GUIDED = ", guided"  # end of a system's name
 GPU_CONTEXT = 2048  # tokens; all systems are loaded at the same time, and the first one would take a GPU's whole memory
 # every system sets its own threads before it decodes
 
@@ -92,6 +95,11 @@ class Result:
         """Tokens per second over the whole run."""
         return self.tokens / sum(self.seconds)
 
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the prefill; 0 if the system does not report them."""
+        return self.decoded / self.decode_seconds if self.decoded else 0.0
+
     def add(self, answer: Answer, seconds: float) -> None:
         """Adds one answer and the duration of its request."""
         self.tokens += len(answer.tokens)
@@ -135,12 +143,27 @@ def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace
     return generate
 
 
-def our_system(llm: LLMEngine, args: argparse.Namespace, cores: set[int]) -> Generate:
+def our_systems(name: str, llm: LLMEngine, args: argparse.Namespace, cores: set[int]) -> dict[str, Generate]:
+    """Returns the systems that decode with the engine `llm` on the CPU cores `cores`: one, and with --guidance-scale
+    another one with guidance."""
+    made = {name: our_system(llm, args, cores, 1.0)}
+    return (
+        made if args.guidance_scale == 1 else made | {name + GUIDED: our_system(llm, args, cores, args.guidance_scale)}
+    )
+
+
+def our_system(llm: LLMEngine, args: argparse.Namespace, cores: set[int], guidance_scale: float = 1.0) -> Generate:
     """Returns a system that decodes with the engine `llm` on the CPU cores `cores`."""
     sampling = SamplingParams(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, repetition_penalty=args.repetition_penalty,
-        max_tokens=args.max_tokens, ignore_eos=True, seed=args.seed,
-    )  # fmt: skip
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        repetition_penalty=args.repetition_penalty,
+        guidance_scale=guidance_scale,
+        max_tokens=args.max_tokens,
+        ignore_eos=True,
+        seed=args.seed,
+    )
 
     def generate(prompt: list[int]) -> Answer:
         every, threads = available_cores(), torch.get_num_threads()
@@ -227,7 +250,7 @@ def build(args: argparse.Namespace) -> dict[str, Generate]:
                 llm = LLMEngine(
                     model, draft_path, config_of(mode, args, together=mode == "async"), **load_options(args)
                 )
-                systems[f"swiftspec {mode}{what}"] = our_system(llm, args, every)
+                systems |= our_systems(f"swiftspec {mode}{what}", llm, args, every)
     return systems | (llama_cpp_systems(args) if args.device == "cpu" else {})
 
 
@@ -250,15 +273,17 @@ def measure(systems: dict[str, Generate], prompts: list[list[int]], repeats: int
 def report(results: list[Result], args: argparse.Namespace, prompts: int) -> dict[str, Any]:
     """Builds the JSON document: settings, machine, and one row per system."""
     plain, assisted = results[0], results[1]
+    unguided = {r.name + GUIDED: r.decode_rate for r in results}
     rows = [
         {
             "system": r.name,
             "tokens_per_second": round(r.rate, 1),
-            "decode_tokens_per_second": round(r.decoded / r.decode_seconds, 1) if r.decoded else None,
+            "decode_tokens_per_second": round(r.decode_rate, 1) if r.decoded else None,
             "tokens_per_round": round(r.tokens / r.rounds, 3) if r.rounds else None,
             "median_ms_per_request": round(1000 * statistics.median(r.seconds), 1),
             "ratio_to_transformers": round(r.rate / plain.rate, 2),
             "ratio_to_assisted": round(r.rate / assisted.rate, 2),
+            "ratio_to_unguided": round(r.decode_rate / unguided[r.name], 2) if r.name in unguided else None,
             "same_text_as_transformers": sum(map(operator.eq, r.texts[:prompts], plain.texts)),
         }
         for r in results
@@ -280,6 +305,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "tok/round": "tokens_per_round",
         "x plain": "ratio_to_transformers",
         "x assisted": "ratio_to_assisted",
+        "x unguided": "ratio_to_unguided",
         "same text": "same_text_as_transformers",
     }
     cells = [list(columns), *([str("-" if row[k] is None else row[k]) for k in columns.values()] for row in rows)]
@@ -316,6 +342,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--guidance-scale", type=float, default=1.0, help="also measure guidance (default: 1, without)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verify-batch", type=int, default=DEFAULTS.verify_batch)
     parser.add_argument("--draft-leaves", type=int, default=DEFAULTS.draft_leaves)
@@ -327,7 +354,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     check_device(parser, args.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     alone = args.device == "cuda" and "RANK" not in os.environ
-    args.draft_leaves = args.draft_leaves or DEFAULTS.for_device(args.device).leaves_per_expansion
+    args.draft_leaves = args.draft_leaves or resolve_config(DEFAULTS, "draft", args.device).draft_leaves
     args.modes = args.modes or ("ar,serial,async" if alone else "ar,serial")
     return args
 
@@ -356,7 +383,7 @@ def main() -> None:
     if world is not None:
         config = config_of("async", args)
         together = LLMEngine(args.model, args.draft_model, config, world=world, **load_options(args))
-        systems["swiftspec async 1 + 1"] = our_system(together, args, world.own_cores())
+        systems |= our_systems("swiftspec async 1 + 1", together, args, world.own_cores())
     result = report(measure(systems, prompts, args.repeats), args, len(prompts))
     if together is not None:
         together.close()

@@ -19,6 +19,7 @@ from bench.adapt import Clock, TimedDrafter, TimedVerifier
 from bench.common.roles import local_roles
 from bench.data.heldout import DEMO, read_token_ids
 from bench.workload import Work
+from swiftspec.builder.rules import resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
 from swiftspec.control.policy import initial_stats
@@ -51,7 +52,7 @@ def run(times: tuple[float, ...], expansion: float, work: Work, *, known: bool) 
     """Decodes the short prompts, and the first one again at the end. Returns the tokens per second and the
     autoregressive rounds of each answer. `known`: whether the row times are known before the first round."""
     config = EngineConfig("serial", self_switch=True, adapt_steps=True, adapt_batch=True)
-    config = config.for_device("cpu") if known else config
+    config = resolve_config(config, DEMO / "draft", "cpu") if known else config
     llm = LLMEngine(DEMO / "target", DEMO / "draft", config, dtype=torch.bfloat16, device="cpu", threads=1)
     drafter, verifier = local_roles(llm)
     table = PairTimes(RowTimes(ROWS, times), RowTimes((1, 4), (expansion, expansion))) if known else None

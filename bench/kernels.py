@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftspec.backends import cpu as host
-from swiftspec.backends.reference import Scores
+from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.reference.sampling import Scores
 from swiftspec.model.batch import Batch
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.weights import DenseWeight

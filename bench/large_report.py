@@ -148,7 +148,7 @@ def machine() -> dict[str, Any]:
     import torch
 
     from swiftspec import __version__
-    from swiftspec.backends import cpu
+    from swiftspec.backends.cpu import cpu
 
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

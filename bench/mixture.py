@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 from swiftspec.backends.cpu.packing import PackedLinear
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
@@ -41,7 +41,7 @@ def random_int4(outputs: int, inputs: int) -> PackedLinear:
     codes = torch.randint(-(2**31), 2**31 - 1, (blocks, inputs // 8, 16), dtype=torch.int32)
     scales = (torch.rand(blocks, inputs // GROUP, 16) * inputs**-0.5 / 4).to(BF16)
     zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
-    return PackedLinear.create(inputs, outputs, True, codes, scales, zeros, None)
+    return PackedLinear(inputs=inputs, outputs=outputs, int8_activations=1, data=codes, scales=scales, zeros=zeros)
 
 
 class RandomMixture:

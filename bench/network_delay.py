@@ -5,7 +5,7 @@ asynchronous mode.
                                   [--plot out.svg]
 
 Runs the workers of bench/workers.py, each behind its own relay (tests/support/relay.py), and decodes through both, like
-`generate`. Delays are milliseconds one way. The prediction is that of `swiftspec.profile predict --link` at its best d.
+`generate`. Delays are milliseconds one way. The prediction is that of `bench.prediction --link` at its best d.
 Its inputs are recorded rounds of the same prompts, the round trip of a Ping, and the time around the forwards, which
 bench/rpc_latency.py measures without relays on other prompts.
 """
@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 from bench import rpc_latency
 from bench.data.heldout import texts
 from bench.figure import svg_axes
+from bench.prediction import network, predictor
+from bench.prediction.network_link import Link
+from bench.prediction.simulation import RecordedAcceptance, SimulatedTimes
 from bench.workers import LEAVES, NODES, PACES, SHAPE, started, workers
-from swiftspec.lab import network_prediction, predict
-from swiftspec.lab.network_link import Link
-from swiftspec.lab.simulation import RecordedAcceptance, SimulatedTimes
 from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.startup.remote_session import open_local_or_remote
@@ -62,10 +62,10 @@ def measure(mode: str, urls: dict[str, str], tokens: int) -> dict[str, float]:
 
 def predicted(link: Link, times: SimulatedTimes) -> dict[str, float]:
     """Returns the predicted tokens per second by mode."""
-    known = RecordedAcceptance(json.loads(predict.ACCEPTANCE.read_text(encoding="utf-8"))["rounds"])
+    known = RecordedAcceptance(json.loads(predictor.ACCEPTANCE.read_text(encoding="utf-8"))["rounds"])
     found = {
         plan.name: plan.outcome.speed
-        for plan in network_prediction.predict_plans(link, known, NODES, LEAVES, times, times, times)
+        for plan in network.predict_plans(link, known, NODES, LEAVES, plain=times, near=times, apart=times)
     }
     return {mode: found[f"{mode}, both remote"] for mode in MODES}
 

@@ -39,7 +39,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bench.baselines.llama_server import UNCHANGED, LlamaServer, find_server
 from bench.width_expanded import complete, warm
 from bench.workload import Measured, Work
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 from swiftspec.builder.load_options import Side
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError

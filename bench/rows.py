@@ -29,7 +29,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from bench.data.heldout import DEMO
 from bench.large_report import machine
 from bench.workload import COMMON_SAMPLING
 from swiftspec import _C
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 from swiftspec.backends.cpu.packing import PackedLinear
 from swiftspec.builder.load_options import HeadName, LoadOptions, Side
 from swiftspec.builder.model_pair import ModelPair
@@ -49,6 +49,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import PackedMixture, PackedModel
+from swiftspec.params import FILTERS, SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.runner import Runner
 
@@ -173,11 +174,11 @@ class MeasuredModel:
 
     def _run_samplers(self, logits: Tensor) -> Spent:
         watch, keys = Stopwatch(), torch.arange(len(logits), dtype=torch.int32)
-        filters = COMMON_SAMPLING["top_k"], COMMON_SAMPLING["top_p"], 0.0
+        filters = SamplingParams(**COMMON_SAMPLING).values_of(FILTERS)
         host.draw(logits, self._vocab)
         watch.lap("draw")
         tokens = torch.empty(len(logits), dtype=torch.int64)
-        _C.draw_filtered(logits, self._vocab, None, COMMON_SAMPLING["temperature"], *filters, keys, tokens)
+        _C.draw_filtered(logits, self._vocab, None, COMMON_SAMPLING["temperature"], filters, keys, tokens)
         watch.lap("filtered draw")
         host.children(logits, self._vocab, self._children)
         watch.lap("children")
@@ -202,19 +203,16 @@ def row_preparations(layer: Any) -> list[PackedLinear]:
 
 
 def first_block(weight: PackedLinear) -> PackedLinear:
-    outputs = min(BLOCK, weight.outputs)
-    tensors = {name: tensor if tensor is None or name == "order" else tensor[:1] for name, tensor in
-               weight.optional_tensors().items() if name != "bias"}  # fmt: skip
-    return PackedLinear.create(
-        weight.inputs, outputs, weight.int8_activations, weight.data[:1], **tensors, bias=None
-    )  # fmt: skip
+    tensors = {name: tensor for name, tensor in weight.optional_tensors().items() if tensor is not None}
+    cut = {name: tensor[:1] for name, tensor in tensors.items() if name != "order"}
+    return replace(weight, outputs=min(BLOCK, weight.outputs), data=weight.data[:1], **{**cut, "bias": None})
 
 
 def call_microseconds() -> float:
     """Returns the least microseconds of a call of a negligible projection."""
     x, weight = (
         torch.zeros(1, BLOCK),
-        PackedLinear.create(BLOCK, BLOCK, False, torch.zeros(1, BLOCK, BLOCK), *[None] * 3),
+        PackedLinear(inputs=BLOCK, outputs=BLOCK, data=torch.zeros(1, BLOCK, BLOCK)),
     )
     least = float("inf")
     for _ in range(1000):

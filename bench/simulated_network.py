@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 from bench.data.heldout import texts
 from bench.workers import NODES, PACES
+from swiftspec.builder.drafters import build_drafter
 from swiftspec.builder.model_pair import ModelPair, draft_tree_slots
-from swiftspec.builder.models import Models, build_drafter
+from swiftspec.builder.models import Models
 from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import Proposal, RequestStart, VerifyResult

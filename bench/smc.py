@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from bench.data.heldout import DEMO, read_prompts
 from bench.figure import scale_speeds, svg_axes
 from bench.smc_groups import add_flags, compare
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion

@@ -78,13 +78,26 @@ def build(kind: str, particles: int, steps: int, without: str, args: argparse.Na
     llm = LLMEngine(args.target, args.draft, config, **options)
     population = llm.roles.inner_roles
     assert isinstance(population, BatchScheduler)
-    rounds = "eager" if without == "round in one call" else args.rounds
-    if rounds is not None:
-        population.executors = [known for known in population.executors if known.name in (rounds, "eager")]
-    lag = int(without != "late host") if args.ablate else args.lag
-    if lag is not None:
-        population.lag = lag
+    if args.rounds is not None:
+        keep_executor(population, args.rounds)
+    if args.lag is not None:
+        population.lag = args.lag
+    if args.ablate:
+        leave_out(population, without)
     return llm
+
+
+def keep_executor(population: BatchScheduler, name: str) -> None:
+    """Removes all executors but this one and the eager one."""
+    population.executors = [known for known in population.executors if known.name in (name, "eager")]
+
+
+def leave_out(population: BatchScheduler, without: str) -> None:
+    """Disables one of ABLATED in a population, if it is not the deferred bonus, which the engine's configuration
+    disables."""
+    population.lag = int(without != "late host")
+    if without == "round in one call":
+        keep_executor(population, "eager")
 
 
 def run(llm: LLMEngine, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at_once: int, total: Total) -> None:

@@ -22,8 +22,8 @@ from bench.data.heldout import DEMO, read_prompts
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.world import join_world
-from swiftspec.lab import measurement, timeline
-from swiftspec.lab.timeline import Trace
+from swiftspec.lab import measurement, round_costs
+from swiftspec.lab.round_costs import Trace
 from swiftspec.lab.worker_pool import EngineBuild, Pair, RankPool
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.profiles import emulation
@@ -74,8 +74,8 @@ def main() -> None:
             file = Path(folder) / "rounds.jsonl"
             with pool.engine(EngineBuild(EngineConfig("async", draft_steps=d), trace=str(file))) as llm:
                 run = measurement.decode_all(llm, prompts, args.max_tokens)
-            costs = timeline.costs(Trace.read(file))
-            own = statistics.median(timeline.host_overhead(costs, target, draft))
+            costs = round_costs.costs(Trace.read(file))
+            own = statistics.median(round_costs.host_overhead(costs, target, draft))
             length = statistics.median(cost.length for cost in costs)
             more = f", round {1e3 * length:.2f} ms, {1e3 * own:.3f} ms host overhead ({own / length:.1%})"
             ahead.append(show("parallel", d, run, more))

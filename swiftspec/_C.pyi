@@ -165,16 +165,14 @@ class Population:
         kept."""
     def round(
         self,
-        spans: Sequence[
-            tuple[int, float, Array | None, tuple[int, float, float] | None, tuple[float, float, float] | None, int]
-        ],
+        spans: Sequence[tuple[int, float, Array | None, dict | None, dict | None, int]],
         summary: Array,
         on_forward: Callable | None,
     ) -> tuple[float, float]:
-        """Runs a round of the first groups. Each span is (groups, temperature, bias [vocab] or None, (top_k, top_p,
-        min_p) or None, (repetition, presence, frequency penalty) or None, min_tokens); temperature 0 draws without
-        noise. Fills `summary` [groups, 3 + max_tokens + width] as GroupRound does. Calls on_forward(is_target, rows,
-        seconds) after each forward. Returns the seconds of the draft's forwards and of the target's."""
+        """Runs a round of the first groups. Each span is (groups, temperature, bias [vocab] or None, filters or None,
+        penalties or None, min_tokens), filters and penalties by their names in SamplingParams; temperature 0 draws
+        without noise. Fills `summary` [groups, 3 + max_tokens + width] as GroupRound does. Calls on_forward(is_target,
+        rows, seconds) after each forward. Returns the seconds of the draft's forwards and of the target's."""
 
 class Rounds:
     """Expansions and verifications as one call each, for one decoder and a cache of one sequence, or of two for
@@ -224,13 +222,11 @@ class Rounds:
 
 class Scoring:
     """Scores of one request's logits: temperature, bias, penalties, filters and noise. Created by `Rounds.scoring`."""
-    def set_filter(self, top_k: int, top_p: float, min_p: float) -> None:
-        """Filters of verifications; 0, 1 and 0 keep all tokens."""
-    def set_penalties(
-        self, repetition: float, presence: float, frequency: float, prompt: Sequence[int], output: Sequence[int]
-    ) -> None:
-        """Penalties of verifications. `prompt`, `output`: the verified tokens; those of later verifications are added
-        by `Rounds.verify`."""
+    def set_filters(self, filters: dict) -> None:
+        """Filters of verifications, by their names in SamplingParams."""
+    def set_penalties(self, penalties: dict, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Penalties of verifications, by their names in SamplingParams. `prompt`, `output`: the verified tokens; those
+        of later verifications are added by `Rounds.verify`."""
 
 class ShmGroup:
     """Collectives over shared memory; see ShmGroup in host/shm/ll_shm.h."""
@@ -356,15 +352,7 @@ def draw(
     """Per row the token of the highest score; see ScoreArgs in common/arguments.h."""
 
 def draw_filtered(
-    logits: Array,
-    vocab: int,
-    bias: Array | None,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    keys: Array,
-    tokens: Array,
+    logits: Array, vocab: int, bias: Array | None, temperature: float, filters: dict, keys: Array, tokens: Array
 ) -> None:
     """Per row the token of the highest score with the noise of its key, among the tokens that the filters keep."""
 
@@ -373,9 +361,7 @@ def draw_keyed(
 ) -> None:
     """Per row the token of the highest score with the noise of its key, and log_softmax(scores) at that token."""
 
-def filter_scores(
-    logits: Array, vocab: int, bias: Array | None, temperature: float, top_k: int, top_p: float, min_p: float
-) -> None:
+def filter_scores(logits: Array, vocab: int, bias: Array | None, temperature: float, filters: dict) -> None:
     """Replaces logits by scores, and the scores that the filters exclude by -inf."""
 
 def fold_delta(state: Array, keys: Array, updates: Array, decays: Array) -> None:
@@ -567,13 +553,7 @@ class CudaCache:
 class CudaChannel:
     """A rank's endpoint of a group of GPUs; see cuda/peers/channel.h."""
     def __init__(
-        self,
-        rank: int,
-        inboxes: Sequence[int],
-        lines: int,
-        epoch: Array,
-        done: Array,
-        error_word: Array,
+        self, rank: int, inboxes: Sequence[int], lines: int, epoch: Array, done: Array, error_word: Array
     ) -> None:
         """`inboxes`: the addresses at which this rank sees every rank's. On the GPU `epoch` [1] int64 and `done` [1]
         int32, `error_word` [2] int64 in pinned memory: the fault, and the milliseconds after which a waiting kernel

@@ -17,25 +17,23 @@ SUBCOMMANDS = {
     "generate": "Print one answer to a prompt.",
     "worker": "Run one model for clients on other machines or devices (gRPC).",
     "profile": "Measure the fastest settings for a pair of models on this machine.",
-    "exactness": "Test whether speculation changes the output.",
-    "pair": "List the models on this machine that can draft for a target, and their predicted speed.",
     "quantize": "Write a model with its weights rounded to int4.",
     "doctor": "Show what this machine has, and what would be slow and why.",
     "replay": "Serve the page for a recorded trace, without a model.",
 }
 LAB_MODULES = {  # modules with the `main` of the sub-commands that serve nothing
     "profile": "swiftspec.lab.profile",
-    "exactness": "swiftspec.lab.exactness.command",
-    "pair": "swiftspec.lab.pair",
     "quantize": "swiftspec.lab.quantize",
     "doctor": "swiftspec.lab.doctor",
 }
-OTHER_COMMANDS = {  # commands of Ollama and vLLM: what does the same here
+OTHER_COMMANDS = {  # commands of Ollama and vLLM, and former ones of SwiftSpec: what does the same here
     "run": "use `swiftspec chat MODEL`, or `swiftspec generate MODEL --prompt TEXT`",
     "pull": "a model is downloaded when it is first used, as by `swiftspec chat ORG/NAME`",
-    "list": "`swiftspec pair TARGET` lists the models on this machine that can draft for a target",
-    "ls": "`swiftspec pair TARGET` lists the models on this machine that can draft for a target",
+    "list": "use `hf cache ls`",
+    "ls": "use `hf cache ls`",
     "bench": "use `swiftspec profile MODEL --draft-model DRAFT`",
+    "pair": "use `python -m bench.pair TARGET` in SwiftSpec's source directory",
+    "exactness": "use `python -m bench.exactness` in SwiftSpec's source directory",
     "complete": "use `swiftspec generate MODEL --raw --prompt TEXT`",
 }
 USAGE_EXIT_CODE = 2

@@ -111,9 +111,9 @@ def conflict_text(row: str, column: str, conflict: Conflict, found: Collection[s
 
 REQUEST_FEATURES = {
     "greedy": Feature("temperature 0", "raise it"),
-    "filters": Feature("top-k, top-p or min-p"),
+    "filters": Feature("filters of the distribution", REMOVE_THEM, plural=True),
     "deep top-k": Feature("top-k of 64 or more for each rank of a group"),
-    "penalties": Feature("repetition, presence or frequency penalty"),
+    "penalties": Feature("penalties", REMOVE_THEM, plural=True),
     "guidance": Feature("guidance", "set {guidance_scale} to 1"),
     "grammar": Feature("a grammar or output format"),
     "excluded tokens": Feature("allowed_token_ids or bad_words_ids", REMOVE_THEM, plural=True),

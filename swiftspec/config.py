@@ -145,7 +145,8 @@ class EngineConfig:
     In mode async the first `target_tp` ranks run the target and the next `draft_tp` ranks run the draft. With
     `target_tp` 1 and `draft_tp` 0, a single rank runs both models concurrently on its GPU, unless a worker runs one of
     them. In modes serial and smc the same ranks run both models alternately, so `target_tp` and `draft_tp` are equal.
-    Mode ar has no draft. Mode auto is serial with a draft and ar without one.
+    Mode ar has no draft. The rules of builder/rules.py resolve what is left open (None, "auto"): mode auto becomes
+    serial with a draft and ar without one.
     """
 
     mode: str = setting("auto", choices=("auto", *MODES))
@@ -158,7 +159,7 @@ class EngineConfig:
         le=MAX_TREE_NODES,
         applies_to=TREE,
     )
-    draft_leaves: int | None = setting(  # None: by the device of the draft; see `for_device`
+    draft_leaves: int | None = setting(  # None: by the device of the draft
         None,
         "Leaves expanded per draft forward.",
         SPECULATION,
@@ -231,17 +232,17 @@ class EngineConfig:
         ge=1,
         le=MAX_CONCURRENT_REQUESTS,
     )
-    chains: bool = False  # several requests have a chain of draft tokens each, not a tree; see `for_device`
+    chains: bool = False  # several requests have a chain of draft tokens each, not a tree (builder/rules.py)
     self_switch: bool = False  # decode without the draft while that is faster; rounds then depend on the clock
     adapt_steps: bool = False  # d follows measurements of running requests; rounds then depend on the clock
     adapt_batch: bool = False  # bs follows measurements, up to `max_nodes`; rounds then depend on the clock
-    time_rows: bool = False  # the models' forwards are timed at start by their number of rows; see `for_device`
+    time_rows: bool = False  # the models' forwards are timed at start by their number of rows
     target_tp: int = setting(1, ge=1)
     draft_tp: int = -1  # -1: default of the mode (async 1, or 0 with a worker; ar 0; others target_tp)
     target_remote: bool = False  # a worker runs the target instead of the ranks of this job
     draft_remote: bool = False  # the same for the draft
     population: PopulationConfig = PopulationConfig()  # mode smc
-    # what proposes; auto: the draft model, unless `for_models` adds suffix lookup
+    # what proposes; auto: the draft model, or the rules of builder/rules.py add suffix lookup
     drafter: str = setting("auto", choices=("auto", "model", SUFFIX_LOOKUP, GRAFTED))
 
     def __post_init__(self) -> None:
@@ -258,8 +259,12 @@ class EngineConfig:
         length, most = self.synthetic_acceptance_length, self.verify_batch
         fits = length is None or 1 <= length <= most
         require(fits, f"synthetic_acceptance_length must lie in 1..{most} (verify_batch), not {length or 0:g}")
-        if self.chains:
-            self._make_chains()
+        steps = self.initial_draft_steps
+        require(
+            not self.chains or steps < MAX_TREE_NODES,
+            f"with max_num_seqs above 1 on a GPU, on several ranks or with verify reject, draft_steps must lie in"
+            f" 1..{MAX_TREE_NODES - 1}, not {steps}",
+        )
         if self.mode == "async":
             alone = self.draft_tp == 0 and self.target_tp == 1
             require(self.draft_tp >= 1 or alone, f"draft_tp must be at least 1 in mode async, not {self.draft_tp}")
@@ -288,51 +293,6 @@ class EngineConfig:
             "draft worker": self.draft_remote,
         }
         return features_in(found)
-
-    def _make_chains(self) -> None:
-        """Sets w and bs so that the tree is a chain of d draft tokens, all of which are verified."""
-        require(
-            self.initial_draft_steps < MAX_TREE_NODES,
-            f"with max_num_seqs above 1 on a GPU, on several ranks or with verify reject, draft_steps must lie in"
-            f" 1..{MAX_TREE_NODES - 1}, not {self.initial_draft_steps}",
-        )
-        object.__setattr__(self, "draft_leaves", 1)
-        object.__setattr__(self, "verify_batch", self.initial_draft_steps + 1)
-
-    def for_models(self, draft: object) -> "EngineConfig":
-        """Returns the configuration with mode auto resolved, and with the drafter that `draft` names. `draft`: the
-        local draft model, or "suffix" for suffix lookup; None: there is none, unless the configuration names it.
-
-        Drafter auto becomes "model+suffix" in mode serial, where that is supported, if the configuration is adaptive:
-        rounds with grafting depend on the clock, too. In mode async the draft expands while the target verifies, so
-        that skipping it saves no time.
-        """
-        if draft == SUFFIX_LOOKUP and not self.drafts_by_lookup and self.mode != "ar":
-            return replace(self, drafter=SUFFIX_LOOKUP).for_models(draft)
-        if self.mode != "auto":
-            here = self.mode == "serial" and not (self.target_remote or self.draft_remote)
-            grafts = self.drafter == "auto" and here and self.is_adaptive and self.verify == "match"
-            return replace(self, drafter=GRAFTED) if grafts else self
-        has_draft = draft is not None or self.draft_remote or self.drafts_by_lookup
-        check_features(self.features | (set() if has_draft else {"no draft"}))
-        return replace(self, mode="serial" if has_draft else "ar", draft_tp=-1).for_models(draft)
-
-    def for_device(self, device: str) -> "EngineConfig":
-        """Returns the configuration with w filled in, unless it is set, and with `time_rows` and `chains`. `device`:
-        type of the device of the models in this process, such as "cuda".
-
-        The device of a remote draft is unknown, so it gets the default w of a CPU, which every worker accepts. Forwards
-        are timed where one process runs both models alternately, and the timing has a use.
-        """
-        remote = self.draft_remote or self.target_remote
-        alone = self.mode == "serial" and self.num_ranks == 1 and not remote
-        timed = alone and self.verify == "match" and self.is_adaptive
-        wide = device == "cuda" and not self.draft_remote
-        leaves = GPU_DRAFT_LEAVES if wide else DEFAULT_DRAFT_LEAVES
-        if self.max_num_seqs > 1 and device == "cuda" and not self.chains:
-            fixed = replace(self, self_switch=False, adapt_steps=False, adapt_batch=False, drafter="model")
-            return replace(fixed if self.is_adaptive else self, chains=True).for_device(device)
-        return replace(self, draft_leaves=self.draft_leaves or leaves, time_rows=timed)
 
     def check_request(self, sampling: SamplingParams) -> None:
         """Raises UserError if `sampling` does not fit this configuration: its mode, its proposal method, or the largest
@@ -417,7 +377,7 @@ class EngineConfig:
 
     @property
     def leaves_per_expansion(self) -> int:
-        """w, or its default on a CPU if `for_device` has not filled it in."""
+        """w, or its default on a CPU if it is not resolved."""
         return self.draft_leaves if self.draft_leaves is not None else DEFAULT_DRAFT_LEAVES
 
     @property

@@ -30,7 +30,8 @@ class TokenChunk:
 
 @dataclass(slots=True)
 class Stats:
-    """Statistics of one request. Times are durations in seconds."""
+    """Statistics of one request. Times are durations in seconds. The class is flat because users read its fields in
+    `CompletionOutput.stats`."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens that the target's prefix cache supplied

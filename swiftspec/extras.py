@@ -8,7 +8,7 @@ from typing import Literal
 
 from swiftspec.errors import UserError
 
-ExtraName = Literal["kv-events", "network", "otel", "ray", "report"]
+ExtraName = Literal["kv-events", "network", "otel", "ray"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,6 @@ EXTRAS: dict[ExtraName, Extra] = {
         "OpenTelemetry", "spans of requests", ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
     ),
     "ray": Extra("Ray Serve", "replicas in Ray Serve", ("ray",)),
-    "report": Extra("matplotlib", "HTML reports of profiles", ("matplotlib",)),
 }
 
 

@@ -21,14 +21,17 @@ from swiftspec.builder.load_options import LoadOptions
 from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.models import Models
-from swiftspec.builder.roles import MakeRemoteDrafter, Roles, build_roles
+from swiftspec.builder.plan import block_size
+from swiftspec.builder.ranks import run_rank, start_engine_rank
+from swiftspec.builder.roles import ConnectDraft, Roles, build_roles
+from swiftspec.builder.rules import Choices, resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.rank_startup import EngineRank, Progress
 from swiftspec.distributed.remote.failover import Outage
 from swiftspec.engine import Completion, Stats, TokenChunk
 from swiftspec.extras import require_extra
+from swiftspec.model.checkpoint_files import Progress
 from swiftspec.observe.draft_monitor import DraftMonitor
 from swiftspec.observe.recorder import TraceListener
 from swiftspec.params import SamplingParams
@@ -161,7 +164,7 @@ class TokenEngine:
         """Sets the listener that receives trace records, from the next request on. None removes the listener.
 
         The listener is called on the decoding thread with the records of several rounds. Functions in
-        `observe.round_records` and `observe.trace_format` convert records to trace lines in any thread; see
+        `observe.trace_format` convert records to trace lines in any thread; see
         docs/reference/trace.md.
         """
         self.roles.recorder.listener = listener
@@ -210,18 +213,16 @@ class LLMEngine(TokenEngine):
         self,
         target: str | Path,
         draft: str | Path | None = None,
-        config: EngineConfig | None = None,
+        config: EngineConfig | Choices | None = None,
         *,
         world: World | None = None,
         **options: Unpack[LoadOptions],
     ) -> None:
         note = options.get("note") or _log
         options = {**options, "note": note}
-        config = (config if config is not None else EngineConfig()).for_models(draft)
         with report_startup_error(world):
-            config = config.for_device(resolve_device(options.get("device", "auto")).type)
+            config = _resolved(target, draft, config, options)
             pair = ModelPair.create(target, draft, config, world, options)
-            config = pair.for_draft(config)
         models = Models.of(pair)
         models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
         began = time.perf_counter()
@@ -235,8 +236,16 @@ class LLMEngine(TokenEngine):
         self.draft_model = worker.url if worker is not None else None if draft is None else str(draft)
 
 
-def _drafter_elsewhere(options: LoadOptions) -> MakeRemoteDrafter | None:
-    """Returns the factory of the drafter on a worker, or None if the options name no draft worker. Raises UserError if
+def _resolved(
+    target: str | Path, draft: str | Path | None, config: EngineConfig | Choices | None, options: LoadOptions
+) -> EngineConfig:
+    """Returns the configuration that follows from the choices, the models and the device."""
+    device = resolve_device(options.get("device", "auto"))
+    return resolve_config(config, draft, device.type, block_size(target, draft))
+
+
+def _drafter_elsewhere(options: LoadOptions) -> ConnectDraft | None:
+    """Returns what connects to the draft worker, or None if the options name none. Raises UserError if
     gRPC is not installed."""
     worker = options.get("draft_worker")
     if worker is None:
@@ -253,16 +262,18 @@ def _log(line: str) -> None:
 
 
 def serve_rank(
-    world: World, target: str | Path, draft: str | Path | None, config: EngineConfig, **options: Unpack[LoadOptions]
+    world: World,
+    target: str | Path,
+    draft: str | Path | None,
+    config: EngineConfig | Choices,
+    **options: Unpack[LoadOptions],
 ) -> None:
     """Loads and runs a rank other than rank 0 until rank 0 closes its `LLMEngine`. Takes the same arguments. Raises
     UserError if they are invalid or differ between ranks, and RankLost if rank 0 or the leader of this rank's group
     exits without shutting this rank down."""
-    config = config.for_models(draft)
     with report_startup_error(world):
-        config = config.for_device(resolve_device(options.get("device", "auto")).type)
+        config = _resolved(target, draft, config, options)
         pair = ModelPair.create(target, draft, config, world, options)
-        config = pair.for_draft(config)
     models = Models.of(pair)
     models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
     with models.device_errors_recorded(config):
@@ -270,12 +281,12 @@ def serve_rank(
 
 
 def _run_rank(world: World, config: EngineConfig, models: Models, progress: Progress | None) -> None:
-    rank = EngineRank(world, config, models, progress)
+    rank = start_engine_rank(world, config, models, progress)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles interrupts and ends the other ranks
     try:
         if world.supervisor is not None:
             world.supervisor.on_ready()
-        rank.run(traced=models.options.trace is not None)
+        run_rank(rank, traced=models.options.trace is not None)
         if models.cache is not None:
             models.cache.writer.resume()
             models.cache.writer.close()

@@ -93,7 +93,15 @@ class Proposal:
     @staticmethod
     def root_only(request: int, round_: int, prefix_len: int, token: int) -> Proposal:
         """Returns a proposal that contains only the root, as in autoregressive decoding. `token`: the root's token."""
-        return Proposal(request, round_, prefix_len, (token,), (-1,), (0.0,), (NodeSource.ROOT,))
+        return Proposal(
+            request=request,
+            round=round_,
+            prefix_len=prefix_len,
+            tokens=(token,),
+            parents=(-1,),
+            weights=(0.0,),
+            sources=(NodeSource.ROOT,),
+        )
 
     @staticmethod
     def from_draft_model(
@@ -103,15 +111,21 @@ class Proposal:
         tokens: Sequence[int],
         parents: Sequence[int],
         weights: Sequence[float],
-        draft_probs: DraftProbs | None = None,
         *,
+        draft_probs: DraftProbs | None = None,
         source: NodeSource = NodeSource.DRAFT_MODEL,
     ) -> Proposal:
         """Returns a proposal in which the draft model, or a draft head, is the `source` of all nodes except the
         root."""
-        sources = (NodeSource.ROOT, *(source,) * (len(tokens) - 1))
         return Proposal(
-            request, round_, prefix_len, tuple(tokens), tuple(parents), tuple(weights), sources, draft_probs
+            request=request,
+            round=round_,
+            prefix_len=prefix_len,
+            tokens=tuple(tokens),
+            parents=tuple(parents),
+            weights=tuple(weights),
+            sources=(NodeSource.ROOT, *(source,) * (len(tokens) - 1)),
+            draft_probs=draft_probs,
         )
 
     def match_path(self, tokens: Sequence[int]) -> tuple[int, ...]:

@@ -3,11 +3,11 @@
 import json
 import secrets
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 
 from swiftspec.capabilities import Features, check_features, features_in
-from swiftspec.settings_schema import check_fields, require, setting
+from swiftspec.settings_schema import check_fields, declared_settings, require, setting
 
 MIN_TEMPERATURE = 0.001  # float32 logits divided by a smaller value may overflow
 MAX_BIAS = 1e9  # effectively infinite, without overflow in float32
@@ -57,7 +57,8 @@ class StructuredOutputsParams:
 class SamplingParams:
     """Parameters of the target's distribution and of the end of the output. Raises UserError on invalid values.
 
-    Fields can be assigned, as in vLLM. A request keeps the values that it was given, which are checked again.
+    The class is flat, since its constructor has vLLM's parameters. Fields can be assigned, as in vLLM. A request keeps
+    the values that it was given, which are checked again.
 
     Logits are processed in this order: guidance, grammar, allowed_token_ids, bad_words_ids, min_tokens, logit_bias,
     penalties, temperature, min_p, top_k, top_p.
@@ -112,6 +113,7 @@ class SamplingParams:
         le=1,
         finite=True,
         from_model="top_p",
+        feature="filters",
     )
     top_k: int = setting(
         0,
@@ -123,6 +125,7 @@ class SamplingParams:
         le=MAX_TOKEN_COUNT,
         from_model="top_k",
         rule=f"be 0 (off) or lie in 1..{MAX_TOKEN_COUNT}",
+        feature="filters",
     )
     min_p: float = setting(
         0.0,
@@ -133,6 +136,7 @@ class SamplingParams:
         le=1,
         finite=True,
         from_model="min_p",
+        feature="filters",
     )
     repetition_penalty: float = setting(
         1.0,
@@ -143,6 +147,7 @@ class SamplingParams:
         le=100,
         finite=True,
         from_model="repetition_penalty",
+        feature="penalties",
     )
     presence_penalty: float = setting(
         0.0,
@@ -152,6 +157,7 @@ class SamplingParams:
         ge=-2,
         le=2,
         finite=True,
+        feature="penalties",
     )
     frequency_penalty: float = setting(
         0.0,
@@ -161,6 +167,7 @@ class SamplingParams:
         ge=-2,
         le=2,
         finite=True,
+        feature="penalties",
     )
     logit_bias: dict[int, float] = setting({}, 'Added to the logits, by token id: {"42": -5}.', SAMPLING, "JSON", "{}")  # noqa: RUF009
     guidance_scale: float = setting(  # s in l_u + s (l_c - l_u), l_c: prompt, l_u: negative prompt; 1: off
@@ -172,6 +179,7 @@ class SamplingParams:
         le=100,
         rule="lie in 0..100 (1: off)",
         finite=True,
+        feature="guidance",
     )
     seed: int = setting(
         0,
@@ -193,15 +201,23 @@ class SamplingParams:
         le=MAX_TOKEN_COUNT,
         from_model="max_new_tokens",
     )
-    stop: tuple[str, ...] = setting((), "Stop before this text. May be given several times.", STOPPING, "TEXT", "none")
+    stop: tuple[str, ...] = setting(
+        (), "Stop before this text. May be given several times.", STOPPING, "TEXT", "none", feature="stop strings"
+    )
     stop_token_ids: tuple[int, ...] = setting((), "Stop after any of these tokens.", STOPPING, "ID[,ID]", "none")
     ignore_eos: bool = setting(False, "Continue after an end-of-text token.", STOPPING)
-    logprobs: int | None = setting(None, ge=-1, le=MAX_LOGPROBS, rule=f"lie in 0..{MAX_LOGPROBS} (-1: all tokens)")
+    logprobs: int | None = setting(
+        None, ge=-1, le=MAX_LOGPROBS, rule=f"lie in 0..{MAX_LOGPROBS} (-1: all tokens)", feature="log-probabilities"
+    )
     prompt_logprobs: int | None = setting(
-        None, ge=-1, le=MAX_LOGPROBS, rule=f"lie in 0..{MAX_LOGPROBS} (-1: all tokens)"
+        None,
+        ge=-1,
+        le=MAX_LOGPROBS,
+        rule=f"lie in 0..{MAX_LOGPROBS} (-1: all tokens)",
+        feature="prompt log-probabilities",
     )
     grammar: str | None = setting(
-        None, "Grammar of the output, for llguidance: Lark or JSON.", SAMPLING, "TEXT", "none"
+        None, "Grammar of the output, for llguidance: Lark or JSON.", SAMPLING, "TEXT", "none", feature="grammar"
     )
     negative_prompt_ids: tuple[int, ...] = ()  # negative prompt of guidance; empty: the last token of the prompt
     verify_batch: int | None = setting(None, ge=1)
@@ -210,7 +226,7 @@ class SamplingParams:
     min_tokens: int = setting(0, ge=0, le=MAX_TOKEN_COUNT)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    logprob_token_ids: tuple[int, ...] = ()
+    logprob_token_ids: tuple[int, ...] = setting((), feature="listed log-probabilities")
     n: int = setting(1, ge=1, le=MAX_CHOICES)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -222,6 +238,7 @@ class SamplingParams:
         if self.seed is None:
             object.__setattr__(self, "seed", secrets.randbits(63))
         check_fields(self)
+        self.top_k = max(self.top_k, 0)  # -1: off, as in vLLM
         require(all(self.stop), "a stop string must not be empty")
         require(min(self.stop_token_ids, default=0) >= 0, "stop_token_ids must not be negative")
         require(
@@ -246,22 +263,20 @@ class SamplingParams:
     @property
     def features(self) -> Features:
         """The rows of the capability table (capabilities.py) that the request uses."""
-        found = {
+        declared = (
+            declaration.feature
+            for item, declaration in declared_settings(self)
+            if declaration.feature is not None and getattr(self, item.name) != item.default
+        )
+        found = dict.fromkeys(declared, True) | {
             "greedy": self.greedy,
             "filters": self.filtered,
-            "penalties": self.penalised,
-            "guidance": self.guided,
-            "grammar": self.grammar is not None,
             "excluded tokens": self.excludes_tokens,
             "path rules": self.has_path_rules,
             "bad sequences": bool(self.bad_sequences),
-            "log-probabilities": self.logprobs is not None,
-            "prompt log-probabilities": self.prompt_logprobs is not None,
-            "listed log-probabilities": bool(self.logprob_token_ids),
             "no log-probabilities": self.logprobs is None,
             "request shape": self.sets_shape,
             "request draft": (self.verify_batch or 1) > 1 or self.draft_steps is not None,
-            "stop strings": bool(self.stop),
             "no text": not self.detokenize,
             "structured outputs": self.structured_outputs is not None,
         }
@@ -283,13 +298,24 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """Whether min_p, top_k or top_p excludes tokens. False at temperature 0, where no filter changes the output."""
-        return not self.greedy and (self.min_p > 0 or self.top_k > 0 or self.top_p < 1)
+        """Whether a filter excludes tokens. False at temperature 0, where no filter changes the output."""
+        return not self.greedy and self._sets_any(FILTERS)
 
     @property
     def penalised(self) -> bool:
         """Whether a penalty is set, so that logits depend on the preceding tokens."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        return self._sets_any(PENALTIES)
+
+    def _sets_any(self, names: Iterable[str]) -> bool:
+        return any(getattr(self, name) != SWITCHED_OFF[name] for name in names)
+
+    def values_of(self, names: Iterable[str]) -> dict[str, float]:
+        """Returns the values of the fields `names`, such as FILTERS, by name."""
+        return {name: getattr(self, name) for name in names}
+
+    def without(self, names: Iterable[str]) -> "SamplingParams":
+        """Returns the parameters with the filters and penalties `names` switched off."""
+        return replace(self, **{name: SWITCHED_OFF[name] for name in names})
 
     @property
     def bad_tokens(self) -> set[int]:
@@ -320,3 +346,15 @@ class SamplingParams:
         """Whether the tokens that are excluded depend on the preceding output: `min_tokens`, or a bad word of several
         tokens."""
         return self.min_tokens > 0 or bool(self.bad_sequences)
+
+
+def _fields_of(feature: str) -> tuple[str, ...]:
+    return tuple(item.name for item, declaration in declared_settings(SamplingParams) if declaration.feature == feature)
+
+
+# The filters and the penalties, in the order of their fields. Everything that handles all of them (request fields, the
+# draft's parameters, scalars on the device, arguments of native code) uses these names.
+FILTERS, PENALTIES = _fields_of("filters"), _fields_of("penalties")
+SWITCHED_OFF = {
+    item.name: cast(float, item.default) for item in fields(SamplingParams) if item.name in FILTERS + PENALTIES
+}

@@ -43,6 +43,7 @@ class Setting:
     default_text: str | None = None  # description of the default, if the value alone is unclear
     order: int = 0  # position in its group: below 0 at the start, above 0 at the end, 0 in field order
     from_model: str | None = None  # key in the model's generation_config.json that supplies the default
+    feature: str | None = None  # row of the capability table that any value but the default uses (capabilities.py)
     applies_to: str | None = None  # the part that it configures; a mode without that part rejects or ignores it
     profile: bool = False  # also a flag of `python -m swiftspec.profile`
 

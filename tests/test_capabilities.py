@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.backends import cpu, reference, unfused
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
+from swiftspec.builder.rules import resolve_config
 from swiftspec.capabilities import (
     COMMAND_FEATURES,
     FEATURES,
@@ -259,7 +262,7 @@ def test_every_entry_of_the_table_is_reported(row: str, column: str, conflict: C
             EngineConfig(**(ENGINES[column] | ENGINES[row]))
     elif (row, column) == ("grafting", "no draft"):
         with pytest.raises(NotSupported, match=" not supported "):
-            EngineConfig(**ENGINES[row]).for_models(None)
+            resolve_config(EngineConfig(**ENGINES[row]), None)
     elif conflict.ignored:
         (name, *_), settings = SETTINGS[row], load_settings(SETTINGS[column] | SETTINGS[row])
         notes = settings.ignored_settings(settings.mode or "serial")

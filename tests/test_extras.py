@@ -17,7 +17,7 @@ from swiftspec.extras import EXTRAS, ExtraName, require_extra
 from tests.support.pty_terminal import Terminal
 from tests.support.server_process import ROOT, ServerProcess
 
-OF_DEVELOPERS = {"test", "lint", "bench"}
+OF_DEVELOPERS = {"test", "lint", "bench", "report"}
 BLOCKED = sorted({module for extra in EXTRAS.values() for module in extra.modules})
 SITE_CUSTOMIZE = f"""
 import sys

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from swiftspec.builder.models import Models
+from swiftspec.builder.rules import resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
@@ -207,10 +208,10 @@ def test_a_gpu_expands_more_leaves_by_default(pair: tuple[Path, Path], monkeypat
 
 def test_a_draft_worker_gets_the_leaves_that_every_worker_accepts() -> None:
     apart = EngineConfig("async", draft_remote=True)
-    assert apart.for_device("cuda").draft_leaves == apart.for_device("cpu").draft_leaves == 4
-    assert EngineConfig("async").for_device("cuda").draft_leaves == 8
+    assert {resolve_config(apart, "draft", device).draft_leaves for device in ("cuda", "cpu")} == {4}
+    assert resolve_config(EngineConfig("async"), "draft", "cuda").draft_leaves == 8
     chains = EngineConfig("serial", max_num_seqs=4)
-    assert chains.for_device("cuda").draft_leaves == 1, "a chain has one leaf"
+    assert resolve_config(chains, "draft", "cuda").draft_leaves == 1, "a chain has one leaf"
 
 
 def test_an_error_of_the_gpu_is_recorded(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

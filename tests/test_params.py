@@ -14,10 +14,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
-from swiftspec.params import SamplingParams
+from swiftspec.params import FILTERS, PENALTIES, SamplingParams
+from swiftspec.serve.http.api.sampling import PASSED_THROUGH
+from swiftspec.serve.http.schema import SamplingFields
+from swiftspec.settings_schema import declared_settings
 
 
 @pytest.mark.parametrize(
@@ -28,6 +32,7 @@ from swiftspec.params import SamplingParams
         ({"temperature": torch.tensor(0.5)}, {"temperature": 0.5}),
         ({"temperature": Fraction(1, 2)}, {"temperature": 0.5}),
         ({"top_k": np.int64(5)}, {"top_k": 5}),
+        ({"top_k": -1}, {"top_k": 0}),
         ({"top_k": torch.tensor(5)}, {"top_k": 5}),
         ({"seed": np.uint64(2**64 - 1)}, {"seed": 2**64 - 1}),
         ({"stop": "abc"}, {"stop": ("abc",)}),
@@ -83,6 +88,22 @@ def test_valid_values_are_converted(given_: dict[str, Any], meant: dict[str, Any
 def test_invalid_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         SamplingParams(**values)
+
+
+@pytest.mark.parametrize("name", FILTERS + PENALTIES)
+def test_filters_and_penalties_follow_from_their_declarations(name: str) -> None:
+    """The row of the capability table, the field of requests with its limits, and the draft's parameters."""
+    value = {"top_k": 3, "top_p": 0.5, "min_p": 0.5}.get(name, 1.5)
+    params = SamplingParams(**{name: value})
+    feature = "filters" if name in FILTERS else "penalties"
+    assert {"filters", "penalties"} & params.features == {feature}
+    assert "filters" not in replace(params, temperature=0).features
+    assert params.without(FILTERS + PENALTIES) == SamplingParams()
+    (limits,) = (each for item, each in declared_settings(SamplingParams) if item.name == name)
+    for wrong in (1e6 * limits.le, -7.0):
+        with pytest.raises(ValidationError, match=name):
+            SamplingFields(**{name: wrong})
+    assert getattr(SamplingFields(**{name: value}), name) == value and name in PASSED_THROUGH
 
 
 def test_parameters_are_hashable() -> None:

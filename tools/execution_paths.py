@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from swiftspec import params
 from swiftspec.capabilities import Features, check_features, why_slower
 from swiftspec.config import BatchConfig, EngineConfig, NativeRoundParams, PopulationConfig
 from swiftspec.errors import UserError
@@ -112,9 +113,9 @@ class RequestCase:
 TEMPERATURE = RequestCase("temperature above 0", SamplingParams())
 GREEDY = RequestCase("temperature 0", SamplingParams(temperature=0.0))
 BIAS = RequestCase("logit bias, allowed tokens, or a bad word of one token", SamplingParams(logit_bias={0: 1.0}))
-FILTERS = RequestCase("top-k, top-p or min-p", SamplingParams(top_p=0.9))
+FILTERS = RequestCase(f"a filter ({', '.join(params.FILTERS)})", SamplingParams(top_p=0.9))
 DEEP_FILTERS = RequestCase(f"top-k of {TOP_CANDIDATES} or more for each rank of a group", SamplingParams(top_k=DEEP))
-PENALTIES = RequestCase("repetition, presence or frequency penalty", SamplingParams(presence_penalty=1.0))
+PENALTIES = RequestCase(f"a penalty ({', '.join(params.PENALTIES)})", SamplingParams(presence_penalty=1.0))
 GUIDANCE = RequestCase("guidance", SamplingParams(guidance_scale=2.0))
 GRAMMAR = RequestCase("a grammar", SamplingParams(grammar="start: /a/"))
 MIN_TOKENS = RequestCase("`min_tokens`", SamplingParams(min_tokens=2))

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from swiftspec.backends import cpu, cuda, unfused
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.cuda import cuda
 from swiftspec.backends.cuda import linear as cuda_linear
+from swiftspec.backends.unfused import unfused
 from swiftspec.errors import UserError
 from swiftspec.model.architectures import ARCHITECTURES
 from swiftspec.model.config_json import parse_config

@@ -183,7 +183,8 @@ class CompletionClient:
         self.url = re.sub(r"(/v1)?/*$", "", url)
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
         timeout = httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-        self._http = httpx.Client(headers=headers, timeout=timeout, trust_env=False)
+        limits = httpx.Limits(max_keepalive_connections=0)  # llama-server closes connections between requests
+        self._http = httpx.Client(headers=headers, timeout=timeout, limits=limits, trust_env=False)
         self._stream_options = list(STREAM_OPTIONS)
         self._counts = True  # whether /metrics has vLLM's counters, as far as known
         self._counters: Speculation | None = None

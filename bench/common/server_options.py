@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from bench.heldout import DEMO, read_prompts
+from bench.data.heldout import DEMO, read_prompts
 
 
 def options(doc: str | None) -> argparse.ArgumentParser:

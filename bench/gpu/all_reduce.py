@@ -35,7 +35,7 @@ from bench.gpu import targets
 from bench.gpu.cases import BF16, OURS, Maker, random_int4
 from bench.gpu.shapes import RankShape
 from bench.gpu.timing import Call, Timer, fixed_graph_timer
-from swiftspec.backends import cuda
+from swiftspec.backends.cuda import cuda
 from swiftspec.distributed.collectives.join import RankGroup, join_group
 from swiftspec.distributed.collectives.peers import PeerMemoryGroup
 from swiftspec.distributed.collectives.torch_dist import TorchDistGroup

@@ -22,9 +22,10 @@ from bench.baselines import kernels as rivals
 from bench.baselines.kernels import BaselineKernels, Tree
 from bench.gpu.shapes import SPLITS, RankShape
 from bench.gpu.timing import Call
-from swiftspec.backends import reference, unfused
 from swiftspec.backends.cuda.linear import PeerCommunicator, make_inbox, max_lines
-from swiftspec.backends.reference import Scores
+from swiftspec.backends.reference import reference
+from swiftspec.backends.reference.sampling import Scores
+from swiftspec.backends.unfused import unfused
 from swiftspec.model.batch import Batch
 from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.weights import DenseWeight
@@ -197,12 +198,12 @@ class Maker:
 
 
 def operators(device: str) -> dict[str, Any]:
-    """Returns the operator modules among the competitors: backends/cuda if available, and backends/unfused."""
+    """Returns the backends among the competitors: that of backends/cuda if available, and that of backends/unfused."""
     try:
-        modules = {OURS: importlib.import_module("swiftspec.backends.cuda")} if device.startswith("cuda") else {}
+        backends = {OURS: importlib.import_module("swiftspec.backends.cuda").cuda} if device.startswith("cuda") else {}
     except ImportError:
-        modules = {}
-    return {**modules, "unfused": unfused}
+        backends = {}
+    return {**backends, "unfused": unfused}
 
 
 def projection(ops: Any, op: str, x: Tensor, norm: Any, packed: Any, residual: Tensor, group: Any) -> Call:

@@ -38,7 +38,6 @@ PATIENCE = 45.0  # timeout in seconds of one competitor in one case
 # usual seconds per case; total seconds beyond these, such as for compilation, after which a baseline is skipped
 ORDINARY, SLOW_START = 1.0, 10.0
 MOST_FAILURES = 3  # of a baseline, before it is skipped
-COPY_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # of the copy that measures the bandwidth
 PACKAGES = "other packages"  # value of Findings.at while other packages are imported
 LOST = 70  # exit code of the measuring process when the GPU is unusable
 
@@ -70,7 +69,7 @@ class Findings:
     failed: list[str] = field(default_factory=list)
     rivals: list[str] = field(default_factory=list)  # available ones, failures, reasons why others are missing
     left_out: list[str] = field(default_factory=list)
-    points: list[dict[str, Any]] = field(default_factory=list)  # own operators, 8 rows, for lab/latency_model.py
+    points: list[dict[str, Any]] = field(default_factory=list)  # own operators, 8 rows, for bench/prediction/
     done: list[str] = field(default_factory=list)
     at: str | None = None
 
@@ -196,7 +195,7 @@ def work(args: argparse.Namespace) -> int:
     """Measures the cases that the results file does not contain yet. Returns the exit code."""
     found, began = Findings.read(args.json), time.monotonic()
     if not found.machine:
-        copy = round(copy_speed(args.device, COPY_BYTES[args.device]), 1)
+        copy = round(copy_speed(args.device), 1)
         gpu = torch.cuda.get_device_name() if args.device == "cuda" else "none"
         found.machine = {"gpu": gpu, "torch": torch.__version__, "copy GB/s": copy}
         found.machine["quoted"] = "microseconds on an H800, from the SwiftSpec paper's Tables 3 and 7"

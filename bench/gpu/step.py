@@ -15,14 +15,18 @@ from layers that it builds in memory.
 `host ms` is the time of a round minus that of both models; in mode `async` it is negative if the models overlap.
 `step ms` is the time of one forward after `--context` tokens as the engine runs it, host time included: bs rows for the
 target, w rows for the draft. `prefill tok/s` is the speed of prompts of several lengths up to `--context`.
-`--rows 4,8,16` adds the time of a forward of each model over these numbers of rows, and `--trees 4,8;5,16` the decodes
-in mode serial with these d and bs.
+`--rows 4,8,16,32` adds the time of a forward of each model over these numbers of rows, and `--trees 4,8;5,16` the
+decodes in mode serial with these d and bs.
+`round GB` are the bytes of weights and caches that a round reads at least, and `of copy` their share of what a copy of
+this device moves in the time of a round. `--particles N,N` measures mode smc only, with `--draft-tokens` K, relative to
+`ar`; `--ablate` then leaves out one optimisation at a time, as `bench.smc --groups` does.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import re
@@ -39,13 +43,18 @@ import torch
 
 from bench.common.roles import local_roles
 from bench.data.heldout import DEMO, ROOT, read_token_ids
-from swiftspec.backends import cuda
+from bench.gpu.round_bytes import round_share
+from bench.gpu.timing import copy_speed
+from bench.smc_groups import ABLATED, leave_out
+from swiftspec.backends.cuda import cuda, enable_weight_prefetch
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder.load_options import CacheName, HeadName, LoadModel, LoadOptions
+from swiftspec.builder.memory_estimate import MemoryEstimate
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.distributed.launch.world import World, join_world
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine, serve_rank
+from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
@@ -64,6 +73,7 @@ REPEATS = 20
 PROMPT_LENGTHS = (64, 128, 256, 512, 1000, 4000)  # tokens of the timed prompts, at most --context
 PREFILLS = 3  # timed runs per prompt length
 SPARE_POSITIONS = 512  # of a shared model, for the larger trees of later engines
+PARTICLES = PopulationConfig()
 WARM = 0.7  # temperature of particles; at temperature 0 all particles would be equal
 TEXT = ROOT / "bench" / "data" / "demo_text.json"
 Role = LocalDrafter | LocalVerifier
@@ -98,16 +108,22 @@ def allow_positions(file: Path, positions: int) -> None:
 
 
 class SharedModels:
-    """Function that loads a model once, for several engines of this process."""
+    """Function that loads a model once, for several engines of this process. `sizes`: of the loaded models."""
 
     def __init__(self, load: LoadModel) -> None:
         self._load = load
         self._loaded: dict[Path, Transformer] = {}
+        self.sizes: dict[Path, MemoryEstimate] = {}
 
     def __call__(self, path: Path, /, **options: Any) -> Transformer:
         if path not in self._loaded:
             positions = options["max_positions"] + SPARE_POSITIONS
-            self._loaded[path] = self._load(path, **options | {"max_positions": positions})
+            made = self._load(path, **options | {"max_positions": positions})
+            int4_head = options["quantization"].head == "int4"
+            self.sizes[path] = MemoryEstimate(
+                read_config(path), made.dtype, 0, ops=options["ops"], cache_dtype=made.cache_dtype, int4_head=int4_head
+            )
+            self._loaded[path] = made
         assert options["max_positions"] <= self._loaded[path].max_positions
         return self._loaded[path]
 
@@ -160,7 +176,7 @@ def asking_ahead(role: Role, on: bool) -> Role:
     """Enables or disables weight prefetch, in which a projection loads tiles of the next one. Returns `role`."""
     model = role.runner.model
     assert isinstance(model, Transformer)
-    cuda.enable_weight_prefetch(model.stack, on)
+    enable_weight_prefetch(model.stack, on)
     for steps in role.executors:
         if isinstance(steps, GraphForwardExecutor):
             steps.graphs.evict(FORWARD_GRAPHS)  # captured graphs contain the previous setting
@@ -194,6 +210,11 @@ def decode(
         "host ms": 1000 * (seconds - target - draft) / rounds,
         **shape,
     }
+
+
+def mean_context(prompts: list[list[int]], tokens: int) -> int:
+    """Returns the mean number of tokens in the cache while `tokens` tokens are decoded after each prompt."""
+    return (sum(map(len, prompts)) // len(prompts)) + tokens // 2
 
 
 def agreement(texts: list[list[int]], truth: list[list[int]]) -> float:
@@ -258,7 +279,8 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
     """
     prompts, said = read_token_ids(args.prompts), truth(read_token_ids(args.prompts), args.tokens)
     texts: dict[str, list[list[int]]] = {}
-    result = description(pair, args)
+    result: dict[str, Any] = description(pair, args) | {"copy GB/s": copy_speed(args.device)}
+    context = mean_context(prompts, args.tokens)
     with models_of(pair, positions_of(args)) as (paths, load):
         shared = SharedModels(load)
         for mode in args.modes:
@@ -271,7 +293,11 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
             result.setdefault("load s", time.perf_counter() - began)
             if mode == "serial":
                 result["ops"] = operators_of(llm)
-            texts[mode], result[mode] = decode(llm, prompts, args.tokens)
+            texts[mode], speed = decode(llm, prompts, args.tokens)
+            models = (shared.sizes[paths[0]], draft and shared.sizes[paths[1]])
+            forwards = int(speed.get("d") or args.steps)
+            share = round_share(speed, *models, forwards=forwards, context=context, copy=result["copy GB/s"])
+            result[mode] = speed | share
             result.setdefault("same text", agreement(texts[mode], said))
             note(result)
             if mode == "serial":
@@ -307,7 +333,7 @@ def _close(llm: LLMEngine) -> None:
 def operators_of(llm: LLMEngine) -> list[str]:
     """Returns the names of the operators of target and draft of an engine in mode serial."""
     drafter, verifier = local_roles(llm)
-    return [getattr(role.runner.ops, "__name__", "?").rpartition(".")[2] for role in (verifier, drafter)]
+    return [type(role.runner.ops).__module__.rpartition(".")[2] for role in (verifier, drafter)]
 
 
 def step_times(llm: LLMEngine, names: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -365,26 +391,46 @@ def measure_split(
 
 
 def measure_particles(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measures mode smc for each number of particles: tokens per second and the executor of the rounds.
+    """Measures mode smc for each number of particles, each with its ratio to mode ar at the same temperature, and the
+    executor of the rounds.
 
     `note` as in `measure`. The models are built once, for the largest number of particles, which needs the most
     positions.
     """
     prompts = read_token_ids(args.prompts)
-    result: dict[str, Any] = {"pair": pair, "context": args.context}
+    context = mean_context(prompts, args.tokens)
+    result: dict[str, Any] = {"pair": pair, "context": args.context, "K": args.draft_tokens}
+    result["copy GB/s"] = copy_speed(args.device)
     with models_of(pair, positions_of(args)) as (paths, load):
         shared = SharedModels(load)
-        for count in sorted(args.particles, reverse=True):
-            config = EngineConfig("smc", population=PopulationConfig(particles=count))
-            options: LoadOptions = {"device": args.device, "max_model_len": positions_of(args), "load": shared}
-            options = {**options, "dtype": torch.bfloat16, "ops": args.ops, "gpu_trial": "off"}
-            llm = LLMEngine(paths[0], paths[1], config, **options)
-            result[f"smc {count}"] = decode(llm, prompts, args.tokens, WARM)[1]
+        options: LoadOptions = {"device": args.device, "max_model_len": positions_of(args), "load": shared}
+        options = {**options, "dtype": torch.bfloat16, "ops": args.ops, "gpu_trial": "off"}
+        left_out = ["", *ABLATED] if args.ablate else [""]
+        for count, without in itertools.product(sorted(args.particles, reverse=True), left_out):
+            shape = PopulationConfig(count, args.draft_tokens, deferred_bonus=without != "deferred bonus")
+            llm = LLMEngine(paths[0], paths[1], EngineConfig("smc", population=shape), **options)
             population = llm.roles.inner_roles
             assert isinstance(population, BatchScheduler)
-            result["rounds"] = population.executors[0].name
+            if args.ablate:
+                leave_out(population, without)
+            else:
+                result["rounds"] = population.executors[0].name
+            speed = decode(llm, prompts, args.tokens, WARM)[1]
+            models = (shared.sizes[paths[0]], shared.sizes[paths[1]])
+            share = round_share(speed, *models, forwards=args.draft_tokens, context=context, copy=result["copy GB/s"])
+            result[f"smc {count}{without and f', without the {without}'}"] = speed | share
             note(result)
-            llm.close()
+            _close(llm)
+            del llm, population
+        llm = LLMEngine(paths[0], None, EngineConfig("ar"), **options)
+        result["ar"] = decode(llm, prompts, args.tokens, WARM)[1]
+        result["ar"] |= round_share(
+            result["ar"], shared.sizes[paths[0]], None, forwards=0, context=context, copy=result["copy GB/s"]
+        )
+        for name in (name for name in result if name.startswith("smc ")):
+            result[name]["ratio to ar"] = result[name]["tok/s"] / result["ar"]["tok/s"]
+        note(result)
+        _close(llm)
     return result
 
 
@@ -444,6 +490,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the result, written after every part")
     parser.add_argument("--least", type=float, default=0.0, help="minimum share of correct text, else exit with 1")
     parser.add_argument("--particles", type=_numbers, help="measure only mode smc, with N,N,... particles")
+    parser.add_argument("--draft-tokens", type=int, default=PARTICLES.smc_draft_tokens, help="with --particles: K")
+    parser.add_argument("--ablate", action="store_true", help="with --particles: also leave out one optimisation")
     parser.add_argument("--write-text", action="store_true", help=f"write {TEXT.name} again without measuring")
     args = parser.parse_args()
     if args.write_text:

@@ -21,6 +21,7 @@ from bench.data.heldout import read_token_ids
 from bench.gpu.step import models_of
 from swiftspec.builder.hardware import DEVICE_TYPES
 from swiftspec.builder.load_options import LoadOptions
+from swiftspec.builder.rules import resolve_config
 from swiftspec.control.step_times import GREEDY
 from swiftspec.distributed.launch.world import join_world
 from swiftspec.errors import UserError
@@ -57,7 +58,8 @@ def request_of(args: argparse.Namespace, pair: Pair, ranks: int) -> SweepRequest
     pairs = trials.splits("all", ranks, *configs)[0] if ranks > 1 else [(1, 0)] if args.device == "cuda" else []
     whole = all(trials.shard_error(config, ranks) is None for config in configs)
     modes = ["ar", "serial", *(["async"] if pairs else [])]
-    w, base = USUAL.for_device(args.device).leaves_per_expansion, "unfused" if args.device == "cuda" else "reference"
+    w = resolve_config(USUAL, pair.draft, args.device).leaves_per_expansion
+    base = "unfused" if args.device == "cuda" else "reference"
     return SweepRequest(
         modes, pairs, whole, read_token_ids(args.prompts), args.tokens, args.repeats, args.budget, (GREEDY, SAMPLED), w,
         base,

@@ -18,7 +18,7 @@ import torch
 
 from bench.gpu.shapes import RankShape
 from swiftspec import _C
-from swiftspec.backends import cuda
+from swiftspec.backends.cuda import cuda
 from swiftspec.backends.cuda.devices import require_usable
 from swiftspec.backends.cuda.trial import COLD, capture_graph, replay_seconds
 from swiftspec.backends.cuda.trial_checks import Projection, ProjectionShape, TrialDevice

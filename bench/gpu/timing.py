@@ -14,6 +14,7 @@ import torch
 
 CALLS, REPLAYS = 200, 20
 STAND_IN_RUNS = 2  # on a CPU
+COPY_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # of the copy that measures the bandwidth
 ENOUGH = 0.1  # seconds of replays after which the timing stops, but not before 5 replays
 
 Call = Callable[[], Any]
@@ -101,11 +102,12 @@ def eager_timer(calls: list[Call]) -> float:
     return eager_sequence_timer(calls) / len(calls)
 
 
-def copy_speed(device: str, size: int = 4 << 30) -> float:
-    """Returns the GB/s read and written by a device copy of `size` bytes in total, which must be much larger than the
+def copy_speed(device: str) -> float:
+    """Returns the GB/s read and written by a device copy of COPY_BYTES in total, which are much larger than a GPU's
     caches."""
+    size = COPY_BYTES[device]
     source = torch.ones(size // 2, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+    target = source.clone()  # pages of a CPU are mapped before the timing
     if device == "cpu":
         return size / (1e3 * eager_timer([partial(target.copy_, source)]))
     times = []

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from bench.gpu.timing import copy_speed, graph_timer
-from swiftspec.backends import cuda
-from swiftspec.backends.reference import Scores, chains
+from swiftspec.backends.cuda import cuda
+from swiftspec.backends.reference import chains
 from swiftspec.backends.reference.noise import counters, gumbel, row_bits
+from swiftspec.backends.reference.sampling import Scores
 
 DEVICE = "cuda"
 

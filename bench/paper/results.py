@@ -11,29 +11,31 @@ from typing import Any
 from bench.paper.systems import Shape
 from swiftspec.errors import UserError
 
-TUNING, ABLATION, SPLITS, TREE = "tuning", "ablation", "splits", "tree"  # values of `Cell.part`
+# values of `Cell.part`
+TUNING, ABLATION, EQUAL_DEPTH, SPLITS, TREE = "tuning", "ablation", "equal depth", "splits", "tree"
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     """What one run measures.
 
-    `part`: of the evaluation. `split`: target and draft ranks, such as `6+2`. `sampling`:
-    "greedy" or "defaults".
+    `part`: of the evaluation. `sampling`: "greedy" or "defaults". `shape`: None for a server. `split`: target and draft
+    ranks, such as `6+2`; of a server its address.
     """
 
     part: str
     system: str
     family: str
     sampling: str
-    shape: Shape
+    shape: Shape | None
     split: str
     repeat: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Totals of one run. `seconds`: decoding time. `busy`: seconds of it in forwards of the target."""
+    """Totals of one run. `rounds`: 0 if unknown. `seconds`: decoding time. `busy`: seconds of it in forwards of the
+    target."""
 
     cell: Cell
     tokens: int
@@ -45,7 +47,7 @@ class Result:
     def from_dict(data: dict[str, Any]) -> Result:
         """Creates an object from the result of `dataclasses.asdict`, also after a round trip through JSON."""
         cell: dict[str, Any] = data["cell"]
-        cell["shape"] = Shape(**cell["shape"])
+        cell["shape"] = cell["shape"] and Shape(**cell["shape"])
         data["cell"] = Cell(**cell)
         return Result(**data)
 
@@ -75,21 +77,21 @@ class Totals:
         return self.tokens / self.seconds
 
     @property
-    def tokens_per_round(self) -> float:
-        return self.tokens / max(self.rounds, 1)
+    def tokens_per_round(self) -> float | None:
+        return self.tokens / self.rounds if self.rounds else None
 
 
 @dataclass
 class ResultFile:
     """JSONL file of results: a line with the settings, then one line per run.
 
-    `steps`: measured milliseconds of a forward over 8 rows, by model.
+    `steps`: measured milliseconds of a forward over 8 rows, by model and number of ranks.
     """
 
     file: Path
     settings: dict[str, Any]
     found: dict[Cell, Result] = field(default_factory=dict)
-    steps: dict[str, float] = field(default_factory=dict)
+    steps: dict[tuple[str, int], float] = field(default_factory=dict)
 
     @staticmethod
     def open(file: Path, settings: dict[str, Any]) -> ResultFile:
@@ -118,10 +120,15 @@ class ResultFile:
         self.found[result.cell] = result
         self._append(asdict(result))
 
-    def add_step(self, model: str, milliseconds: float) -> None:
-        """Adds the measured time of a forward of `model`, "target" or "draft"."""
-        self.steps[model] = milliseconds
-        self._append({"step": model, "milliseconds": milliseconds})
+    def add_step(self, model: str, tp: int, milliseconds: float) -> None:
+        """Adds the measured time of a forward of `model`, "target" or "draft", on `tp` ranks."""
+        self.steps[model, tp] = milliseconds
+        self._append({"step": model, "tp": tp, "milliseconds": milliseconds})
+
+    @property
+    def servers(self) -> list[str]:
+        """Names of the servers with results."""
+        return list(dict.fromkeys(cell.system for cell in self.found if cell.shape is None))
 
     def select(self, part: str, **values: Any) -> Iterator[Result]:
         """Yields the results of one part whose cells have these values."""
@@ -136,7 +143,7 @@ class ResultFile:
     def _load(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
             if "step" in row:
-                self.steps[row["step"]] = row["milliseconds"]
+                self.steps[row["step"], row["tp"]] = row["milliseconds"]
             else:
                 result = Result.from_dict(row)
                 self.found[result.cell] = result

@@ -13,6 +13,7 @@
 
 #include "bind/decoder_cache.h"
 #include "bind/module.h"
+#include "bind/sampling_args.h"
 
 namespace swiftspec::binding {
 
@@ -21,10 +22,9 @@ namespace {
 using host::VerifyMode;
 using host::Particles;
 using host::Population;
-using Factors = std::optional<std::tuple<float, float, float>>;
-using TopArgs = std::optional<std::tuple<int64_t, float, float>>;
+using MaybeDict = std::optional<py::dict>;
 // groups, temperature, bias, filters, penalties, min_tokens
-using SpanArgs = std::vector<std::tuple<int64_t, double, MaybeArray, TopArgs, Factors, int64_t>>;
+using SpanArgs = std::vector<std::tuple<int64_t, double, MaybeArray, MaybeDict, MaybeDict, int64_t>>;
 
 host::ModelWithCache side_of(host::Decoder& decoder, const ModelCache& cache) {
   const host::PackedModel& model = decoder.model();
@@ -118,20 +118,15 @@ void check_group(const Population& population, int64_t group, int64_t sequences)
 }
 
 host::Span span_of(const SpanArgs::value_type& args, int64_t vocab) {
-  const auto& [count, temperature, bias, top, factors, min_tokens] = args;
+  const auto& [count, temperature, bias, filters, penalties, min_tokens] = args;
   check(count >= 1 && temperature >= 0 && min_tokens >= 0,
         "a span needs at least one group, a temperature of at least 0 and a min_tokens of at least 0");
   host::Span span{count, temperature, at_or_null<float>(bias, kCpu, "bias", {vocab}), {}, {}, min_tokens};
-  if (top) {
-    const auto& [top_k, top_p, min_p] = *top;
-    check(top_k >= 0 && top_p > 0 && top_p <= 1 && min_p >= 0 && min_p <= 1, "a filter is out of range");
+  if (filters) {
     check(temperature > 0, "filters need a temperature above 0");
-    span.filter.emplace(host::FilterArgs{top_k, top_p, min_p});
+    span.filter = filter_args(*filters);
   }
-  if (factors) {
-    span.penalties.emplace(std::make_from_tuple<host::PenaltyArgs>(*factors));
-    check(span.penalties->repetition > 0, "the repetition penalty must be above 0");
-  }
+  if (penalties) span.penalties = penalty_args(*penalties);
   return span;
 }
 
@@ -190,9 +185,9 @@ void bind_population(py::module_& m) {
            "`tensors`: those of GroupRound.tensors. `verify_mode`: weigh, match or reject. Keeps all arguments "
            "alive.")
       .def("round", &round, py::arg("spans"), py::arg("summary"), py::arg("on_forward"),
-           "Runs a round of the first groups. Each span is (groups, temperature, bias [vocab] or None, (top_k, top_p, "
-           "min_p) or None, (repetition, presence, frequency penalty) or None, min_tokens); temperature 0 draws "
-           "without noise. Fills `summary` [groups, 3 + max_tokens + width] as GroupRound does. Calls "
+           "Runs a round of the first groups. Each span is (groups, temperature, bias [vocab] or None, filters or None, "
+           "penalties or None, min_tokens), filters and penalties by their names in SamplingParams; temperature 0 "
+           "draws without noise. Fills `summary` [groups, 3 + max_tokens + width] as GroupRound does. Calls "
            "on_forward(is_target, rows, seconds) after each forward. Returns the seconds of the draft's forwards and "
            "of the target's.")
       .def("compact", &compact, py::arg("group"), py::arg("promoted"), py::arg("surviving"),

@@ -12,6 +12,7 @@
 
 #include "bind/decoder_cache.h"
 #include "bind/module.h"
+#include "bind/sampling_args.h"
 #include "host/decoder/tree.h"
 
 namespace swiftspec::binding {
@@ -45,19 +46,15 @@ void check_vocab(const Nodes& tokens, const Scoring& scoring) {
               "a token lies outside the vocabulary");
 }
 
-void set_penalties(Scoring& scoring, float repetition, float presence, float frequency, const Nodes& prompt,
-                   const Nodes& output) {
-  check(repetition > 0, "the repetition penalty must be above 0");
+void set_penalties(Scoring& scoring, const py::dict& penalties, const Nodes& prompt, const Nodes& output) {
   check_vocab(prompt, scoring);
   check_vocab(output, scoring);
-  const host::PenaltyArgs args{repetition, presence, frequency};
-  scoring.penalties.emplace(scoring.columns().vocab, args, prompt, output);
+  scoring.penalties.emplace(scoring.columns().vocab, penalty_args(penalties), prompt, output);
 }
 
-void set_filter(Scoring& scoring, int64_t top_k, float top_p, float min_p) {
-  check(top_k >= 0 && top_p > 0 && top_p <= 1 && min_p >= 0 && min_p <= 1, "a filter is out of range");
+void set_filters(Scoring& scoring, const py::dict& filters) {
   check(scoring.noisy(), "filters need noise");
-  scoring.filter.emplace(host::FilterArgs{top_k, top_p, min_p});
+  scoring.filter = filter_args(filters);
 }
 
 // `out` [rows, outputs of the head].
@@ -221,12 +218,11 @@ void bind_rounds(py::module_& m) {
   py::class_<Scoring>(m, "Scoring",
                       "Scores of one request's logits: temperature, bias, penalties, filters and noise. Created by "
                       "`Rounds.scoring`.")
-      .def("set_penalties", &set_penalties, py::arg("repetition"), py::arg("presence"), py::arg("frequency"),
-           py::arg("prompt"), py::arg("output"),
-           "Penalties of verifications. `prompt`, `output`: the verified tokens; those of later verifications are "
-           "added by `Rounds.verify`.")
-      .def("set_filter", &set_filter, py::arg("top_k"), py::arg("top_p"), py::arg("min_p"),
-           "Filters of verifications; 0, 1 and 0 keep all tokens.");
+      .def("set_penalties", &set_penalties, py::arg("penalties"), py::arg("prompt"), py::arg("output"),
+           "Penalties of verifications, by their names in SamplingParams. `prompt`, `output`: the verified tokens; "
+           "those of later verifications are added by `Rounds.verify`.")
+      .def("set_filters", &set_filters, py::arg("filters"),
+           "Filters of verifications, by their names in SamplingParams.");
   py::class_<Rounds>(m, "Rounds",
                      "Expansions and verifications of one request, or of several at a time, as one call each, for one "
                      "decoder and a cache; see host/decoder/rounds.h. The ranks of a group make the same calls and merge "

@@ -3,6 +3,7 @@
 
 #include "bind/arguments.h"
 #include "bind/module.h"
+#include "bind/sampling_args.h"
 #include "common/noise.h"
 #include "kernels_host.h"
 
@@ -99,21 +100,23 @@ void draw_keyed(const Array& logits, int64_t vocab, const MaybeArray& bias, floa
   host::draw_keyed(args, of, out, log_probs);
 }
 
-void draw_filtered(const Array& logits, int64_t vocab, const MaybeArray& bias, float temperature, int64_t top_k,
-                   float top_p, float min_p, const Array& keys, const Array& tokens) {
+void draw_filtered(const Array& logits, int64_t vocab, const MaybeArray& bias, float temperature,
+                   const py::dict& filters, const Array& keys, const Array& tokens) {
+  const host::FilterArgs filter = filter_args(filters);
   const ScoreArgs args = score_args(logits, vocab, bias, {}, {}, temperature, 1.0f);
   const auto* of = keys.at<uint32_t>(kCpu, "keys", {args.rows});
   auto* out = tokens.at<int64_t>(kCpu, "tokens", {args.rows});
   py::gil_scoped_release unlocked;
-  host::draw_filtered(args, {top_k, top_p, min_p}, of, out);
+  host::draw_filtered(args, filter, of, out);
 }
 
-void filter_scores(const Array& logits, int64_t vocab, const MaybeArray& bias, float temperature, int64_t top_k,
-                   float top_p, float min_p) {
+void filter_scores(const Array& logits, int64_t vocab, const MaybeArray& bias, float temperature,
+                   const py::dict& filters) {
+  const host::FilterArgs filter = filter_args(filters);
   const ScoreArgs args = score_args(logits, vocab, bias, {}, {}, temperature, 1.0f);
   auto* out = static_cast<float*>(logits.rows_at(kFloat32, kCpu, "logits", {kAny, kAny}));
   py::gil_scoped_release unlocked;
-  host::filter_scores(args, {top_k, top_p, min_p}, out);
+  host::filter_scores(args, filter, out);
 }
 
 }  // namespace
@@ -141,10 +144,10 @@ void bind_sampling(py::module_& m) {
         py::arg("keys"), py::arg("tokens"), py::arg("values"),
         "Per row the token of the highest score with the noise of its key, and log_softmax(scores) at that token.");
   m.def("draw_filtered", &draw_filtered, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("temperature"),
-        py::arg("top_k"), py::arg("top_p"), py::arg("min_p"), py::arg("keys"), py::arg("tokens"),
+        py::arg("filters"), py::arg("keys"), py::arg("tokens"),
         "Per row the token of the highest score with the noise of its key, among the tokens that the filters keep.");
   m.def("filter_scores", &filter_scores, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("temperature"),
-        py::arg("top_k"), py::arg("top_p"), py::arg("min_p"),
+        py::arg("filters"),
         "Replaces logits by scores, and the scores that the filters exclude by -inf.");
 }
 

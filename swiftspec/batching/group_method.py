@@ -1,7 +1,7 @@
 """What differs between exact batches and particles: how a round drafts and verifies, and how an answer is picked.
 
 Shapes: N rows per group, K draft tokens per row and round, V tokens in the vocabulary; `groups` is the number of groups
-that share a logits processor.
+that share a sampler.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from swiftspec.batching.logits_processor import GroupSpan, LogitsProcessor, concatenate
+from swiftspec.batching.group_spans import GroupSpan, concatenate
 from swiftspec.batching.noise_streams import RowStreams
 from swiftspec.batching.rows import GroupRows
 from swiftspec.batching.sequence_group import GroupAnswer, SequenceGroup
 from swiftspec.config import GroupShape, NativeRoundParams
 from swiftspec.params import SamplingParams
+from swiftspec.sampling.row_sampler import RowSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +83,17 @@ class GroupMethod(Protocol[RowsT, VerdictT]):
         if all requests are greedy. `rows`: of the groups that take part in the round."""
         ...
 
-    def draw(self, processor: LogitsProcessor, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    def draw(self, sampler: RowSampler, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """Samples a draft token from each row of raw logits. Returns the tokens [rows] and their log-probabilities
         [rows]."""
         ...
 
-    def keeps_logits(self, processor: LogitsProcessor, step: int) -> bool:
+    def keeps_logits(self, sampler: RowSampler, step: int) -> bool:
         """Returns whether the verification of a draft step needs the draft's logits."""
         ...
 
-    def verify(self, processor: LogitsProcessor, logits: Tensor, drafted: DraftedTokens) -> VerdictT:
-        """Verifies the draft tokens of groups that share a logits processor. `logits`: the target's, [groups, K + 1, N,
+    def verify(self, sampler: RowSampler, logits: Tensor, drafted: DraftedTokens) -> VerdictT:
+        """Verifies the draft tokens of groups that share a sampler. `logits`: the target's, [groups, K + 1, N,
         at least V], raw or with penalties applied."""
         ...
 

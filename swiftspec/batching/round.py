@@ -26,20 +26,14 @@ import torch
 from torch import Tensor
 
 from swiftspec.batching.group_method import DraftedTokens, GroupMethod, RoundVerdict, join_verdicts
-from swiftspec.batching.logits_processor import (
-    GroupSpan,
-    LogitsProcessor,
-    concatenate,
-    group_spans,
-    logits_key,
-    penalise_spans,
-)
+from swiftspec.batching.group_spans import GroupSpan, concatenate, group_spans, penalise_spans
 from swiftspec.batching.rows import GroupRows
 from swiftspec.batching.sequence_group import CompanionSequence
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.population_rounds import SamplingSpan
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS, Runner
+from swiftspec.sampling.row_sampler import RowSampler, row_sampler_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +73,7 @@ class GroupRound:
         self._stops = torch.zeros(groups, vocab, dtype=torch.bool, device=device)
         self._prompts = torch.zeros_like(self._stops)  # the tokens of each prompt, for penalties
         self._suppressed = torch.zeros_like(self._stops)  # the tokens that `min_tokens` excludes
-        self._processors: list[LogitsProcessor | None] = [None] * groups
+        self._samplers: list[RowSampler | None] = [None] * groups
         self._companions: list[CompanionSequence | None] = [None] * groups
         self.order = [*range(groups)]  # cache sequence of the group at each position of the tensors
         # cache of `sampling_spans`, by number of groups
@@ -108,11 +102,12 @@ class GroupRound:
         """Starts a request in the group at position `group`: N rows from `prompt`, whose tokens except the last are
         prefilled. `stops`: stop tokens. `limit`: maximum number of output tokens. `companion`: the unconditional
         sequence of a guided request, which is prefilled too."""
-        key = logits_key(sampling)
-        alike = [processor for processor in self._processors if processor is not None and processor.key == key]
-        # reuse an equal processor, since graphs have captured its tensors
-        processor = alike[0] if alike else LogitsProcessor(sampling, self._vocab, self._stops.device, self._target.ops)
-        self._processors[group] = processor
+        key = row_sampler_key(sampling)
+        alike = (sampler for sampler in self._samplers if sampler is not None and sampler.key == key)
+        # reuse an equal sampler, since graphs have captured its tensors
+        self._samplers[group] = next(alike, None) or RowSampler(
+            sampling, self._vocab, self._stops.device, self._target.ops
+        )
         self._sampling_spans.clear()
         self._method.streams.seed(group, sampling.seed)
         for table, tokens in (
@@ -135,7 +130,7 @@ class GroupRound:
         moved = torch.tensor([pair for pair in enumerate(order) if pair[0] != pair[1]], device=self._prefix.device)
         for tensor in self.tensors:
             tensor.index_copy_(0, moved[:, 0], tensor.index_select(0, moved[:, 1]))
-        self._processors = [self._processors[place] for place in order]
+        self._samplers = [self._samplers[place] for place in order]
         self._companions = [self._companions[place] for place in order]
         self.order = [self.order[place] for place in order]
         self._sampling_spans.clear()
@@ -172,10 +167,7 @@ class GroupRound:
         """Returns the sampling parameters of each run of consecutive groups with equal ones among the first `groups`
         groups."""
         if groups not in self._sampling_spans:
-            self._sampling_spans[groups] = [
-                span.processor.sampling_span(span.groups.stop - span.groups.start)
-                for span in group_spans(self._processors[:groups])
-            ]
+            self._sampling_spans[groups] = [span.native() for span in group_spans(self._samplers[:groups])]
         return self._sampling_spans[groups]
 
     def buckets(self, width: int) -> Hashable:
@@ -185,7 +177,7 @@ class GroupRound:
     @property
     def key(self) -> Hashable:
         """Key of captured graphs: rounds with equal keys run the same operators on the same tensors."""
-        return tuple((span.processor, span.groups.stop) for span in group_spans(self._processors))
+        return tuple((span.sampler, span.groups.stop) for span in group_spans(self._samplers))
 
     @torch.inference_mode()  # saves a microsecond per operator
     def __call__(self, width: int, groups: int) -> Tensor:
@@ -198,7 +190,7 @@ class GroupRound:
         rows; the tokens of row 0; the state of each slot of the window (`GroupRows.slot_states`).
         """
         rows, method = self._by_count[groups], self._method
-        spans = group_spans(self._processors[:groups])
+        spans = group_spans(self._samplers[:groups])
         context = RoundContext(rows, spans, width, rows.new_slots(), self._kv_len(slice(groups), width))
         keys = method.noise_keys(rows, spans)
         chains = self._draft_tokens(context, keys)
@@ -229,7 +221,7 @@ class GroupRound:
         views, tokens, log_q = [pending], list[Tensor](), list[Tensor]()
         shaped: list[list[Tensor]] = [[] for _ in context.spans]
         drawn_by = list[Tensor | None]()
-        counts = [p.counts(self._vocab)] if any(span.processor.penalised for span in context.spans) else []
+        counts = [p.counts(self._vocab)] if any(span.sampler.penalised for span in context.spans) else []
         for step in range(count):
             if step > 0:
                 at = p.tail_positions[..., 1] + step
@@ -242,11 +234,11 @@ class GroupRound:
             for span, kept in zip(context.spans, shaped, strict=True):
                 mine = span.rows(n)
                 noise = None if given is None else given[mine]
-                token, log_of = self._method.draw(span.processor, logits[mine], noise)
+                token, log_of = self._method.draw(span.sampler, logits[mine], noise)
                 drawn.append(token)
                 log.append(log_of)
-                if self._method.keeps_logits(span.processor, step):
-                    kept.append(span.processor.tempered(logits[mine]))
+                if self._method.keeps_logits(span.sampler, step):
+                    kept.append(span.sampler.tempered(logits[mine]))
             tokens.append(concatenate(drawn).view(p.groups, n))
             log_q.append(concatenate(log).view(p.groups, n))
             views.append(views[-1].scatter(-1, context.slots[..., step : step + 1], True))
@@ -317,7 +309,7 @@ class GroupRound:
         return logits[:groups]
 
     def _verify(self, context: RoundContext, logits: Tensor, chains: DraftChains, last: Tensor | None) -> RoundVerdict:
-        """Verifies the draft tokens, each span of groups with its own logits processor. `logits`: the target's. `last`:
+        """Verifies the draft tokens, each span of groups with its own sampler. `logits`: the target's. `last`:
         noise keys of the token after the draft tokens."""
         found: list[RoundVerdict] = []
         keys = [*chains.keys, last]
@@ -327,7 +319,7 @@ class GroupRound:
             rows = span.rows(context.rows.count)
             mine = [None if each is None else each[rows] for each in keys]
             drafted = DraftedTokens(chains.tokens[some], chains.log_q[some], kept, mine, uniforms)
-            found.append(self._method.verify(span.processor, logits[some], drafted))
+            found.append(self._method.verify(span.sampler, logits[some], drafted))
         return join_verdicts(found)
 
     def _uniforms(self, context: RoundContext, groups: slice, count: int) -> Tensor:

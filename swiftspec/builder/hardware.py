@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 from swiftspec.backends.cuda.devices import why_no_gpu
 from swiftspec.config import MAX_THREADS
 from swiftspec.distributed.launch.world import available_cores

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict, get_args
+from typing import Literal, Protocol, TypedDict, get_args
 
 import torch
 
-from swiftspec.backends import cpu, cuda, reference, unfused
-from swiftspec.backends.families import compose, with_tilings
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.cuda import cuda
+from swiftspec.backends.families import compose
+from swiftspec.backends.reference import Backend, reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder.gpu_trial import GpuVerdict
 from swiftspec.capabilities import Features, features_in
-from swiftspec.distributed.rank_startup import Progress
 from swiftspec.distributed.transport.grpc.endpoint import RpcSecurity
 from swiftspec.errors import UserError, truncated_repr
+from swiftspec.model.checkpoint_files import Progress
 from swiftspec.model.float8 import FLOAT8
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.loader import PackedWeightSource
@@ -115,7 +118,7 @@ class LoadModel(Protocol):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        ops: Any,
+        ops: Backend,
         max_positions: int,
         context: int | None,
         group: TensorParallelGroup | None,
@@ -130,9 +133,9 @@ class LoadModel(Protocol):
 
 def select_operators(
     name: OpsName, spec: ModelSpec, dtype: torch.dtype, device: torch.device, verdict: GpuVerdict = NO_FALLBACKS
-) -> Any:
-    """Returns the operators that a model runs on: a module, or the CUDA operators as the verdict of a GPU trial changes
-    them. Raises UserError if the CUDA operators are requested and cannot run the model."""
+) -> Backend:
+    """Returns the backend that a model runs on; the CUDA operators as the verdict of a GPU trial changes them.
+    Raises UserError if the CUDA operators are requested and cannot run the model."""
     if name == "cuda":
         cuda.check_supported(spec, dtype, device)
         return cuda_operators(verdict)
@@ -144,11 +147,11 @@ def select_operators(
     return unfused if name == "unfused" else reference
 
 
-def cuda_operators(verdict: GpuVerdict) -> Any:
+def cuda_operators(verdict: GpuVerdict) -> Backend:
     """Returns the CUDA operators, with torch's own for the families that fall back and with the tilings of the
     verdict."""
     ops = compose(cuda, unfused, verdict.on_library)
-    return ops if "projections" in verdict.on_library else with_tilings(ops, verdict.tilings)
+    return ops.with_operators(tilings=verdict.tilings) if ops.TILINGS and verdict.tilings else ops
 
 
 def why_not_native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:

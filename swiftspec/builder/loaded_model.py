@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from swiftspec.backends.reference import Backend
 from swiftspec.model.transformer import Transformer
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.executors.available import ExecutorDeps
@@ -22,7 +23,7 @@ class LoadedModel:
     and only one of them runs at a time."""
 
     model: Transformer
-    ops: Any
+    ops: Backend
     vocab: int  # size of the base vocabulary
     context: int  # maximum tokens of a sequence, including the overshoot of its last round
     prefix_cache_tokens: int  # budget of each runner; 0 disables the prefix cache

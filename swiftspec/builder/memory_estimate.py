@@ -11,15 +11,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from swiftspec.backends import cuda, unfused
+from swiftspec.backends.cuda import cuda
 from swiftspec.backends.cuda.attention import scratch_bytes
 from swiftspec.backends.cuda.large_m import MAX_KERNEL_ROWS, SCRATCH_BYTES
-from swiftspec.backends.cuda.linear import tile_group_size
+from swiftspec.backends.reference import Backend
 from swiftspec.cache.delta import MAX_SNAPSHOTS, MAX_UNFOLDED_POSITIONS
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
@@ -28,7 +27,7 @@ from swiftspec.model.formats.int8 import group_of
 from swiftspec.model.shard import LayerShard, Shard
 from swiftspec.model.spec import ExpertsSpec, GatedDeltaSpec, ModelSpec
 from swiftspec.runtime.executors.graph import CAPTURED_ROWS
-from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS, delta_slots
+from swiftspec.runtime.runner import delta_slots
 from swiftspec.sampling.noise import PositionNoise
 
 MIB = 1 << 20
@@ -76,7 +75,7 @@ class MemoryEstimate:
     capacity: int  # slots of a sequence in the KV cache, those of the tree included
     ranks: int = 1
     sequences: int = 1  # in the KV cache
-    ops: ModuleType = cuda  # backend
+    ops: Backend = cuda
     cache_dtype: torch.dtype | None = None  # None: `dtype`
     int4_head: bool = False  # whether a dense LM head is quantised at load
     prefix_tokens: int = 0  # budget of the prefix cache
@@ -153,16 +152,13 @@ class MemoryEstimate:
         if layout is None or not layout.is_int4:
             return 0
         split = run is not None and self.ranks > 1
-        if _may_be_permuted(self.config) and (self.ops is cuda or split):
+        if _may_be_permuted(self.config) and (not self.ops.PERMUTED_INT4 or split):
             return 0
         return self._kept_group(inputs, math.gcd(layout.group_size, run) if split and run else layout.group_size)
 
     def _kept_group(self, inputs: int, group: int) -> int:
         """Returns the inputs per group of an int4 matrix with groups of `group` inputs; 0 if it is kept dense."""
-        if self.ops is cuda:
-            return tile_group_size(group)
-        kept = self.ops is unfused and self.int4_kernels and unfused.supports_int4(inputs, group, self.dtype)
-        return group if kept else 0
+        return self.ops.kept_int4_group(inputs, group, self.dtype) if self.int4_kernels else 0
 
     @property
     def _head_group(self) -> int:
@@ -210,13 +206,13 @@ class MemoryEstimate:
         """Bytes of the buffers of a prefill chunk: hidden states, gates and products of all rows, those of attention,
         the partial sums of all ranks, and the RoPE tables."""
         spec, parts, size = self.config.spec, self.shard.layers, self.dtype.itemsize
-        rows = cuda.PREFILL_CHUNK_ROWS if self.ops is cuda else PREFILL_CHUNK_TOKENS
+        rows = self.ops.PREFILL_CHUNK_ROWS
         hidden, inner = spec.hidden_size, max(len(part.down) for part in parts)
         shared = [len(part.shared_down) for part in parts if part.shared_down is not None]
         numbers = rows * 4 * (hidden + max(inner, *shared, 0))
         gathered = rows * hidden * (self.ranks * size + FLOAT_BYTES) if self.ranks > 1 else 0
         tables = sum(2 * self.capacity * mixer.head_dim for mixer in {mixer.kind for mixer in spec.attention_mixers})
-        if self.ops is cuda:
+        if self.ops.FUSED_ATTENTION:
             # weights in rows for a library product, and the packed rows of x (csrc/cuda/linear/large_m.h)
             return (
                 SCRATCH_BYTES

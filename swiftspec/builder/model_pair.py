@@ -6,15 +6,18 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
 from swiftspec import __version__
-from swiftspec.backends import cpu, cuda, unfused
+from swiftspec.backends.cpu import cpu
 from swiftspec.backends.cuda import trial
+from swiftspec.backends.cuda.attention import CLUSTER_MAJORS
 from swiftspec.backends.cuda.devices import gpu_uuid, machine_facts, why_gpu_unused
 from swiftspec.backends.cuda.trial_checks import TreeShape
+from swiftspec.backends.reference import Backend
+from swiftspec.backends.unfused import has_int4_kernels
 from swiftspec.batching.chains import chain_region_slots
 from swiftspec.builder import gpu_trial, hardware
 from swiftspec.builder.gpu_trial import GpuVerdict
@@ -215,10 +218,9 @@ class ModelPair:
             if why is not None:
                 note(f"the {side} runs on torch's own operators: {why}")
             layout = format_of(config)
-            expanded = ops is unfused and (self.dtype != torch.bfloat16 or not unfused.has_int4_kernels(self.device))
-            if layout is not None and layout.is_int4 and expanded and self.device.type == "cuda":
+            need = ops.int4_needs(self.dtype, self.device)
+            if layout is not None and layout.is_int4 and need is not None and self.device.type == "cuda":
                 bits = 8 * self.dtype.itemsize
-                need = "dtype bfloat16" if self.dtype != torch.bfloat16 else "a GPU since Ampere"
                 note(f"the int4 weights of the {side} are expanded to {bits} bits; {need} would keep them")
 
     def memory_needs(self, plan: EngineConfig) -> list[dict[Side, MemoryEstimate]]:
@@ -226,9 +228,7 @@ class ModelPair:
         major, _ = torch.cuda.get_device_capability(self.device)
         needs: dict[Side, MemoryEstimate] = {}
         for side, config in self.sides(plan).items():
-            ops = select_operators(self.ops, config.spec, self.dtype, self.device)
-            if ops is cuda and "projections" in self.verdict.on_library:
-                ops = unfused
+            ops = select_operators(self.ops, config.spec, self.dtype, self.device, self.verdict)
             needs[side] = MemoryEstimate(
                 config,
                 self.dtype,
@@ -240,8 +240,8 @@ class ModelPair:
                 int4_head=self.quantization(side, ops).head == "int4",
                 prefix_tokens=0 if plan.num_sequences > 1 else self.prefix_cache_tokens(plan),
                 tree_slots=self.tree_slots(side, plan),
-                clusters=major in cuda.CLUSTER_MAJORS,
-                int4_kernels=unfused.has_int4_kernels(self.device),
+                clusters=major in CLUSTER_MAJORS,
+                int4_kernels=has_int4_kernels(self.device),
             )
         apart = plan.mode == "async" and plan.num_ranks > 1  # each rank holds one of the two models
         return [{side: need} for side, need in needs.items()] if apart else [needs]
@@ -432,7 +432,7 @@ class ModelPair:
         block = self._block
         return draft_tree_slots(plan) if block is None else block.size
 
-    def quantization(self, side: Side, ops: Any) -> LoadTimeQuantization:
+    def quantization(self, side: Side, ops: Backend) -> LoadTimeQuantization:
         """Returns what is quantised when the target or the draft is loaded."""
         activations = self._usual_activations(side, ops)
         if self.activations != "auto":
@@ -443,7 +443,7 @@ class ModelPair:
         # int8 activations of the target's head would have more error than its weights
         return LoadTimeQuantization(activations, head, 2 if side == "target" else max(activations, 1))
 
-    def _usual_head(self, side: Side, ops: Any, activations: int) -> HeadFormat | None:
+    def _usual_head(self, side: Side, ops: Backend, activations: int) -> HeadFormat | None:
         """Returns the default of `LoadTimeQuantization.head` for the target or the draft, whose products quantise an
         activation to `activations` int8 numbers."""
         if side == "draft":
@@ -452,9 +452,9 @@ class ModelPair:
         is_int4 = layout is not None and layout.is_int4
         return "int8" if is_int4 and activations == INT8_NUMBERS["int8"] else None
 
-    def _usual_activations(self, side: Side, ops: Any) -> int:
+    def _usual_activations(self, side: Side, ops: Backend) -> int:
         """Returns the default of `LoadTimeQuantization.activations` for the target or the draft."""
-        if ops is not cpu or self.dtype != torch.bfloat16:
+        if not ops.INT8_ACTIVATIONS or self.dtype != torch.bfloat16:
             return 0
         small = side == "target" and self.config_of(side).spec.hidden_size <= MAX_INT16_HIDDEN_SIZE
         return INT8_NUMBERS["int16" if small else "int8"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,15 +10,13 @@ from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
-from swiftspec.backends import cpu
 from swiftspec.backends.cpu.packed_weight_cache import CACHE_FOLDER, PackedWeightCache
 from swiftspec.backends.cuda.devices import is_device_error
-from swiftspec.backends.reference import resampling
-from swiftspec.backends.reference.resampling import Resample
 from swiftspec.batching.chains import make_chains
 from swiftspec.batching.group_method import GroupMethod
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder import hardware
+from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, local_drafter_kind
 from swiftspec.builder.load_options import Side, select_operators
 from swiftspec.builder.loaded_model import LoadedModel
 from swiftspec.builder.model_pair import ModelPair, rank_count
@@ -27,33 +25,49 @@ from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
 from swiftspec.control.measurement_file import M, MeasurementFile
 from swiftspec.control.row_times import PairTimes, RowTimes, measure_pair_times, measure_target_times
 from swiftspec.control.trial_budget import StoredBudgets, TrialBudgets
-from swiftspec.distributed.rank_startup import Progress
+from swiftspec.distributed.collectives.join import RankGroup
 from swiftspec.file_io import one_line
-from swiftspec.model.block_head import BlockHead
-from swiftspec.model.draft_head import DraftHead
+from swiftspec.model.checkpoint_files import Progress
 from swiftspec.model.head_loader import load_draft_head
-from swiftspec.model.tensor_parallel import TensorParallelGroup
+from swiftspec.model.spec import DraftHeadSpec
 from swiftspec.observe import step_time_emulation
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.executors import available
 from swiftspec.runtime.executors.available import ExecutorDeps
-from swiftspec.runtime.executors.block import BlockExecutor
 from swiftspec.runtime.executors.graph import CudaCapture
-from swiftspec.runtime.executors.head import HeadExecutor
-from swiftspec.runtime.head_drafter import BlockDrafter, HeadDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
-from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY, OverlappedDrafter
+from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY
 from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.suffix_drafter import SuffixDrafter
-from swiftspec.runtime.target_states import TargetStates
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.particle_method import ParticleMethod
-from swiftspec.tree.children import ChildSelector, TopChildren
 from swiftspec.tree.rejection import RejectionSampling
-from swiftspec.tree.sampled_children import SampledChildren
-from swiftspec.tree.tree import DraftTree
+
+
+@dataclass(slots=True)
+class LocalRoles:
+    """The roles on the models that this process holds; None where it does not hold the model.
+
+    `scheduler`: of sequence groups, which takes the place of the other two.
+    """
+
+    verifier: TargetVerifier | None = None
+    drafter: LocalDrafter | None = None
+    scheduler: BatchScheduler | None = None
+
+    @property
+    def executor_names(self) -> set[str]:
+        """Names of the executors that the roles support."""
+        return {kind.name for role in self._each() for kind in role.executors}
+
+    def restrict_executors(self, common: Container[str]) -> None:
+        """Removes all executors except those in `common`, the names that all ranks of the group support."""
+        for role in self._each():
+            agreed: list[Any] = [kind for kind in role.executors if kind.name in common]
+            role.executors = agreed
+
+    def _each(self) -> Iterator[LocalVerifier | LocalDrafter | BatchScheduler]:
+        yield from (role for role in (self.verifier, self.drafter, self.scheduler) if role is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +97,11 @@ class Models:
             None if folder is None else PackedWeightCache(folder / CACHE_FOLDER),
             None if file is None else VerdictRecord(file, options.verdict),
         )
+
+    @property
+    def draft_head(self) -> DraftHeadSpec | None:
+        """What makes the draft a draft head; None if it is a model."""
+        return None if self.options.draft is None else self.options.config_of("draft").spec.draft_head
 
     def with_vocab(self, vocab_size: int, masked_tokens: tuple[int, ...]) -> Models:
         """Returns a copy with the vocabulary of rank 0; see `ModelPair.with_vocab`."""
@@ -117,7 +136,7 @@ class Models:
         process. Called before the models are loaded, since packing uses the threads, too."""
         options = self.options
         specs = options.specs(plan)
-        native = all(select_operators(options.ops, spec, options.dtype, options.device) is cpu for spec in specs)
+        native = all(select_operators(options.ops, spec, options.dtype, options.device).OWN_THREADS for spec in specs)
         hardware.set_thread_counts(options.threads, native=native, set_torch_threads=set_torch_threads)
 
     def row_times(self, plan: EngineConfig, verifier: LocalVerifier, drafter: LocalDrafter) -> PairTimes | None:
@@ -160,35 +179,23 @@ class Models:
             facts |= {"drafter": plan.drafter, "mode": plan.mode, "device": str(self.options.device)}
         return MeasurementFile.of(self.cache.folder, facts, kind)
 
-    def suffix_drafter(self, plan: EngineConfig, times: RowTimes | None) -> SuffixDrafter:
-        """Returns a drafter by suffix lookup. `times`: of the target's verifications; None: not measured."""
-        rows = range(1, plan.max_nodes + 1)
-        return SuffixDrafter(plan.max_nodes, self.options.max_model_len, times and [times.at(count) for count in rows])
+    def load_roles(
+        self, plan: EngineConfig, group: RankGroup | None, progress: Progress | None, *, target: bool, draft: bool
+    ) -> LocalRoles:
+        """Loads the models that this process holds, and returns the roles on them. `target`, `draft`: whether it holds
+        the model. `group`: the ranks that hold the other shards."""
+        if plan.group_shape is not None:
+            return LocalRoles(scheduler=self._scheduler(plan, group, progress))
+        verifier = build_verifier(*self.runner("target", plan, group, progress), plan) if target else None
+        if not draft:
+            return LocalRoles(verifier)
+        entry = DRAFTERS[local_drafter_kind(plan, self.draft_head)]
+        given = DrafterInputs(plan, model=self.runner("draft", plan, group, progress), verifier=verifier)
+        drafter = entry.build(given)
+        assert isinstance(drafter, LocalDrafter)
+        return LocalRoles(verifier, drafter)
 
-    def verifier(
-        self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
-    ) -> LocalVerifier:
-        """Loads the target and returns a verifier on it."""
-        return build_verifier(*self.runner("target", plan, group, progress), plan)
-
-    def drafter(
-        self,
-        plan: EngineConfig,
-        group: TensorParallelGroup | None = None,
-        progress: Progress | None = None,
-        verifier: LocalVerifier | None = None,
-    ) -> LocalDrafter:
-        """Loads the draft and returns a drafter on it, for the mode of `plan`. `verifier`: on the target of this
-        process, whose hidden states a draft head reads."""
-        runner, deps = self.runner("draft", plan, group, progress)
-        if isinstance(runner.model, DraftHead | BlockHead):
-            assert verifier is not None
-            return build_head_drafter(runner, runner.model, verifier, plan)
-        return build_drafter(runner, deps, plan)
-
-    def scheduler(
-        self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
-    ) -> BatchScheduler:
+    def _scheduler(self, plan: EngineConfig, group: RankGroup | None, progress: Progress | None) -> BatchScheduler:
         """Loads both models and returns a scheduler of sequence groups on them, for the batch or population of
         `plan`."""
         target, deps = self.runner("target", plan, group, progress)
@@ -201,7 +208,7 @@ class Models:
         )
 
     def runner(
-        self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
+        self, side: Side, plan: EngineConfig, group: RankGroup | None, progress: Progress | None
     ) -> tuple[Runner, ExecutorDeps]:
         """Loads a model, or this rank's shard of it. Returns a runner and the dependencies of the executors."""
         return self.load_side(side, plan, group, progress).runner(
@@ -209,7 +216,7 @@ class Models:
         )
 
     def load_side(
-        self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
+        self, side: Side, plan: EngineConfig, group: RankGroup | None, progress: Progress | None
     ) -> LoadedModel:
         """Loads target or draft, or this rank's shard of it."""
         options = self.options
@@ -236,7 +243,7 @@ class Models:
             model = options.load(
                 path,
                 cache_dtype=options.cache_dtype,
-                packed_cache=self.cache if ops is cpu else None,
+                packed_cache=self.cache if ops.PACKED_CACHE else None,
                 hidden_layers=options.hidden_layers if side == "target" else (),
                 vocab_rows=options.vocab_size if side == "draft" else 0,
                 **how,
@@ -280,38 +287,11 @@ def make_group_method(
     slots, device = min(target.tree_slots, draft.tree_slots), target.model.device
     if isinstance(config, BatchConfig):
         return make_chains(config, slots, max_tokens, device)
-    # optional operator: backends without it use the reference implementation
-    resample: Resample = getattr(target.ops, "resample", resampling.resample)
-    return ParticleMethod(config, slots, max_tokens, device, resample)
+    return ParticleMethod(config, slots, max_tokens, device, target.ops.resample)
 
 
-def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalVerifier:
+def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> TargetVerifier:
     """Returns a verifier on a model of this process."""
     rejection = RejectionSampling if plan.verify == "reject" else None
     executors = available.target_executors(runner, deps)
     return TargetVerifier(runner, executors, rejection, plan.synthetic_acceptance_length)
-
-
-def build_drafter(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalDrafter:
-    """Returns a drafter on a model of this process, for the mode of `plan`."""
-    steps, tree = available.draft_executors(runner, deps, plan)
-    children: ChildSelector = TopChildren(plan.children_per_leaf, plan.proposal == "coupled")
-    if plan.proposal == "sample":
-        children = SampledChildren(
-            plan.children_per_leaf, runner.tree_slots, runner.vocab, carry=plan.verify == "reject"
-        )
-    kind = OverlappedDrafter if plan.overlap_on_one_gpu else LookaheadDrafter if plan.mode == "async" else LocalDrafter
-    return kind(runner, steps, tree, children, plan)
-
-
-def build_head_drafter(
-    runner: Runner, head: DraftHead | BlockHead, verifier: LocalVerifier, plan: EngineConfig
-) -> HeadDrafter:
-    """Returns a drafter on a draft head. `verifier`: on the target, whose hidden states it reads."""
-    states = verifier.states = TargetStates(head)
-    children = TopChildren(plan.children_per_leaf, plan.proposal == "coupled")
-    if isinstance(head, BlockHead):
-        executor = BlockExecutor(runner, head.block, states)
-        return BlockDrafter(runner, executor, DraftTree(plan.max_nodes, 1), children, plan, states, verifier.runner)
-    tree = DraftTree(1 + runner.tree_slots * plan.children_per_leaf, runner.tree_slots)
-    return HeadDrafter(runner, HeadExecutor(runner, states), tree, children, plan, states, verifier.runner)

@@ -8,16 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
+from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, drafter_kind
 from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions, WorkerAddress
-from swiftspec.builder.model_pair import ModelPair, draft_tree_slots
-from swiftspec.builder.models import Models
-from swiftspec.builder.roles import EngineLimits, Roles, TreeRoles, check_request, make_tree_decoding
+from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.models import LocalRoles, Models
+from swiftspec.builder.roles import EngineLimits, Roles, TreeRoles, check_request, make_recorder, tree_engine
+from swiftspec.builder.rules import Choices, resolve_config
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter, RemoteTreeDeltaLink
+from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter
 from swiftspec.distributed.remote.failover import RemoteDraft
 from swiftspec.distributed.remote.reconnect import Reconnector
-from swiftspec.distributed.remote.served_roles import streams_tree_deltas
 from swiftspec.distributed.remote.server_link import ServerLink, read_tokenizer
 from swiftspec.distributed.remote.session_messages import ModelIdentity, ModelInfo, SessionStart
 from swiftspec.distributed.remote.verifier import RemoteVerifier
@@ -25,22 +26,15 @@ from swiftspec.distributed.transport.grpc.client import GrpcConnection
 from swiftspec.distributed.transport.grpc.endpoint import DRAFT_SERVICE, TARGET_SERVICE
 from swiftspec.distributed.transport.request_state import ModelLimits, RequestState
 from swiftspec.distributed.transport.transport import Transport
+from swiftspec.engine import TreeDecoding
 from swiftspec.errors import UserError
 from swiftspec.model.vocabulary import describe_masked
-from swiftspec.observe.recorder import Recorder
-from swiftspec.observe.rpc_latency import clock_reading
-from swiftspec.observe.trace_file import TraceFile
-from swiftspec.observe.trace_format import trace_header
 from swiftspec.runtime.drafter import NoDrafter
-from swiftspec.runtime.graph_capture import capture_graphs, num_captures
-from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.graph_capture import capture_graphs
 from swiftspec.runtime.replica_drafter import ReplicaDrafter
 from swiftspec.sampling.grammar import GrammarCompiler
-from swiftspec.tree.replica import TreeReplica
-from swiftspec.tree.tree import DraftTree
 
 PING_TIMEOUT_S = 2.0  # seconds; timeout of a ping
-Disconnect = Callable[[], None]
 
 
 class RemoteTarget:
@@ -80,8 +74,8 @@ def ping(connection: GrpcConnection, timeout: float) -> ModelInfo:
 
 def build_remote_drafter(
     worker: WorkerAddress, note: Callable[[str], None], config: EngineConfig, bounds: ModelLimits
-) -> tuple[RemoteDraft, Disconnect]:
-    """Returns a drafter whose model runs on a worker, and a function that disconnects from the worker.
+) -> RemoteDraft:
+    """Returns a drafter whose model runs on a worker.
 
     If the worker does not answer, `note` receives a message, decoding starts without the draft, and the worker is
     pinged in the background until it answers. Raises UserError if the worker does not match the target. `bounds`: the
@@ -114,18 +108,14 @@ def build_remote_drafter(
         connection.close()
         raise
 
-    def leave() -> None:
+    def disconnect() -> None:
         reconnector.close()
         link.end_session()
         connection.close()
 
-    if streams_tree_deltas(config):
-        slots = draft_tree_slots(config)
-        replica = TreeReplica(DraftTree(1 + slots * config.children_per_leaf, slots), bounds.vocab_size)
-        drafter = ReplicaDrafter(RemoteTreeDeltaLink(link), replica, config)
-    else:
-        drafter = RemoteDrafter(link, config.initial_draft_steps)
-    return RemoteDraft(drafter, link, reconnector, link.rpc_log), leave
+    drafter = DRAFTERS[drafter_kind(config)].build(DrafterInputs(config, bounds, link=link))
+    assert isinstance(drafter, RemoteDrafter | ReplicaDrafter)
+    return RemoteDraft(drafter, link, reconnector, link.rpc_log, disconnect)
 
 
 def _check(worker: WorkerAddress, bounds: ModelLimits, info: ModelInfo) -> tuple[int, ...]:
@@ -151,64 +141,72 @@ def _check(worker: WorkerAddress, bounds: ModelLimits, info: ModelInfo) -> tuple
 
 
 def build_remote_roles(
-    target: RemoteTarget, draft: Path | None, config: EngineConfig, tokenizer: Path, **options: Unpack[LoadOptions]
+    target: RemoteTarget,
+    draft: Path | None,
+    config: EngineConfig | Choices,
+    tokenizer: Path,
+    **options: Unpack[LoadOptions],
 ) -> Roles:
     """Builds the roles of a client whose target runs on a worker.
 
     `draft`: a draft model to load in this process; None without a draft, or with a draft worker.
     `tokenizer`: folder with the target's tokenizer files.
     """
-    config = config.for_device("cpu" if draft is None else resolve_device(options.get("device", "auto")).type)
-    info, note = target.info, options.get("note") or (lambda line: None)
+    device = "cpu" if draft is None else resolve_device(options.get("device", "auto")).type
+    config = resolve_config(config, draft, device)
+    info, worker = target.info, options.get("draft_worker")
     length = min(options.get("max_model_len") or info.max_model_len, info.max_model_len)
-    models = None
+    bounds = ModelLimits(info.vocab_size, length, config.verify_batch)
+    models, held, remote = None, LocalRoles(), None
     if draft is not None:
         options |= {"only": "draft", "max_model_len": length, "vocab_size": info.vocab_size}
         models = Models.of(ModelPair.create(draft, draft, config, None, options))
-    bounds = ModelLimits(info.vocab_size, length, config.verify_batch)
-    worker = options.get("draft_worker")
-    away, leave_draft, local = None, lambda: None, None
-    if models is not None:
-        local = _local_drafter(models, config, options)
+        held = _load_draft(models, config, options)
     elif worker is not None and config.mode != "ar":
-        away, leave_draft = build_remote_drafter(replace(worker, vocabulary=info.vocabulary), note, config, bounds)
-    drafter = local or (NoDrafter() if away is None else away.drafter)
-    session = SessionStart(info.identity, config)
-    verifier = RemoteVerifier(target.connection.transport(), session, bounds, target.worker.timeout)
+        note = options.get("note") or (lambda line: None)
+        remote = build_remote_drafter(replace(worker, vocabulary=info.vocabulary), note, config, bounds)
+    verifier = RemoteVerifier(
+        target.connection.transport(), SessionStart(info.identity, config), bounds, target.worker.timeout
+    )
+    drafter = held.drafter or (NoDrafter() if remote is None else remote.drafter)
+    kind = "none" if isinstance(drafter, NoDrafter) else drafter_kind(config)
+    if remote is not None and remote.rpc_log is not None:
+        verifier.rpc_log = remote.rpc_log
 
-    def leave() -> None:
-        leave_draft()
+    def disconnect() -> None:
         verifier.end_session()
         target.connection.close()
 
-    trace = options.get("trace")
-    recorder = Recorder(None if trace is None else TraceFile(trace))
-    shape = {
-        "verify_batch": config.verify_batch,
-        "draft_leaves": config.leaves_per_expansion,
-        "draft_steps": config.initial_draft_steps,
-    }
-    rpc_log = verifier.rpc_log if away is None or away.rpc_log is None else away.rpc_log
-    verifier.rpc_log = rpc_log
-    head = trace_header({"mode": config.mode, **shape, "model": info.name} | clock_reading())
-    if recorder.file is not None:
-        recorder.file.write([head])
-    parts = TreeRoles(drafter, verifier)
-    captured = partial(num_captures, None, local)
-    decoding = make_tree_decoding(parts, config, recorder, lambda tokens, parents: None, captured, local, away, rpc_log)
-    if away is not None:
-        verifier.while_waiting = lambda: decoding.active_drafter.grow()  # applies received tree deltas
     eos = info.eos_token_ids
     check = partial(check_request, config, GrammarCompiler(tokenizer, eos, info.vocab_size))
-    limits = EngineLimits(length, info.vocab_size, eos, check, config.verify_batch)
-    return Roles(decoding, parts, config, limits, None, recorder, head, leave, rpc_log, models)
+    roles = tree_engine(
+        TreeRoles(kind, drafter, verifier, held, remote),
+        config,
+        EngineLimits(length, info.vocab_size, eos, check, config.verify_batch),
+        make_recorder(options.get("trace")),
+        metadata={
+            "mode": config.mode,
+            "verify_batch": config.verify_batch,
+            "draft_leaves": config.leaves_per_expansion,
+            "draft_steps": config.initial_draft_steps,
+            "model": info.name,
+        },
+        models=models,
+        rpc_log=verifier.rpc_log,
+        disconnect=disconnect,
+    )
+    if remote is not None:
+        decoding = roles.decoding
+        assert isinstance(decoding, TreeDecoding)
+        verifier.while_waiting = lambda: decoding.active_drafter.grow()  # applies received tree deltas
+    return roles
 
 
-def _local_drafter(models: Models, config: EngineConfig, options: LoadOptions) -> LocalDrafter:
+def _load_draft(models: Models, config: EngineConfig, options: LoadOptions) -> LocalRoles:
     """Loads the draft of this process, and captures its CUDA graphs."""
     models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
     progress = options.get("progress")
     with models.device_errors_recorded(config):
-        drafter = models.drafter(config, None, progress)
-        capture_graphs(None, drafter, config, progress)
-    return drafter
+        held = models.load_roles(config, None, progress, target=False, draft=True)
+        capture_graphs(None, held.drafter, config, progress)
+    return held

@@ -1,44 +1,52 @@
-"""Builds the roles that rank 0, or a single process, decodes with, and their observers."""
+"""Builds the roles that rank 0, a single process or a client of workers decodes with, and their observers.
+
+`builder.ranks` starts the ranks, `builder.models` loads what a process holds, `builder.remote_roles` connects to
+workers, and `builder.drafters` says how a drafter is built and surrounded. `tree_engine` puts the parts together,
+wherever they run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from swiftspec.batching.decoding import BatchDecoding
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.batching.tree_batch import TreeBatchDecoding
-from swiftspec.builder.models import Models, build_drafter, build_verifier
+from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, WrapperInputs, build_suffix_drafter, drafter_kind
+from swiftspec.builder.model_pair import Side
+from swiftspec.builder.models import LocalRoles, Models, build_verifier
+from swiftspec.builder.ranks import Rank, start_engine_rank
 from swiftspec.cache.prefix_cache import TokenText
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
 from swiftspec.control.shared_stats import SharedStats
-from swiftspec.control.step_times import SteppedDrafter
+from swiftspec.control.step_times import SteppedDrafter, measure_verification_time, steps_for
+from swiftspec.distributed.group.leader import LeaderDrafter, LeaderScheduler, LeaderVerifier
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.rank_startup import EngineRank, Progress
-from swiftspec.distributed.remote.client import RemoteDrafter
+from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter
 from swiftspec.distributed.remote.failover import FailoverDrafter, Outage, RemoteDraft
-from swiftspec.distributed.transport.request_state import ModelLimits
+from swiftspec.distributed.remote.server_link import ServerLink
+from swiftspec.distributed.transport.request_state import ModelLimits, RequestState
 from swiftspec.engine import Decoding, TreeDecoding
-from swiftspec.errors import UserError
+from swiftspec.errors import DrafterLost, UserError
+from swiftspec.model.checkpoint_files import Progress
 from swiftspec.observe.recorder import Recorder
 from swiftspec.observe.rpc_latency import RpcLog, clock_reading
-from swiftspec.observe.trace import DraftTimeline, ObserverToggle, ParticleTrace, Probabilities, TreeTrace
+from swiftspec.observe.trace import DraftTimeline, ObserverToggle, ParticleTrace, TreeTrace
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.observe.trace_format import Record, trace_header
 from swiftspec.params import MAX_LOGPROB_VALUES, MAX_LOGPROBS, SamplingParams
-from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.coroutines import EXPANSION, VERIFICATION, CallQueue
 from swiftspec.runtime.executors.available import ExecutorDeps, graph_captures
-from swiftspec.runtime.fallback_drafter import FallbackDrafter
 from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.overlapped import ThreadedVerifier, warm_up
+from swiftspec.runtime.overlapped import OverlappedDrafter, ThreadedVerifier, warm_up
 from swiftspec.runtime.prefix_caching import PrefixCachingRunner
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.sequence_runner import SequencePool, SequenceRunner
-from swiftspec.runtime.suffix_drafter import SuffixDrafter
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import Verifier
 from swiftspec.sampling.grammar import GrammarCompiler
@@ -94,16 +102,27 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class TreeRoles:
-    """Drafter and verifier of a draft tree. The drafter is not wrapped yet, by a controller or for failover. `target`:
-    the runner of the target, if that runs in this process."""
+    """Drafter and verifier of a draft tree.
 
+    `kind`: entry of DRAFTERS for the drafter.
+    `drafter`: without the wrappers of that entry.
+    `held`: the roles on the models of this process.
+    `remote`: the drafter, if it is in another process.
+    """
+
+    kind: str
     drafter: SteppedDrafter
     verifier: Verifier
-    target: Runner | None = None
+    held: LocalRoles = field(default_factory=LocalRoles)
+    remote: RemoteDraft | None = None
+
+    @property
+    def target(self) -> Runner | None:
+        """The runner of the target, if that runs in this process."""
+        return None if self.held.verifier is None else self.held.verifier.runner
 
 
-# returns the remote draft and a function that disconnects from its worker
-MakeRemoteDrafter = Callable[[EngineConfig, ModelLimits], tuple[RemoteDraft, Callable[[], None]]]
+ConnectDraft = Callable[[EngineConfig, ModelLimits], RemoteDraft]  # connects to a drafter on a worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +134,7 @@ class Roles:
     inner_roles: TreeRoles | BatchScheduler
     config: EngineConfig
     limits: EngineLimits
-    rank: EngineRank | None
+    rank: Rank | None
     recorder: Recorder
     trace_header: Record  # the first line of traces
     disconnect_workers: Callable[[], None] = lambda: None  # disconnects from workers
@@ -161,29 +180,235 @@ def build_roles(
     config: EngineConfig,
     world: World | None,
     progress: Progress | None,
-    worker: MakeRemoteDrafter | None = None,
+    connect_draft: ConnectDraft | None = None,
 ) -> Roles:
     """Loads the models and builds the roles of rank 0, or of a single process. `world`: the ranks of the job; None for
-    a single process. `worker`: builds the drafter on a worker, if the config has a remote draft."""
+    a single process. `connect_draft`: connects to the worker of a remote draft."""
     options = models.options
-    recorder = Recorder(None if options.trace is None else TraceFile(options.trace))
-    rank = None if world is None else EngineRank(world, config, models, progress)
+    recorder = make_recorder(options.trace)
     check = partial(check_request, config, options.grammars)  # before d is measured, when the config allows a larger d
-    away, leave = None, lambda: None
-    if worker is not None and config.draft_remote and config.mode != "ar":
-        away, leave = worker(config, ModelLimits(options.vocab_size, options.max_model_len, config.verify_batch))
+    limits = EngineLimits(options.max_model_len, options.vocab_size, options.eos_token_ids, check, config.max_nodes)
+    rank = None if world is None else start_engine_rank(world, config, models, progress)
     if config.group_shape is not None:
-        parts, decoding = _batch(models, config, rank, recorder, progress)
-    elif config.max_num_seqs > 1:
-        parts, decoding = _trees(models, config, recorder, progress)
+        scheduler, decoding = _groups(models, config, rank, recorder, progress)
+        head = trace_begin(recorder, options.trace_metadata(config))
+        return Roles(decoding, scheduler, config, limits, rank, recorder, head, models=models)
+    if config.max_num_seqs > 1:
+        first, trees = _trees(models, config, recorder, progress)
+        head = trace_begin(recorder, options.trace_metadata(config))
+        return Roles(trees, first, config, limits, None, recorder, head, models=models)
+    if rank is not None:
+        parts, config = _lead(rank, models, config, recorder)
     else:
-        parts, decoding, config = _tree(models, config, rank, away, recorder, progress)
-    rpc_log = None if away is None else away.rpc_log
-    head = trace_header(options.trace_metadata(config) | ({} if rpc_log is None else clock_reading()))
+        remote = None
+        if connect_draft is not None and config.draft_remote and config.mode != "ar":
+            remote = connect_draft(config, _model_limits(models, config))
+        parts = _alone(models, config, remote, progress)
+    return tree_engine(
+        parts, config, limits, recorder, metadata=options.trace_metadata(config), models=models, rank=rank
+    )
+
+
+def _model_limits(models: Models, config: EngineConfig) -> ModelLimits:
+    return ModelLimits(models.options.vocab_size, models.options.max_model_len, config.verify_batch)
+
+
+def _groups(
+    models: Models, config: EngineConfig, rank: Rank | None, recorder: Recorder, progress: Progress | None
+) -> tuple[BatchScheduler, BatchDecoding]:
+    """Returns the scheduler of sequence groups on rank 0 and the decoding on it, which forwards every call to the
+    followers if there are several ranks."""
+    held = models.load_roles(config, None, progress, target=True, draft=True) if rank is None else rank.held
+    scheduler = held.scheduler
+    assert scheduler is not None
+    on_event = ObserverToggle(lambda: recorder.enabled, ParticleTrace(scheduler.target, scheduler.draft, recorder))
+    leading = scheduler if rank is None else LeaderScheduler(scheduler, rank.lead())
+    return scheduler, BatchDecoding(leading, on_event, partial(graph_captures, scheduler.executors))
+
+
+def _trees(
+    models: Models, config: EngineConfig, recorder: Recorder, progress: Progress | None
+) -> tuple[TreeRoles, TreeBatchDecoding]:
+    """Returns the roles of the first of several concurrent requests, and the decoding with roles for each of them."""
+    kind, calls = drafter_kind(config, models.draft_head), CallQueue()
+    entry = DRAFTERS[kind]
+
+    def load(side: Side, priority: int) -> tuple[SequencePool, ExecutorDeps]:
+        runner, deps = models.runner(side, config, None, progress)
+        reuse = models.options.prefix_cache_memory > 0
+        return SequencePool(runner, config.max_num_seqs, calls, priority, reuse_prefixes=reuse), deps
+
+    target, target_deps = load("target", VERIFICATION)
+    draft = load("draft", EXPANSION) if entry.needs == "model" else None
+    verifiers = [build_verifier(SequenceRunner(target), target_deps, config) for _ in range(config.max_num_seqs)]
+    times = models.target_times(config, verifiers[0]) if draft is None else None
+
+    def make_roles(verifier: TargetVerifier) -> TreeRoles:
+        model = None if draft is None else (SequenceRunner(draft[0]), draft[1])
+        drafter = entry.build(
+            DrafterInputs(config, _model_limits(models, config), model=model, verifier=verifier, target_times=times)
+        )
+        held = LocalRoles(verifier, drafter if isinstance(drafter, LocalDrafter) else None)
+        return TreeRoles(kind, drafter, verifier, held)
+
+    roles, stats, decodings = [make_roles(verifier) for verifier in verifiers], None, list[TreeDecoding]()
+    for parts in roles:
+        given = _wrapper_inputs(parts, config, models, True, stats, lambda: calls.num_requests)
+        stats = given.stats
+        decodings.append(_tree_decoding(parts, config, recorder, given, None))
+    pools = [target] if draft is None else [target, draft[0]]
+    return roles[0], TreeBatchDecoding(decodings, pools, calls)
+
+
+def _alone(models: Models, config: EngineConfig, remote: RemoteDraft | None, progress: Progress | None) -> TreeRoles:
+    """Returns the roles of a process that has the target alone, and the draft unless that is `remote`."""
+    kind = drafter_kind(config, models.draft_head)
+    entry = DRAFTERS[kind]
+    held = models.load_roles(config, None, progress, target=True, draft=entry.needs == "model")
+    target, draft = held.verifier, held.drafter
+    assert target is not None
+    capture_graphs(target, draft, config, progress)
+    if remote is not None:
+        return TreeRoles(kind, remote.drafter, target, held, remote)
+    if draft is None:
+        times = models.target_times(config, target)
+        given = DrafterInputs(config, _model_limits(models, config), target_times=times)
+        return TreeRoles(kind, entry.build(given), target, held)
+    if config.overlap_on_one_gpu:
+        overlapped = OverlappedDrafter(draft)
+        warm_up(overlapped, target)
+        return TreeRoles(kind, overlapped, ThreadedVerifier(target), held)
+    return TreeRoles(kind, draft, target, held)
+
+
+def _lead(rank: Rank, models: Models, config: EngineConfig, recorder: Recorder) -> tuple[TreeRoles, EngineConfig]:
+    """Returns the roles of rank 0, which leads the ranks of the target, and the config. With a draft group, d in the
+    config is measured if it was None. `recorder`: receives the trace records of the draft group."""
+    kind = drafter_kind(config, models.draft_head)
+    entry, held, team = DRAFTERS[kind], rank.held, rank.lead()
+    assert held.verifier is not None
+    verifier = LeaderVerifier(held.verifier, team)
+    if held.drafter is not None:
+        return TreeRoles(kind, LeaderDrafter(held.drafter, team), verifier, held), config
+    if rank.connections.draft_leader is None:
+        return TreeRoles(kind, entry.build(DrafterInputs(config, rank.limits)), verifier, held), config
+    state = RequestState(rank.limits, rejection_sampling=config.verify == "reject")
+    link = DraftLink(ServerLink(rank.connections.draft_leader, state, "draft"), recorder=recorder)
+    drafter = entry.build(DrafterInputs(config, link=link))
+    assert isinstance(drafter, RemoteDrafter)
+    if config.draft_steps is None:
+        room = models.options.max_model_len - 1
+        config = replace(config, draft_steps=_measure_draft_steps(config, verifier, drafter, room))
+    return TreeRoles(kind, drafter, verifier, held, RemoteDraft(drafter, link, rank.recovery)), config
+
+
+def _measure_draft_steps(config: EngineConfig, verifier: Verifier, drafter: RemoteDrafter, room: int) -> int:
+    """Returns the d that follows from measured draft and target times, and sets it on the drafter. Returns the config's
+    initial d if the draft group fails. `room`: most tokens of the context.
+
+    Both times are measured concurrently, because draft and target share caches and memory bandwidth.
+    """
+    try:
+        drafter.measure(room)
+        target = measure_verification_time(verifier, config.verify_batch, room)
+        steps = steps_for(target, drafter.times())
+        drafter.draft_steps = steps
+    except DrafterLost:
+        return config.initial_draft_steps
+    return steps
+
+
+def tree_engine(
+    parts: TreeRoles,
+    config: EngineConfig,
+    limits: EngineLimits,
+    recorder: Recorder,
+    *,
+    metadata: Record,
+    models: Models | None,
+    rank: Rank | None = None,
+    rpc_log: RpcLog | None = None,
+    disconnect: Callable[[], None] = lambda: None,
+) -> Roles:
+    """Returns the roles of a process that decodes with a draft tree: surrounds the drafter with the wrappers of its
+    kind, and adds observers.
+
+    `metadata`: description of the run, for the first line of a trace.
+    `models`: the models of this process; None without any.
+    `rpc_log`: log of the RPCs with the worker of the target; None: that of the draft's worker, if there is one.
+    `disconnect`: disconnects from the worker of the target.
+    """
+    remote = parts.remote
+    given = _wrapper_inputs(parts, config, models, rank is None)
+    rpc_log = rpc_log if remote is None or remote.rpc_log is None else remote.rpc_log
+    decoding = _tree_decoding(parts, config, recorder, given, rpc_log)
+
+    def leave() -> None:
+        if remote is not None:
+            remote.disconnect()
+        disconnect()
+
+    head = trace_begin(recorder, metadata if rpc_log is None else metadata | clock_reading())
+    return Roles(decoding, parts, config, limits, rank, recorder, head, leave, rpc_log, models)
+
+
+def _tree_decoding(
+    parts: TreeRoles, config: EngineConfig, recorder: Recorder, given: WrapperInputs, rpc_log: RpcLog | None
+) -> TreeDecoding:
+    """Returns the decoding with a draft tree. `given`: what the wrappers of the drafter are built from."""
+    held, drafter, controller = parts.held, parts.drafter, None
+    for wrap in DRAFTERS[parts.kind].wrappers:
+        drafter = wrap(drafter, given)
+        controller = drafter if isinstance(drafter, Controller) else controller
+    if held.drafter is not None and controller is not None and given.stats.row_times is not None:
+        held.drafter.max_nodes = max(controller.round_stats.batch_sizes)
+    decoding = TreeDecoding(
+        drafter,
+        parts.verifier,
+        _observers(recorder, parts, controller, rpc_log),
+        lambda: getattr(drafter, "lost_reason", None),
+        policy_report=(lambda: None) if controller is None else controller.report,
+        captured_graphs=partial(num_captures, held.verifier, held.drafter),
+    )
+    decoding.synthetic_acceptance_length = config.synthetic_acceptance_length
+    return decoding
+
+
+def _wrapper_inputs(
+    parts: TreeRoles,
+    config: EngineConfig,
+    models: Models | None,
+    measure: bool,
+    stats: SharedStats | None = None,
+    num_requests: Callable[[], int] = lambda: 1,
+) -> WrapperInputs:
+    """Returns what the wrappers of the drafter are built from. `measure`: whether this process may measure models that
+    it runs alone. `stats`: measurements that it shares with other drafters; None: new ones, for `num_requests`."""
+    target, draft = parts.held.verifier, parts.held.drafter
+    times, suffix, budgets = None if stats is None else stats.row_times, None, None
+    if models is not None and target is not None:
+        if measure and draft is not None and stats is None:
+            times = models.row_times(config, target, draft)
+        if measure and parts.remote is None:
+            budgets = models.trial_budgets(config)
+        if config.grafts_suffix or (draft is not None and config.verify == "match"):
+            target_times = None if times is None else times.target
+            lookup = DrafterInputs(config, _model_limits(models, config), target_times=target_times)
+            suffix = build_suffix_drafter(lookup)
+    return WrapperInputs(config, parts.remote, suffix, stats or SharedStats(config, times, budgets, num_requests))
+
+
+def make_recorder(trace: Path | None) -> Recorder:
+    """Returns the recorder of a run. `trace`: file of the trace; None: nothing is written."""
+    return Recorder(None if trace is None else TraceFile(trace))
+
+
+def trace_begin(recorder: Recorder, metadata: Record) -> Record:
+    """Writes the first line of a trace, and returns it."""
+    head = trace_header(metadata)
     if recorder.file is not None:
         recorder.file.write([head])
-    limits = EngineLimits(options.max_model_len, options.vocab_size, options.eos_token_ids, check, config.max_nodes)
-    return Roles(decoding, parts, config, limits, rank, recorder, head, leave, rpc_log, models)
+    return head
 
 
 def check_request(config: EngineConfig, grammars: GrammarCompiler, sampling: SamplingParams) -> None:
@@ -193,159 +418,17 @@ def check_request(config: EngineConfig, grammars: GrammarCompiler, sampling: Sam
         grammars.compile(sampling.grammar)
 
 
-def _batch(
-    models: Models, config: EngineConfig, rank: EngineRank | None, recorder: Recorder, progress: Progress | None
-) -> tuple[BatchScheduler, BatchDecoding]:
-    """Returns the scheduler of sequence groups on rank 0 and the decoding on it, which forwards every call to the
-    followers if there are several ranks."""
-    scheduler = models.scheduler(config, None, progress) if rank is None else rank.scheduler
-    assert scheduler is not None
-    on_event = ObserverToggle(lambda: recorder.enabled, ParticleTrace(scheduler.target, scheduler.draft, recorder))
-    leading = scheduler if rank is None else rank.leader_scheduler()
-    return scheduler, BatchDecoding(leading, on_event, partial(graph_captures, scheduler.executors))
-
-
-def _trees(
-    models: Models, config: EngineConfig, recorder: Recorder, progress: Progress | None
-) -> tuple[TreeRoles, TreeBatchDecoding]:
-    """Returns the roles of the first of several concurrent requests, and the decoding with roles for each of them."""
-    calls, runners = CallQueue(), list[tuple[SequencePool, ExecutorDeps]]()
-    for side, priority in (("target", VERIFICATION), ("draft", EXPANSION)):
-        if side == "target" or config.has_draft_model:
-            runner, deps = models.runner(side, config, None, progress)
-            reuse = models.options.prefix_cache_memory > 0
-            runners.append((SequencePool(runner, config.max_num_seqs, calls, priority, reuse_prefixes=reuse), deps))
-    (target, target_deps), *draft = runners
-
-    def make_roles() -> tuple[TreeRoles, LocalDrafter | None]:
-        alone = build_verifier(SequenceRunner(target), target_deps, config)
-        local = next((build_drafter(SequenceRunner(pool), deps, config) for pool, deps in draft), None)
-        return TreeRoles(local or NoDrafter(), alone, alone.runner), local
-
-    made = [make_roles() for _ in range(config.max_num_seqs)]
-    (first, first_local), decodings = made[0], list[TreeDecoding]()
-    assert isinstance(first.verifier, TargetVerifier)
-    times = None if first_local is None else models.row_times(config, first.verifier, first_local)
-    target_times = models.target_times(config, first.verifier) if config.drafts_by_lookup else times and times.target
-    stats = SharedStats(config, times, models.trial_budgets(config), lambda: calls.num_requests)
-    for parts, local in made:
-        assert isinstance(parts.verifier, TargetVerifier)
-        suffix = None
-        if config.drafts_by_lookup or (local is not None and config.verify == "match"):
-            suffix = models.suffix_drafter(config, target_times)
-        if config.drafts_by_lookup and suffix is not None:
-            parts, suffix = replace(parts, drafter=suffix), None
-        captured = partial(num_captures, parts.verifier, local)
-        probabilities = parts.verifier.probabilities
-        decodings.append(
-            make_tree_decoding(
-                parts, config, recorder, probabilities, captured, local, None, suffix=suffix, stats=stats
-            )
-        )
-    return first, TreeBatchDecoding(decodings, [pool for pool, _ in runners], calls)
-
-
-def _tree(
-    models: Models,
-    config: EngineConfig,
-    rank: EngineRank | None,
-    away: RemoteDraft | None,
-    recorder: Recorder,
-    progress: Progress | None,
-) -> tuple[TreeRoles, TreeDecoding, EngineConfig]:
-    """Returns drafter and verifier, the decoding on them, and the config, in which a measured d is filled in. `away`:
-    the remote draft on a worker, if there is one."""
-    if rank is not None:
-        verifier, drafter, config = rank.leader_roles(config, recorder)
-        assert rank.verifier is not None
-        alone, local, parts = rank.verifier, rank.drafter, TreeRoles(drafter, verifier, rank.verifier.runner)
-        away = RemoteDraft(drafter, drafter.link, rank.recovery) if isinstance(drafter, RemoteDrafter) else None
-    else:
-        alone = models.verifier(config, None, progress)
-        local = None
-        if config.has_draft_model and not config.draft_remote:
-            local = models.drafter(config, None, progress, alone)
-        threaded = config.mode == "async" and not config.draft_remote
-        drafter = local or (NoDrafter() if away is None else away.drafter)
-        parts = TreeRoles(drafter, ThreadedVerifier(alone) if threaded else alone, alone.runner)
-        capture_graphs(alone, local, config, progress)
-        if config.overlap_on_one_gpu and local is not None:
-            warm_up(local, alone)
-    assert isinstance(alone, TargetVerifier)
-    if config.drafts_by_lookup:
-        target_times = models.target_times(config, alone) if rank is None else None
-        parts = replace(parts, drafter=models.suffix_drafter(config, target_times))
-    times = None if rank is not None or local is None else models.row_times(config, alone, local)
-    stats = SharedStats(config, times, models.trial_budgets(config) if rank is None and away is None else None)
-    rpc_log = None if away is None else away.rpc_log
-    captured = partial(num_captures, alone, local)
-    suffix = None
-    if config.grafts_suffix or (local is not None and config.verify == "match"):
-        suffix = models.suffix_drafter(config, None if times is None else times.target)
-    decoding = make_tree_decoding(
-        parts, config, recorder, alone.probabilities, captured, local, away, rpc_log, suffix, stats
-    )
-    return parts, decoding, config
-
-
-def make_tree_decoding(
-    parts: TreeRoles,
-    config: EngineConfig,
-    recorder: Recorder,
-    probabilities: Probabilities,
-    captured_graphs: Callable[[], int],
-    local: LocalDrafter | None,
-    away: RemoteDraft | None,
-    rpc_log: RpcLog | None = None,
-    suffix: SuffixDrafter | None = None,
-    stats: SharedStats | None = None,
-) -> TreeDecoding:
-    """Returns the decoding with a draft tree: wraps the drafter in a controller, if the config is adaptive or grafts
-    suffix lookup, and for failover or fallback, and adds observers.
-
-    `local`: the drafter, if its model runs in this process.
-    `away`: the remote draft, if it runs in another process. Both are None without a draft.
-    `probabilities`: returns the target's probabilities of a proposal's tokens, for traces (see `TreeTrace`).
-    `captured_graphs`: returns the number of CUDA graphs that the models in this process have captured.
-    `rpc_log`: log of the RPCs with workers; None without workers.
-    `suffix`: proposes after the draft has failed, and with grafting adds to its proposals. None: only the root is
-        proposed then.
-    `stats`: measurements for the controller, which several decodings can share; None: none yet.
-    """
-    controller = None
-    if config.has_draft_model and (config.is_adaptive or config.grafts_suffix):
-        stats = stats or SharedStats(config)
-        controller = Controller(
-            parts.drafter, stats.of, suffix=suffix if config.grafts_suffix else None, keep_budget=stats.keep
-        )
-        if local is not None and stats.row_times is not None:
-            local.max_nodes = max(controller.round_stats.batch_sizes)
-    on_event = _observers(recorder, parts, probabilities, local, controller, rpc_log)
-    report = (lambda: None) if controller is None else controller.report
-    drafter: FailoverDrafter | FallbackDrafter
-    if away is not None:
-        drafter = FailoverDrafter(controller or away.drafter, away, suffix)
-    else:
-        drafter = FallbackDrafter(controller or parts.drafter, suffix)
-    decoding = TreeDecoding(drafter, parts.verifier, on_event, lambda: drafter.lost_reason, report, captured_graphs)
-    decoding.synthetic_acceptance_length = config.synthetic_acceptance_length
-    return decoding
-
-
 def _observers(
-    recorder: Recorder,
-    parts: TreeRoles,
-    probabilities: Probabilities,
-    local: LocalDrafter | None,
-    controller: Controller | None,
-    rpc_log: RpcLog | None,
+    recorder: Recorder, parts: TreeRoles, controller: Controller | None, rpc_log: RpcLog | None
 ) -> ObserverToggle:
     """Returns the observer that records the rounds of rank 0, with the draft's timeline if the draft runs in this
     process. It is enabled while there is a trace file or a listener."""
     drafter_active = (lambda: True) if controller is None else (lambda: controller.round_stats.speculating)
     link = parts.drafter.link if isinstance(parts.drafter, RemoteDrafter) else None
     on_change = (lambda on: None) if link is None or link.recorder is None else link.set_trace
-    timeline = None if local is None else DraftTimeline(local)
+    timeline = None if parts.held.drafter is None else DraftTimeline(parts.held.drafter)
     drain = () if rpc_log is None else (rpc_log.drain,)
+    target = parts.held.verifier
+    probabilities = (lambda tokens, parents: None) if target is None else target.probabilities
     watcher = TreeTrace(recorder, lambda: parts.verifier.busy, drafter_active, probabilities, timeline, *drain)
     return ObserverToggle(lambda: recorder.enabled, watcher, on_change)

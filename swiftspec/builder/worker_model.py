@@ -8,18 +8,21 @@ from functools import partial
 from pathlib import Path
 
 from swiftspec.backends.cuda.devices import is_device_error
+from swiftspec.builder.drafters import build_drafter
 from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions, Side
 from swiftspec.builder.loaded_model import LoadedModel
 from swiftspec.builder.model_pair import ModelPair
-from swiftspec.builder.models import Models, build_drafter, build_verifier
+from swiftspec.builder.models import LocalRoles, Models, build_verifier
+from swiftspec.builder.ranks import Rank, start_worker_rank
+from swiftspec.builder.rules import resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives.join import RankGroup
+from swiftspec.distributed.group.command_stream import CommandStream
 from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
-from swiftspec.distributed.group.leader import LeaderDrafter, LeaderVerifier
+from swiftspec.distributed.group.leader import LeaderDrafter, LeaderVerifier, dispatch_loop
 from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.rank_startup import executor_names, restrict_executors
 from swiftspec.distributed.remote.served_roles import (
     ServedDrafter,
     ServedRole,
@@ -32,14 +35,12 @@ from swiftspec.distributed.remote.sessions import WorkerSessions
 from swiftspec.distributed.remote.worker import Worker
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.request_state import ModelLimits
-from swiftspec.distributed.worker_group import SessionFollowerGroup, WorkerGroup, WorkerRank
+from swiftspec.distributed.worker_group import FollowerSessionRegistry, SessionFollowerGroup, WorkerGroup
 from swiftspec.errors import UserError
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.vocabulary import VocabularyIdentity
 from swiftspec.runtime.cancellation import CancelCheck
-from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
-from swiftspec.runtime.verifier import LocalVerifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,12 @@ class WorkerModel:
         self.side: Side = side
         with report_startup_error(world):
             device = resolve_device(options.get("device", "auto"))
-            limits = replace(limits, shape=limits.shape.for_device(device.type))
+            limits = replace(limits, shape=resolve_config(limits.shape, model, device.type))
             self.limits, self.path = limits, model
             pair = ModelPair.create(model, model if side == "draft" else None, limits.shape, world, options)
         models = Models.of(pair)
         models.set_thread_counts(limits.shape, set_torch_threads=options.get("set_torch_threads", True))
-        self.rank: WorkerRank | None = None
+        self.rank: Rank | None = None
         self._progress = options.get("progress")
         self._masked: dict[tuple[int, ...], LoadedModel] = {}  # by masked tokens, those of the last session
         with models.device_errors_recorded(limits.shape):
@@ -97,22 +98,26 @@ class WorkerModel:
                 self._load(models, None)
             else:
                 settings = {"worker": side, "max_sessions": limits.sessions}
-                self.rank = WorkerRank(world, limits.shape, models, settings, self._load_share)
+                self.rank = start_worker_rank(world, limits.shape, models, settings, self._load_share)
+
+    @property
+    def group(self) -> WorkerGroup | None:
+        """The followers of rank 0, with their sessions; None if the worker is a single process."""
+        group = None if self.rank is None else self.rank.team
+        assert group is None or isinstance(group, WorkerGroup)
+        return group
 
     def _load(self, models: Models, group: RankGroup | None) -> None:
         shapes = [replace(self.limits.shape, proposal=proposal) for proposal in ("coupled", "sample")]
         largest = max(shapes, key=lambda shape: models.options.tree_slots(self.side, shape))
         self.models, self.loaded = models, models.load_side(self.side, largest, group, self._progress)
 
-    def _load_share(self, models: Models, group: RankGroup) -> set[str]:
-        """Loads this rank's shard. Returns the names of the executors that sessions can use on it, which are determined
-        with a minimal KV cache."""
-        self._load(models, group)
-        shape = self.limits.shape
-        small = replace(self.loaded, context=1, prefix_cache_tokens=0).runner(
-            models.options.tree_slots(self.side, shape), CancelCheck()
-        )
-        return executor_names(build_verifier(*small, shape) if self.side == "target" else build_drafter(*small, shape))
+    def _load_share(self, rank: Rank) -> LocalRoles:
+        """Loads this rank's shard. Returns roles on it with a minimal KV cache, whose executors are those that sessions
+        can use."""
+        self._load(rank.models, rank.group)
+        small = replace(self.loaded, context=1, prefix_cache_tokens=0)
+        return self._roles(small, self.limits.shape, CancelCheck())
 
     def bounds(self, shape: EngineConfig) -> ModelLimits:
         """Returns the limits of a session. Raises UserError if its configuration `shape` exceeds the limits of the
@@ -129,33 +134,41 @@ class WorkerModel:
             self._masked = {masked: replace(self.loaded, model=self.loaded.model.with_masked_tokens(masked))}
         return self._masked[masked]
 
-    def verifier(self, shape: EngineConfig, cancel_check: CancelCheck) -> LocalVerifier:
-        """Returns a verifier for a session, with its own KV cache."""
-        slots = self.models.options.tree_slots(self.side, shape)
-        verifier = build_verifier(*self.loaded.runner(slots, cancel_check), shape)
+    def roles(self, shape: EngineConfig, masked: tuple[int, ...], cancel_check: CancelCheck) -> LocalRoles:
+        """Returns the role of a session, with its own KV cache. `masked`: tokens that a drafter never proposes."""
+        loaded = self.loaded if self.side == "target" else self._with_masked(masked)
+        held = self._roles(loaded, shape, cancel_check)
         if self.rank is not None:
-            restrict_executors(verifier, self.rank.executor_names)
-        return verifier
+            held.restrict_executors(self.rank.executor_names)
+        return held
 
-    def drafter(self, shape: EngineConfig, masked: tuple[int, ...], cancel_check: CancelCheck) -> LocalDrafter:
-        """Returns a drafter for a session, with its own KV cache, that never proposes `masked` tokens."""
-        slots = self.models.options.tree_slots(self.side, shape)
-        drafter = build_drafter(*self._with_masked(masked).runner(slots, cancel_check), shape)
-        if self.rank is not None:
-            restrict_executors(drafter, self.rank.executor_names)
-        return drafter
+    def _roles(self, loaded: LoadedModel, shape: EngineConfig, cancel_check: CancelCheck) -> LocalRoles:
+        runner = loaded.runner(self.models.options.tree_slots(self.side, shape), cancel_check)
+        if self.side == "target":
+            return LocalRoles(build_verifier(*runner, shape))
+        return LocalRoles(drafter=build_drafter(*runner, shape))
 
     def follow(self) -> None:
         """Runs this rank, which is not rank 0, until rank 0 shuts it down. Raises RankLost if rank 0 exits without
         doing so."""
-        assert self.rank is not None
-        with self.models.device_errors_recorded(self.limits.shape):
-            self.rank.run_follower(self._follower)
+        rank = self.rank
+        assert rank is not None and rank.connections.leader is not None
+        leader = rank.connections.leader
+        commands = CommandStream(leader)
 
-    def _follower(self, shape: EngineConfig, masked: tuple[int, ...], cancel_check: CancelCheck) -> FollowerDispatcher:
-        if self.side == "target":
-            return FollowerDispatcher(self.verifier(shape, cancel_check), None, None, self.bounds(shape))
-        return FollowerDispatcher(None, self.drafter(shape, masked, cancel_check), None, self.bounds(shape))
+        def open_session(shape: EngineConfig, masked: tuple[int, ...]) -> FollowerDispatcher:
+            pause = CancelCheck()
+            pause.cancelled = commands.prefill_aborted
+            held = self.roles(shape, masked, pause)
+            return FollowerDispatcher(held.verifier, held.drafter, None, self.bounds(shape))
+
+        with self.models.device_errors_recorded(self.limits.shape):
+            try:
+                dispatch_loop(leader, commands, FollowerSessionRegistry(open_session).decode, rank.heartbeat)
+            except BaseException:
+                rank.leave(lost=True)
+                raise
+            rank.leave()
 
 
 def make_worker(
@@ -182,21 +195,22 @@ def make_worker(
         str(model.loaded.model.dtype).removeprefix("torch."),
         vocabulary.added,
     )
-    group = WorkerGroup(()) if model.rank is None else model.rank.worker_group
+    group = model.group or WorkerGroup(())
     followers: dict[ServedRole, SessionFollowerGroup] = {}  # of each session
 
     def open_session(shape: EngineConfig, masked: tuple[int, ...]) -> ServedRole:
         bounds, cancel_check, session_followers = model.bounds(shape), CancelCheck(), group.new_session(shape, masked)
         cancel_check.on_continue = partial(session_followers.broadcast, Opcode.PREFILL_CONTINUE)
-        if model.side == "target":
-            verifier = LeaderVerifier(model.verifier(shape, cancel_check), session_followers)
+        held = model.roles(shape, masked, cancel_check)
+        if held.verifier is not None:
+            verifier = LeaderVerifier(held.verifier, session_followers)
             role: ServedRole = ServedVerifier(verifier, bounds, cancel_check, shape)
         else:
-            drafter = model.drafter(shape, masked, cancel_check)
-            leading = LeaderDrafter(drafter, session_followers)
+            assert held.drafter is not None
+            leading = LeaderDrafter(held.drafter, session_followers)
             if streams_tree_deltas(shape):
-                assert isinstance(drafter, LookaheadDrafter)
-                role = ServedTreeDrafter(drafter, leading, bounds, cancel_check, shape)
+                assert isinstance(held.drafter, LookaheadDrafter)
+                role = ServedTreeDrafter(held.drafter, leading, bounds, cancel_check, shape)
             else:
                 role = ServedDrafter(leading, bounds, cancel_check, shape)
         followers[role] = session_followers

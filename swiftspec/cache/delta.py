@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swiftspec.model.packed_model import DeltaShape
+
 FOLD_POSITIONS = 32  # positions that are folded together
 MAX_UNFOLDED_POSITIONS = 2 * FOLD_POSITIONS - 1  # verified positions that are not folded, after `settle`
 MAX_SNAPSHOTS = 3  # of a sequence
@@ -68,41 +70,38 @@ class DeltaCache:
 
     def __init__(
         self,
-        layers: int,
-        k_heads: int,
-        v_heads: int,
-        k_head_dim: int,
-        v_head_dim: int,
-        conv_size: int,
-        conv_width: int,
+        shape: DeltaShape,
         slots: int,
         ops: DeltaCacheOps,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`conv_size`: channels of the convolution. `conv_width`: positions that it reads. `slots`: largest number of
-        slots of a sequence that are in use and not folded. `dtype`: that of the model, for `inputs`; the other buffers
-        are float32, or float64 in a float64 model."""
-        self.conv_width, self._layers, self._slots, self._ops = conv_width, layers, slots, ops
-        # of a sequence, or of a slot
-        self._shapes = (v_heads, k_head_dim, v_head_dim), (k_heads, k_head_dim), (v_heads, v_head_dim), (v_heads,)
-        self._conv_size = conv_size
+        """`slots`: largest number of slots of a sequence that are in use and not folded. `dtype`: that of the model,
+        for `inputs`; the other buffers are float32, or float64 in a float64 model."""
+        self.shape, self._slots, self._ops = shape, slots, ops
         self._dtype, self._device = dtype, device
         self.folded = np.zeros(0, np.int64)  # [sequences], read by native code
         self.folded_on_device = torch.empty(0)  # the same, read by captured forwards
         self._snapshots: list[list[_Snapshot]] = []  # by sequence, ascending
         self.state = self.keys = self.updates = self.decays = self.inputs = torch.empty(0)
 
+    @property
+    def conv_width(self) -> int:
+        """Positions that the convolution reads."""
+        return self.shape.conv_width
+
     def allocate(self, sequences: int) -> None:
         self.state = self.keys = self.updates = self.decays = self.inputs = torch.empty(0)  # frees the old buffers
-        wide, size = torch.promote_types(self._dtype, torch.float32), (self._layers, sequences)
-        state, *by_slot = self._shapes
+        wide, size = torch.promote_types(self._dtype, torch.float32), (self.shape.layers, sequences)
+        shape = self.shape
+        state = shape.v_heads, shape.k_head_dim, shape.v_head_dim
+        by_slot = (shape.k_heads, shape.k_head_dim), (shape.v_heads, shape.v_head_dim), (shape.v_heads,)
         self.state = torch.zeros(*size, *state, dtype=wide, device=self._device)
         self.keys, self.updates, self.decays = (
-            torch.zeros(*size, self._slots, *shape, dtype=wide, device=self._device) for shape in by_slot
+            torch.zeros(*size, self._slots, *each, dtype=wide, device=self._device) for each in by_slot
         )
-        self.inputs = torch.zeros(*size, self._slots, self._conv_size, dtype=self._dtype, device=self._device)
+        self.inputs = torch.zeros(*size, self._slots, shape.conv_size, dtype=self._dtype, device=self._device)
         self.folded = np.zeros(sequences, np.int64)
         self.folded_on_device = torch.from_numpy(self.folded).to(self._device)  # on a CPU the same memory
         self._snapshots = [[] for _ in range(sequences)]

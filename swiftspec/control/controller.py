@@ -16,7 +16,7 @@ from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.control.trial_budget import GREEDY, kind_of
 from swiftspec.messages import Proposal, RequestStart, VerifyResult, merge_results
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.drafter import NoDrafter
+from swiftspec.runtime.drafter import DrafterWrapper, NoDrafter
 from swiftspec.runtime.suffix_drafter import SuffixDrafter
 from swiftspec.tree.merged_proposal import merge_proposals
 
@@ -63,7 +63,7 @@ class _DraftRound(NamedTuple):
     tokens: int
 
 
-class Controller:
+class Controller(DrafterWrapper[SteppedDrafter]):
     """Drafter that decides in each round whether an inner drafter proposes, with which d and bs, and grafts suffix
     lookup on it.
 
@@ -90,7 +90,8 @@ class Controller:
         round to round (`SharedStats.of`). `suffix`: suffix lookup to add; it is the spare of the drafter that surrounds
         this one, which opens it and sends it the results. `keep_budget`: stores the budget of a kind, called at the end
         of a request. `clock`: returns the time in seconds."""
-        self._drafter, self._none, self._suffix = drafter, NoDrafter(), suffix
+        super().__init__(drafter)
+        self._none, self._suffix = NoDrafter(), suffix
         self._clock, self._stats_of, self._keep_budget = clock, stats_of, keep_budget
         self.round_stats = stats_of(GREEDY)
         self._draft_rounds = deque[_DraftRound](maxlen=DRAFT_ROUNDS)
@@ -109,10 +110,6 @@ class Controller:
         self._grafts = False  # whether suffix lookup adds to the proposals
         self._last_s = 0.0  # duration of the latest round with the draft, up to which the next one is charged
         self._idle = 0  # upcoming rounds without the draft after which nothing is measured or decided
-
-    @property
-    def busy(self) -> float:
-        return self._drafter.busy
 
     def open(self, start: RequestStart) -> None:
         self._reset()
@@ -133,10 +130,10 @@ class Controller:
         start, self._unopened = self._unopened, None
         self._set_steps()
         began, m = self._clock(), self.round_stats
-        self._drafter.open(start)
+        self.inner.open(start)
         if reference := m.reference_time:
             m.budget.charge_prefill(len(start.tokens), (self._clock() - began) / reference, at_open=at_open)
-        self._busy = self._drafter.busy
+        self._busy = self.inner.busy
 
     def _stats_for(self, sampling: SamplingParams) -> RoundStats:
         """Returns the measurements that a request continues: those of all requests of its kind, or empty ones if the
@@ -177,8 +174,8 @@ class Controller:
     def _propose_with_draft(self, now: _Round) -> Proposal:
         now.caught_up = self._catch_up()
         now.began = self._clock()  # the prefill is counted apart
-        own = self._drafter.propose()
-        now.own, now.draft, self._busy = own, self._drafter.busy - self._busy, self._drafter.busy
+        own = self.inner.propose()
+        now.own, now.draft, self._busy = own, self.inner.busy - self._busy, self.inner.busy
         cut = _truncate(own, self.round_stats.nodes)
         if now.found is None or self._suffix is None or len(now.found.tokens) == 1 or own.draft_probs is not None:
             return cut
@@ -187,7 +184,7 @@ class Controller:
 
     def grow(self) -> None:
         if self._round.own is not None:
-            self._drafter.grow()
+            self.inner.grow()
 
     def observe(self, result: VerifyResult) -> None:
         if self._idle > 0:
@@ -204,7 +201,7 @@ class Controller:
             plain = now.proposal is not None and len(now.proposal.tokens) == 1 and self._skip <= 0
             self._count_ar_rounds(came - now.began if plain else None)
         else:
-            self._drafter.observe(result)
+            self.inner.observe(result)
             self._settle(now, came, result)
             # what another d or bs would have given follows only from rounds that the draft alone has determined
             alone = now.found is None or len(now.found.tokens) == 1
@@ -273,7 +270,7 @@ class Controller:
         measured."""
         if self.round_stats.speculating:
             self._catch_up()
-            self._drafter.observe(result)
+            self.inner.observe(result)
         else:
             self._missed.append(result)
         self._none.observe(result)
@@ -281,7 +278,7 @@ class Controller:
 
     def close(self) -> None:
         if self._unopened is None:
-            self._drafter.close()
+            self.inner.close()
         self._count_ar_rounds(None)
         if self._kind is not None and self.round_stats.config.self_switch:
             self._keep_budget(self._kind)
@@ -298,11 +295,20 @@ class Controller:
             if break_even
             else None
         )
-        return PolicyReport(m.steps, m.nodes, self._ar_rounds, tuple(self._changes), tree, plain, break_even, speedup)
+        return PolicyReport(
+            steps=m.steps,
+            nodes=m.nodes,
+            ar_rounds=self._ar_rounds,
+            changes=tuple(self._changes),
+            speculative_round_time=tree,
+            ar_round_time=plain,
+            break_even=break_even,
+            speedup=speedup,
+        )
 
     def _set_steps(self) -> None:
-        if self._drafter.draft_steps != self.round_stats.steps:
-            self._drafter.draft_steps = self.round_stats.steps
+        if self.inner.draft_steps != self.round_stats.steps:
+            self.inner.draft_steps = self.round_stats.steps
 
     def _sample(self, now: _Round, came: float, result: VerifyResult) -> RoundSample:
         """Returns the measurement of a round with the draft that ends now. `came`: clock time at which its result
@@ -322,7 +328,7 @@ class Controller:
         self._last_s = inf if behind else self._last_s
         self._open_drafter(at_open=False)
         if self._missed:
-            self._drafter.observe(merge_results(self._missed))
+            self.inner.observe(merge_results(self._missed))
             self._missed.clear()
         self.round_stats.budget.backlog = 0
         return behind

@@ -7,20 +7,13 @@ group/leader.py). When rank 0 switches to the calls of another session, it first
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.collectives.join import RankGroup, end_startup, join_group
-from swiftspec.distributed.group.command_stream import CommandStream
 from swiftspec.distributed.group.follower_dispatch import Action, FollowerDispatcher
-from swiftspec.distributed.group.leader import FollowerGroup, dispatch_loop
-from swiftspec.distributed.launch.config_check import check_consistent, report_startup_error
-from swiftspec.distributed.launch.supervision import Heartbeat
-from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.rank_startup import RoleBuilder, agree_on_operators, leave_job, pin_near_gpu
+from swiftspec.distributed.group.leader import FollowerGroup
 from swiftspec.distributed.transport.codec import (
     Message,
     Words,
@@ -31,16 +24,11 @@ from swiftspec.distributed.transport.codec import (
     text_to_words,
     words_to_text,
 )
-from swiftspec.distributed.transport.connections import Connections
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.transport import Transport
-from swiftspec.errors import RankLost, UserError
-from swiftspec.runtime.cancellation import CancelCheck
+from swiftspec.errors import RankLost
 
 EXIT_POLL_S = 0.2  # seconds within which the exit of a follower is detected
-MakeFollower = Callable[
-    [EngineConfig, tuple[int, ...], CancelCheck], FollowerDispatcher
-]  # returns the dispatcher of a new session with that config, those masked tokens and its own KV cache
 
 
 class WorkerGroup:
@@ -190,94 +178,3 @@ def _session_config(words: Words) -> tuple[EngineConfig, tuple[int, ...]]:
     except (ValueError, TypeError, RecursionError):
         raise ValueError("a session's configuration is not valid JSON") from None
     return shape_from_json(values.get("shape")), masked_from_json(values.get("masked_tokens"))
-
-
-class WorkerRank:
-    """One rank of a tensor-parallel worker.
-
-    The constructor checks that all ranks have the same configuration, connects this rank, joins the group and calls
-    `load`. It returns once this rank has loaded its shard, and on rank 0 once all ranks have. Raises UserError on all
-    ranks if configurations differ. If a rank cannot load, rank 0 raises UserError, and the other ranks receive
-    SHUTDOWN.
-
-    `executor_names`: names of the executors that this rank supports; on rank 0, which selects the executor of each
-    request, of those that all ranks support.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        plan: EngineConfig,
-        builder: RoleBuilder,
-        settings: Mapping[str, Any],
-        load: Callable[[Any, RankGroup], set[str]],
-    ) -> None:
-        """`settings`: further values that must be equal on all ranks.
-
-        `load`: loads this rank's shard and returns the names of the executors that the rank supports. It is called with
-        the builder and the group.
-        """
-        held = {"target": plan.mode == "ar", "draft": plan.mode != "ar"}
-        with report_startup_error(world):
-            facts = builder.options.rank_config(plan, **held)
-        self._world = world = world.next_engine()
-        check_consistent(world, plan, replace(facts, settings={**facts.settings, **settings}))
-        self._connections = Connections.connect(world, plan)
-        vocab, *masked = self._connections.broadcast_vocab(builder.options.vocab_size, builder.options.masked_tokens)
-        self._group: RankGroup | None = None
-        self.worker_group = WorkerGroup(self._connections.followers, lambda: end_startup(self._group))
-        error, kinds = None, set[str]()
-        self._builder = builder
-        try:
-            builder = agree_on_operators(builder, world, "target", world.rank, world.size)
-            self._builder = builder = builder.with_vocab(vocab, tuple(masked))
-            pin_near_gpu(world, builder.options.device)
-            self._group = join_group(
-                world,
-                "target",
-                world.rank,
-                world.size,
-                device=builder.options.device,
-                share_device=builder.options.share_device,
-                width=builder.options.peer_all_reduce_width(**held),
-            )
-            kinds = load(builder, self._group)
-        except UserError as problem:
-            error = str(problem)
-        except Exception as problem:  # such as a lack of memory or a disk error: rank 0 reports it
-            self._builder.record_device_error(problem, plan)
-            error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
-        error, self.executor_names = self._connections.agree_in_group(error, kinds)
-        try:
-            self._connections.wait_ready(error)
-        except UserError:
-            self.leave()
-            raise
-
-    def run_follower(self, make: MakeFollower) -> None:
-        """Runs the main loop of any rank except rank 0, until SHUTDOWN. Raises RankLost if rank 0 is gone without
-        SHUTDOWN. `make`: returns the dispatcher of a new session."""
-        leader = self._connections.leader
-        assert leader is not None
-        orders = CommandStream(leader)
-
-        def made(shape: EngineConfig, masked: tuple[int, ...]) -> FollowerDispatcher:
-            pause = CancelCheck()
-            pause.cancelled = orders.prefill_aborted
-            return make(shape, masked, pause)
-
-        try:
-            dispatch_loop(leader, orders, FollowerSessionRegistry(made).decode, Heartbeat())
-        except BaseException:
-            self.leave(lost=True)
-            raise
-        self.leave()
-
-    def leave(self, *, lost: bool = False) -> None:
-        """Closes the connections, frees the captured graphs and leaves the group. Rank 0 first sends SHUTDOWN to the
-        other ranks. `lost`: see `EngineRank.leave`."""
-        lost = lost or self.worker_group.broken is not None
-        if leave_job(
-            self._world, [partial(self._connections.close, shutdown=True)], self._group, self._builder, lost=lost
-        ):
-            self._group = None

@@ -1,1 +1,1 @@
-"""Sweeps, predictions, reports, timelines and exactness tests. No other package of the runtime imports this one."""
+"""Commands `swiftspec profile`, `quantize` and `doctor`. No other package of the runtime imports this one."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from swiftspec import __version__
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 from swiftspec.backends.cuda.devices import build_info, driver_version, require_usable, why_no_gpu
 from swiftspec.builder.hardware import matrix_tiles_refused
 from swiftspec.distributed.collectives.torch_dist import nccl_version

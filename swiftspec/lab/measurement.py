@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from swiftspec.builder.roles import TreeRoles
 from swiftspec.control.step_times import CONTEXT_TOKENS, GREEDY, measure_verification_time
 from swiftspec.distributed.remote.client import RemoteDrafter
-from swiftspec.lab import timeline
-from swiftspec.lab.timeline import Trace
+from swiftspec.lab.round_costs import Trace, expanded_first
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import Proposal, RequestStart
 from swiftspec.params import SamplingParams
@@ -199,7 +198,7 @@ def rounds_of(trace: Trace) -> list[tuple[int, int]]:
     """Returns (accepted draft tokens, expansions on the critical path before the proposal) of each verified round,
     without the first round of each request."""
     return [
-        (len(line["path"]) - 1, len(timeline.expanded_first(line)))
+        (len(line["path"]) - 1, len(expanded_first(line)))
         for before, line in pairwise(trace.rounds)
         if before["request"] == line["request"] and "path" in line
     ]

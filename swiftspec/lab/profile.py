@@ -2,9 +2,6 @@
 
 python -m swiftspec.profile [flags]                              one process
 torchrun --standalone --nproc-per-node 4 -m swiftspec.profile    every split of four ranks
-python -m swiftspec.profile trace FILE.jsonl                     timeline and waiting times from a `serve --trace` file
-python -m swiftspec.profile report PROFILE.json                  writes CSV, settings and HTML report again
-python -m swiftspec.profile predict --hardware h200x8 ...        predicts the speed on a machine that is not present
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftspec import file_io
+from swiftspec.builder.rules import resolve_config
 from swiftspec.capabilities import check_features
 from swiftspec.config import SUFFIX_LOOKUP
 from swiftspec.errors import UserError
@@ -37,6 +35,11 @@ if TYPE_CHECKING:
 
 MAX_PROMPTS_BYTES = 64 << 20
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
+MOVED_COMMANDS = {
+    "trace": "python -m bench.timeline",
+    "report": "python -m bench.profile_report",
+    "predict": "python -m bench.prediction",
+}
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m swiftspec.profile") -> int:
@@ -48,14 +51,8 @@ def _run(argv: list[str], prog: str) -> int:
     from swiftspec.settings.settings import UsageError
 
     try:
-        if argv[:1] == ["trace"]:
-            return show_trace(argv[1:], prog)
-        if argv[:1] == ["report"]:
-            return write_report(argv[1:], prog)
-        if argv[:1] == ["predict"]:
-            from swiftspec.lab import predict
-
-            return predict.main(argv[1:])
+        if argv and argv[0] in MOVED_COMMANDS:
+            raise UsageError(f"`profile {argv[0]}` is now `{MOVED_COMMANDS[argv[0]]}`, in SwiftSpec's source directory")
         return sweep(build_profile_parser(prog).parse_args(argv))
     except UsageError as error:
         raise UserError(str(error)) from None  # exit code 1 instead of 2, as for every other error of a sweep
@@ -186,16 +183,16 @@ def _request(
     texts = read_prompts(args.prompts or PROMPTS, "humaneval" if code_only and not args.prompts else None, args.limit)
     sampling = settings.sampling_params(generation_defaults(found.generation_config))
     return SweepRequest(
-        modes,
-        pairs,
-        whole,
-        encode_prompts(pair.target, texts, chat=not code_only),
-        args.max_tokens,
-        args.repeats,
-        seconds(args.budget),
-        (GREEDY,) if sampling.greedy else (GREEDY, sampling),
-        USUAL.for_device(device).leaves_per_expansion,
-        "unfused" if device == "cuda" else "reference",
+        modes=modes,
+        pairs=pairs,
+        shards_on_all_ranks=whole,
+        prompts=encode_prompts(pair.target, texts, chat=not code_only),
+        max_tokens=args.max_tokens,
+        repeats=args.repeats,
+        budget=seconds(args.budget),
+        samplings=(GREEDY,) if sampling.greedy else (GREEDY, sampling),
+        draft_leaves=resolve_config(USUAL, pair.draft, device).leaves_per_expansion,
+        base_ops="unfused" if device == "cuda" else "reference",
     )
 
 
@@ -214,18 +211,15 @@ def encode_prompts(target: Path, texts: Sequence[str], *, chat: bool) -> list[li
 
 
 def _measure(sweep: Sweep) -> int:
-    from swiftspec.lab import outputs, results
+    from swiftspec.lab import results
 
     try:
         sweep.run()
     finally:
         sweep.close()
     print(results.format_profile(sweep.profile))
-    try:
-        for file in outputs.write_outputs(sweep.profile, sweep.file):
-            print(f"wrote {file}")
-    except UserError as error:  # matplotlib is not installed; the profile is already written
-        print(f"swiftspec: {error}, then run python -m swiftspec.profile report {sweep.file}", file=sys.stderr)
+    for file in results.write_outputs(sweep.profile, sweep.file):
+        print(f"wrote {file}")
     return 0
 
 
@@ -259,36 +253,3 @@ def seconds(text: str) -> float:
     if found is None or float(found[1]) <= 0:
         raise UserError(f"--budget must be a time such as 90s, 10m or 1h, not {text!r}")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
-
-
-def show_trace(argv: Sequence[str], prog: str = "python -m swiftspec.profile") -> int:
-    """Writes the timeline of a trace for Perfetto or Chrome, and prints a summary of its waiting times."""
-    from swiftspec.lab import timeline
-    from swiftspec.serve.cli.arguments import FlagParser
-
-    made = FlagParser(prog=f"{prog} trace", description=show_trace.__doc__)
-    made.add_argument("file", type=Path, help="trace written by `serve --trace FILE`")
-    made.add_argument("-o", "--output", type=Path, help="timeline to write (default: FILE with suffix .trace.json)")
-    args = made.parse_args(argv)
-    trace = timeline.Trace.read(args.file)
-    output = args.output or args.file.with_suffix(".trace.json")
-    output.write_text(json.dumps(timeline.to_chrome_trace(trace)), encoding="utf-8")
-    print(timeline.summary(trace))
-    print(f"timeline: {output} (open it at ui.perfetto.dev or chrome://tracing)")
-    return 0
-
-
-def write_report(argv: Sequence[str], prog: str = "python -m swiftspec.profile") -> int:
-    """Writes the CSV, the HTML report and the recommended settings of a profile."""
-    from swiftspec.lab import outputs, results
-    from swiftspec.profiles import store
-    from swiftspec.serve.cli.arguments import FlagParser
-
-    made = FlagParser(prog=f"{prog} report", description=write_report.__doc__)
-    made.add_argument("file", type=Path, help="profile written by a sweep")
-    args = made.parse_args(argv)
-    profile = store.load(args.file)
-    print(results.format_profile(profile))
-    for file in outputs.write_outputs(profile, args.file):
-        print(f"wrote {file}")
-    return 0

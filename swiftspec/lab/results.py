@@ -1,4 +1,4 @@
-"""Formats a profile as a table for the terminal, as CSV, and as settings for `serve`."""
+"""Formats a profile as a table for the terminal, as CSV, and as settings for `serve`; writes the latter two."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import csv
 import io
 import statistics
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from swiftspec import file_io
 from swiftspec.profiles import schema, store
 
 FIELDS = (*store.PLAN_FIELDS, "calibration", *schema.PARTICLE_FIELDS)
@@ -15,6 +17,24 @@ COLUMNS = (
     *FIELDS, "ops", "tokens_per_second", "least", "most", "sampled_tokens_per_second", "repeats", "tokens_per_round",
     "target_busy", "verification_ms", "expansion_ms", "dropped",
 )  # fmt: skip
+
+
+def write_outputs(profile: Mapping[str, Any], file: Path) -> Iterator[Path]:
+    """Writes the CSV and the fastest plan as YAML settings next to a profile's JSON file `file`.
+
+    Yields `file`, then the path of each file after it is written. There are no settings if no exact run on all ranks
+    was measured.
+    """
+    yield file
+    base = file.with_suffix("")
+    table_file = base.with_suffix(".csv") if "." not in base.name else base.with_name(base.name + ".csv")
+    file_io.write_text(table_file, as_csv(profile))
+    yield table_file
+    winner = store.best_run(profile)
+    if winner is not None:
+        settings = base.with_name(base.name + ".best.yaml")
+        file_io.write_text(settings, as_yaml(winner, file.name))
+        yield settings
 
 
 def as_csv(profile: Mapping[str, Any]) -> str:

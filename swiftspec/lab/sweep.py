@@ -15,8 +15,8 @@ from swiftspec import file_io
 from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import CONTEXT_TOKENS, VERIFICATIONS_PER_PREFILL
 from swiftspec.errors import UserError
-from swiftspec.lab import calibration, measurement, timeline, trials
-from swiftspec.lab.timeline import Trace
+from swiftspec.lab import calibration, measurement, round_costs, trials
+from swiftspec.lab.round_costs import Trace
 from swiftspec.lab.trials import SweepRequest, Trial
 from swiftspec.lab.worker_pool import EngineBuild, RankPool
 from swiftspec.llm_engine import LLMEngine
@@ -313,8 +313,8 @@ class Sweep:
             return None
         target = emulate.target.at(plan["target_tp"], plan["verify_batch"])
         draft = emulate.draft.at(max(plan["draft_tp"], 1), plan["draft_leaves"])
-        costs = timeline.costs(trace)
-        cost = statistics.median(timeline.host_overhead(costs, target, draft))
+        costs = round_costs.costs(trace)
+        cost = statistics.median(round_costs.host_overhead(costs, target, draft))
         return {"seconds": cost, "share": cost / statistics.median(r.length for r in costs)}
 
     def _traced(self, trial: Trial, plan: Json, paced: bool = False) -> Trace:

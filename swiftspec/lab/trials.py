@@ -17,7 +17,7 @@ from swiftspec.errors import UserError
 from swiftspec.lab.worker_pool import Ops
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.shard import Shard
-from swiftspec.params import SamplingParams
+from swiftspec.params import FILTERS, PENALTIES, SamplingParams
 from swiftspec.profiles import schema, store
 
 ROWS = (1, 2, 4, 8, 16, 32)  # rows per forward of the measured step times
@@ -32,9 +32,7 @@ PARTICLES = {  # values of N, K and sequence groups, each with the others at the
 USUAL = EngineConfig()
 TREE_MODES = ("serial", "async")
 # of SamplingParams, as field `samplings` of a profile has them
-SAMPLING_FIELDS = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
+SAMPLING_FIELDS = ("temperature", *FILTERS, *PENALTIES)
 ENGINE = tuple(
     name for name in store.PLAN_FIELDS if name != "draft_steps"
 )  # fields of a plan that are fixed when an engine is built, unlike d

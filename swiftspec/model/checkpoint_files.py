@@ -22,7 +22,7 @@ from swiftspec.model.gguf.config import gguf_config
 from swiftspec.model.gguf.file import GgufFile, is_gguf
 from swiftspec.model.gguf.tensors import GgufTensors
 
-Progress = Callable[[str, int, int], None]  # arguments: name of the directory, bytes read so far, bytes in total
+Progress = Callable[[str, int, int], None]  # name of the directory, or description; bytes or steps so far; their total
 LARGEST_MAPPED = 64 << 20  # bytes read through one mapping of a file; see Tensors._handle
 LARGEST_INDEX = 64 << 20  # bytes; about ten times the index of the largest mixture-of-experts checkpoint
 WHICH_GGUF = "GGUF files are loaded one at a time: name the file instead of its directory"

@@ -113,7 +113,7 @@ def load_model(
         group=group,
         cache_dtype=cache_dtype,
         hidden_layers=hidden_layers,
-        stream_dtype=torch.float32 if kind == torch.bfloat16 and has_float32_stream(ops) else kind,
+        stream_dtype=torch.float32 if kind == torch.bfloat16 and ops.FLOAT32_STREAM else kind,
     )
     if names.mtp_layer:
         tensors.skip(f"{names.layer(len(spec.layers))}.")
@@ -121,11 +121,6 @@ def load_model(
     if entry is not None:
         entry.store(model.stack)
     return model
-
-
-def has_float32_stream(ops: ModelOps) -> bool:
-    """Whether the operators keep the residual stream of bfloat16 models in float32."""
-    return getattr(ops, "FLOAT32_STREAM", False)
 
 
 def shard_of(config: ModelConfig, group: TensorParallelGroup, path: str | Path) -> Shard:

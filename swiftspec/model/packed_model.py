@@ -185,7 +185,6 @@ class DeltaTensors(Protocol):
     """States of the delta layers; `swiftspec.cache.delta.DeltaCache` documents them. A forward writes the slots of its
     rows."""
 
-    conv_width: int
     state: Tensor
     keys: Tensor
     updates: Tensor
@@ -193,6 +192,9 @@ class DeltaTensors(Protocol):
     inputs: Tensor
     folded: NDArray[np.int64]
     folded_on_device: Tensor
+
+    @property
+    def conv_width(self) -> int: ...
 
 
 class LayerCaches(Protocol):

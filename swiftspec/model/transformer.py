@@ -35,13 +35,15 @@ from swiftspec.model.weights import DeltaWeights, LayerWeights, ModelWeights, Pe
 
 
 class ModelOps(Protocol):
-    """Module of the fused operators that the model calls; swiftspec.backends.reference documents them. Packed weights
-    are opaque to the model.
+    """The operators of a backend that the model calls; swiftspec.backends.reference documents them. Packed weights are
+    opaque to the model. `check_supported` of a backend refuses models that need an operator which it does not have.
 
     Contract of every operator: the bits of a row of the result depend on the inputs of that row and on its position,
     never on the other rows of the batch, their number or their slots. Trees, batches and particles are exact because
     of it. The docstring of a backend names the operators that keep it only up to rounding.
     """
+
+    FLOAT32_STREAM: bool  # bfloat16 models have a residual stream in float32
 
     def pack(self, weight: Weight, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
     def pack_norm(self, weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
@@ -71,43 +73,22 @@ class ModelOps(Protocol):
         norm: Any,
         weights: Any,
         residual: Tensor,
-        reduce: Callable[[Tensor], Tensor] | None,
-        output_norm: Any,
-        multiplier: float,
         /,
+        reduce: Callable[[Tensor], Tensor] | None = None,
+        output_norm: Any = None,
+        multiplier: float = 1.0,
     ) -> Tensor: ...
     def norm_head(self, x: Tensor, norm: Any, packed: Any, multiplier: float, softcap: float | None, /) -> Tensor: ...
     def mask_outputs(self, packed: Any, outputs: Sequence[int], device: torch.device | str, /) -> Any: ...
-
-
-class MixtureOps(Protocol):
-    """The operator that packs mixtures of experts, for the `mlp` of the same backend; not every backend has it."""
-
     def pack_mixture(
         self, weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, device: torch.device | str, /
     ) -> PackedMixture: ...
-
-
-class DeltaOps(Protocol):
-    """The operators of delta layers, which not every backend has; swiftspec.backends.reference documents them."""
-
+    def prefill_chunk(self) -> AbstractContextManager[None]: ...
     def prepare_delta(self, batch: Batch, cache: DeltaTensors, /) -> Any: ...
     def gated_delta(
         self, projected: Tensor, rates: Tensor, plan: Any, layer: int, weights: PackedDelta, /
     ) -> Tensor: ...
-
-
-class GateOps(Protocol):
-    """The operator of the output gate of attention, which not every backend has; swiftspec.backends.reference documents
-    it."""
-
     def multiply_sigmoid(self, x: Tensor, gate: Tensor, /) -> Tensor: ...
-
-
-class PerLayerOps(Protocol):
-    """The operators of per-layer embeddings, which not every backend has; swiftspec.backends.reference documents
-    them."""
-
     def per_layer_embeddings(self, tokens: Tensor, hidden: Tensor, weights: PackedPerLayer, /) -> Tensor: ...
     def add_per_layer(self, hidden: Tensor, embedding: Tensor, weights: PackedPerLayerPart, /) -> Tensor: ...
 
@@ -134,7 +115,7 @@ class ShardInfo(Protocol):
 
 
 class Transformer:
-    """A decoder whose operators come from the module `ops`.
+    """A decoder whose operators come from the backend `ops`.
 
     `dtype` is that of dense weights and, without `cache_dtype`, of the KV cache. The residual stream and all that is
     computed from it between the products have the dtype `stream_dtype`.
@@ -182,21 +163,19 @@ class Transformer:
             kind = max(kind_of[index], 0)
             layers.append(self._pack(read(), layer, attention[kind], (kind, cache_layers[index])))
         self.stack = PackedModel(
-            embedding,
-            layers,
-            self._pack_norm(weights.norm),
-            head,
-            attention,
-            group,
-            hidden_layers,
-            float(torch.tensor(spec.embedding_multiplier, dtype=dtype)),
-            spec.logit_multiplier,
-            spec.logit_softcap,
-            self.delta_shape,
-            None if weights.per_layer is None else self._pack_per_layer(weights.per_layer),
+            embedding=embedding,
+            layers=layers,
+            norm=self._pack_norm(weights.norm),
+            head=head,
+            attention=attention,
+            group=group,
+            hidden_layers=hidden_layers,
+            embedding_multiplier=float(torch.tensor(spec.embedding_multiplier, dtype=dtype)),
+            logit_multiplier=spec.logit_multiplier,
+            logit_softcap=spec.logit_softcap,
+            delta=self.delta_shape,
+            per_layer=None if weights.per_layer is None else self._pack_per_layer(weights.per_layer),
         )
-        # context of the layers of a prefill chunk
-        self._prefill_chunk: Callable[[], AbstractContextManager[None]] = getattr(ops, "prefill_chunk", nullcontext)
         self.fused: Any = self._fuse()  # a `FusedModel` or None; native executors call further methods of it
         # by KV cache: number of layers, KV heads of this rank, head dimension
         self.cache_shapes = tuple(
@@ -205,9 +184,6 @@ class Transformer:
         )
         # the number of layers up to the last one that writes to a cache
         self._writing_layers = max(number for number, layer in enumerate(spec.layers, 1) if layer.writes_cache)
-        operators: Any = ops
-        self._delta_ops: DeltaOps | None = None if self.delta_shape is None else operators
-        self._per_layer_ops: PerLayerOps | None = None if self.stack.per_layer is None else operators
 
     def _fuse(self) -> FusedModel | None:
         """Returns the model as one native call, if the operators have that."""
@@ -246,8 +222,15 @@ class Transformer:
         if self._shard is not None:
             part = self._shard.layers[[layer.mixer for layer in self.spec.layers].index(first)]
             k_heads, v_heads = part.kv_heads, part.num_heads
-        conv = 2 * k_heads * first.k_head_dim + v_heads * first.v_head_dim
-        return DeltaShape(len(mixers), k_heads, v_heads, first.k_head_dim, first.v_head_dim, conv, first.conv_width)
+        return DeltaShape(
+            layers=len(mixers),
+            k_heads=k_heads,
+            v_heads=v_heads,
+            k_head_dim=first.k_head_dim,
+            v_head_dim=first.v_head_dim,
+            conv_size=2 * k_heads * first.k_head_dim + v_heads * first.v_head_dim,
+            conv_width=first.conv_width,
+        )
 
     def _attention(self, mixer: AttentionSpec) -> PackedAttention:
         """Returns the tables and options of the layers with this mixer."""
@@ -266,8 +249,15 @@ class Transformer:
         after = mixer.norm_after_rope or None
         options = AttentionOptions(mixer.window, mixer.scale, mixer.softcap, scale, whole, after)
         cache = spec.cache_shapes.index((mixer.num_kv_heads, mixer.head_dim))
-        gate = heads * mixer.head_dim if mixer.output_gate else 0
-        return PackedAttention(cos, sin, heads, kv_heads, options, cache, gate)
+        return PackedAttention(
+            cos=cos,
+            sin=sin,
+            num_heads=heads,
+            kv_heads=kv_heads,
+            options=options,
+            cache=cache,
+            gate_size=heads * mixer.head_dim if mixer.output_gate else 0,
+        )
 
     def _pack(
         self, layer: LayerWeights, spec: LayerSpec, attention: PackedAttention, place: tuple[int, int]
@@ -324,9 +314,7 @@ class Transformer:
 
     def _pack_mlp(self, layer: LayerWeights, spec: MlpSpec) -> PackedMlp | PackedMixture:
         if spec.experts is not None:
-            operators: Any = self._ops
-            mixture_ops: MixtureOps = operators  # `check_supported` of other backends refuses mixtures
-            return mixture_ops.pack_mixture(layer, spec, self.dtype, self.device)
+            return self._ops.pack_mixture(layer, spec, self.dtype, self.device)
         gate_up, down = (self._ops.pack(matrix, self.dtype, self.device) for matrix in (layer.gate_up, layer.down))
         return PackedMlp(gate_up, down, spec.activation)
 
@@ -354,7 +342,7 @@ class Transformer:
         if self.fused is not None:
             return self.fused.forward(batch, cache, head)
         stack = self.stack
-        with nullcontext() if batch.chain is None else self._prefill_chunk():
+        with nullcontext() if batch.chain is None else self._ops.prefill_chunk():
             hidden, kept = self._run_layers(batch, cache, head=head)
         logits = None
         if head:
@@ -386,27 +374,33 @@ class Transformer:
         ops, stack = self._ops, self.stack
         reduce = None if self.group is None else self.group.all_reduce
         plans = [self._prepare(kind, batch, cache) for kind in stack.attention]
-        delta_ops, delta_plan = self._delta_ops, None
-        if delta_ops is not None:
-            delta_plan = delta_ops.prepare_delta(batch, cache.delta)
-        per_layer_ops, embeddings = self._per_layer_ops, None
-        if per_layer_ops is not None and stack.per_layer is not None:
-            embeddings = per_layer_ops.per_layer_embeddings(batch.tokens, hidden, stack.per_layer)
+        delta_plan = None if stack.delta is None else ops.prepare_delta(batch, cache.delta)
+        embeddings = None
+        if stack.per_layer is not None:
+            embeddings = ops.per_layer_embeddings(batch.tokens, hidden, stack.per_layer)
         kept: list[Tensor] = []
         for index, layer in enumerate(stack.layers[:count]):
             qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)
             if first_qkv is not None and index == 0:
                 qkv = qkv + first_qkv
-            if layer.delta is not None and delta_ops is not None:
+            if layer.delta is not None:
                 rates = ops.norm_linear(hidden, layer.input_norm, layer.delta.rates)
-                mixed = delta_ops.gated_delta(qkv, rates, delta_plan, layer.cache_layer, layer.delta)
+                mixed = ops.gated_delta(qkv, rates, delta_plan, layer.cache_layer, layer.delta)
             else:
                 mixed = self._attend(qkv, plans[layer.attention], layer)
             times = layer.residual_multiplier
             hidden = ops.linear_residual(mixed, layer.o, hidden, reduce, layer.mixer_output_norm, times)
-            hidden = ops.mlp(hidden, layer.mlp_norm, layer.mlp, hidden, reduce, layer.mlp_output_norm, times)
-            if per_layer_ops is not None and embeddings is not None and layer.per_layer is not None:
-                hidden = per_layer_ops.add_per_layer(hidden, embeddings[:, index], layer.per_layer)
+            hidden = ops.mlp(
+                hidden,
+                layer.mlp_norm,
+                layer.mlp,
+                hidden,
+                reduce=reduce,
+                output_norm=layer.mlp_output_norm,
+                multiplier=times,
+            )
+            if embeddings is not None and layer.per_layer is not None:
+                hidden = ops.add_per_layer(hidden, embeddings[:, index], layer.per_layer)
             if layer.output_scale is not None:
                 hidden = hidden * layer.output_scale
             if index in stack.hidden_layers:
@@ -424,9 +418,7 @@ class Transformer:
             return self._ops.tree_attention(qkv, plan, layer.cache_layer, layer.qk_norm, layer.sinks)
         qkv, gate = qkv.split((qkv.shape[1] - count, count), 1)
         attended = self._ops.tree_attention(qkv, plan, layer.cache_layer, layer.qk_norm, layer.sinks)
-        operators: Any = self._ops
-        gate_ops: GateOps = operators  # `check_supported` of other backends refuses output gates
-        return gate_ops.multiply_sigmoid(attended, gate)
+        return self._ops.multiply_sigmoid(attended, gate)
 
 
 def _cache_layers(spec: ModelSpec, caches: Sequence[int]) -> tuple[list[int], Counter[int]]:

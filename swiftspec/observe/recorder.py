@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 
 from swiftspec.engine import Stats
 from swiftspec.messages import RequestStart
-from swiftspec.observe.round_records import RoundRecord, TraceEntry
 from swiftspec.observe.trace_file import TraceFile
-from swiftspec.observe.trace_format import Record, non_default_fields
+from swiftspec.observe.trace_format import Record, RoundRecord, TraceEntry, non_default_fields
 from swiftspec.runtime.cancellation import Cancelled
 
 TraceListener = Callable[[Sequence[TraceEntry]], None]

@@ -6,8 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-
-from swiftspec.observe.trace_format import Record
+from typing import Any
 
 MAX_BUFFERED_RPCS = 4096  # RPCs in the log; the oldest ones are dropped
 MAX_CLOCK_DRIFT = 1e-4  # assumed bound on the drift between two clocks, in seconds per second
@@ -70,7 +69,7 @@ class RpcRecord:
         """Clock offset estimated from this RPC alone: `began` is between `asked` and `came - wall`."""
         return ClockOffset.of(self.asked, self.began, max(self.came - self.wall, self.asked))
 
-    def line(self) -> Record:
+    def line(self) -> dict[str, Any]:
         """Returns the entry of the RPC in a trace line."""
         return {**asdict(self), "span": f"{self.span:016x}"}
 
@@ -110,7 +109,7 @@ class RpcLog:
         return rpc.offset
 
 
-def clock_reading() -> Record:
+def clock_reading() -> dict[str, Any]:
     """Returns field `clocks` of the first line of a trace: the current time on two clocks of this machine, so that the
     `perf_counter` times of rounds can be related to the Unix times of RPCs."""
     return {"clocks": {"at": time.perf_counter(), "unix_ns": time.time_ns()}}

@@ -15,9 +15,8 @@ from typing import Any, Protocol
 
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.observe.recorder import Recorder
-from swiftspec.observe.round_records import DraftSnapshot, ForwardSpan, RoundRecord, draft_timeline
 from swiftspec.observe.rpc_latency import RpcRecord
-from swiftspec.observe.trace_format import Record
+from swiftspec.observe.trace_format import DraftSnapshot, ForwardSpan, Record, RoundRecord, draft_timeline
 
 Observer = Callable[..., None]  # called with an event of the decoding loop and its objects, see swiftspec.decode
 Probabilities = Callable[
@@ -146,14 +145,12 @@ class TreeTrace:
         lane: DraftTimeline | None = None,
         rpcs: Callable[[], Sequence[RpcRecord]] = tuple,
     ) -> None:
+        self._recorder = recorder
+        self._busy = busy
+        self._drafter_active = drafter_active
+        self._probabilities = probabilities
+        self._timeline = lane
         self._drain_rpcs = rpcs
-        self._recorder, self._busy, self._drafter_active, self._probabilities, self._timeline = (
-            recorder,
-            busy,
-            drafter_active,
-            probabilities,
-            lane,
-        )
         self._plain = False  # whether the request is autoregressive
         self._spent = 0.0  # `busy` at the end of the previous round
         self._drafted, self._grown = False, None  # in this round: whether the drafter was asked; its snapshots
@@ -192,11 +189,17 @@ class TreeTrace:
         """Adds the record of the round, off the critical path: the result has been sent to the draft."""
         known = self._probabilities(proposal.tokens, proposal.parents)
         busy, times = self._busy(), self.times
-        self._recorder.add(
-            RoundRecord(
-                proposal, result, times, self._drafted, busy - self._spent, known, self._grown, self._drain_rpcs()
-            )
+        record = RoundRecord(
+            proposal=proposal,
+            result=result,
+            times=times,
+            asked=self._drafted,
+            forward=busy - self._spent,
+            p=known,
+            draft=self._grown,
+            rpcs=self._drain_rpcs(),
         )
+        self._recorder.add(record)
         self._spent, self.times = busy, times[-2:]
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from swiftspec import file_io
 from swiftspec.errors import UserError
-from swiftspec.observe.round_records import TraceEntry, to_record
-from swiftspec.observe.trace_format import TRACE_VERSION, Record, TokenText, TokenTexts, to_json
+from swiftspec.observe.trace_format import TRACE_VERSION, Record, TokenText, TokenTexts, TraceEntry, to_json, to_record
 
 MAX_LINE_BYTES = 32 << 20  # limit for reading; the longest line contains a prompt and the texts of its tokens
 

@@ -12,7 +12,7 @@ A profile is a JSON object:
                         forwards over `rows` rows
     runs                {plan, ops, variation, speeds, tokens_per_round, rounds, target_busy, steps, dropped}, see below
     rounds              {plan, rounds: [[accepted draft tokens, expansions on the critical path], ...]}: recorded rounds
-                        from which `swiftspec.lab.predict` predicts speeds; deterministic, the same on any machine
+                        from which `bench.prediction.predictor` predicts speeds; deterministic, the same on any machine
     lanes               trace lines of a few rounds of the fastest asynchronous run, for the timelines of the report
     around              seconds outside the forwards in that run; see OverheadTimes in schema.py
     orchestration       with emulated step times: {seconds, share}, the median seconds per round of that run that the
@@ -95,7 +95,15 @@ class ProfileKey:
         """Returns the key of this machine with the given models and options. `emulate`: step times; None: not
         emulated."""
         paced = json.loads(json.dumps(asdict(emulate or StepTimeEmulation())))  # normalised as if read from a file
-        return ProfileKey(hardware(device), ranks, fingerprint(target), fingerprint(draft), dtype, ops, paced)
+        return ProfileKey(
+            hardware=hardware(device),
+            ranks=ranks,
+            target=fingerprint(target),
+            draft=fingerprint(draft),
+            dtype=dtype,
+            ops=ops,
+            emulate=paced,
+        )
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
         """Returns why a profile with the key `other` cannot be used with this key; None if it can."""

@@ -1,8 +1,10 @@
-"""Drafters propose the tokens that the target verifies: the protocol, and the drafter that proposes nothing."""
+"""Drafters propose the tokens that the target verifies: the protocol, a base of wrappers, and the drafter that proposes
+nothing."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 
@@ -32,6 +34,40 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Ends the request."""
+
+
+Inner = TypeVar("Inner", bound=Drafter)
+
+
+class DrafterWrapper(Generic[Inner]):
+    """A drafter that forwards every call to the drafter `inner`. Subclasses override what they change: single calls, or
+    all of them with `_call`."""
+
+    def __init__(self, inner: Inner) -> None:
+        self.inner = inner
+
+    @property
+    def busy(self) -> float:
+        return self.inner.busy
+
+    def open(self, start: RequestStart) -> None:
+        self._call(self.inner.open, start)
+
+    def propose(self) -> Proposal:
+        return self._call(self.inner.propose)
+
+    def grow(self) -> None:
+        self._call(self.inner.grow)
+
+    def observe(self, result: VerifyResult) -> None:
+        self._call(self.inner.observe, result)
+
+    def close(self) -> None:
+        self._call(self.inner.close)
+
+    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Calls a method of the inner drafter."""
+        return method(*args)
 
 
 class NoDrafter:

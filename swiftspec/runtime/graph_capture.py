@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from swiftspec.config import EngineConfig
+from swiftspec.model.checkpoint_files import Progress
 from swiftspec.runtime.executors.available import draft_captures, graph_captures, target_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 
 CAPTURE_PHASE = "CUDA graphs"  # description that `Progress` receives
-Progress = Callable[[str, int, int], None]  # description, step, number of steps
 
 
 def capture_graphs(

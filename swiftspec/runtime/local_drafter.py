@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from swiftspec.capabilities import Features
 from swiftspec.messages import NodeSource, Proposal, RequestStart, VerifyResult
-from swiftspec.params import SamplingParams
+from swiftspec.params import FILTERS, PENALTIES, SamplingParams
 from swiftspec.runtime.executors import ExecutorRequest, ExpansionShape, TreeExecutor, select_executor
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree.children import ChildSelector
@@ -83,15 +82,7 @@ class LocalDrafter:
         nor penalties: the verification applies both, and without them the draft runs on faster executors."""
         if self._children.sampled:
             return start.sampling
-        return replace(
-            start.sampling,
-            top_k=0,
-            top_p=1.0,
-            min_p=0.0,
-            repetition_penalty=1.0,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-        )
+        return start.sampling.without(FILTERS + PENALTIES)
 
     def open(self, start: RequestStart) -> None:
         config, sampling = self._config, start.sampling
@@ -161,8 +152,16 @@ class LocalDrafter:
         if self._children.sampled and len(nodes) > 1:
             above = np.unique(np.array(parents[1:], np.int64))
             carried = self._children.draft_probs(self.tree.slot[np.array(nodes)[above]])
-        about = self._request, self._round, self._root_at
-        return Proposal.from_draft_model(*about, tokens, parents, weights, carried, source=self.source)
+        return Proposal.from_draft_model(
+            self._request,
+            self._round,
+            self._root_at,
+            tokens,
+            parents,
+            weights,
+            draft_probs=carried,
+            source=self.source,
+        )
 
     def _reroot(self, tokens: Sequence[int]) -> None:
         """Records the node of the last verified token as the new root. Resets the tree instead if it does not contain

@@ -11,21 +11,7 @@ from swiftspec.runtime.executors import TreeExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree.children import ChildSelector
-from swiftspec.tree.tree import DraftTree
-
-# Estimated tokens that an expansion adds to a round, divided by the summed probability of the expanded leaves
-# (docs/decisions/asynchronous-drafting.md).
-EXPANSION_YIELD = 0.3
-
-
-def expansion_pays(tokens: float, leaves: float, d: int) -> bool:
-    """Returns whether one more expansion after a result pays: `EXPANSION_YIELD * leaves > tokens / d`.
-
-    The expansion takes 1/d of a round's time, so it must add more than 1/d of the round's expected tokens. `tokens`,
-    `leaves`: expected tokens of the round and probability of the best leaves, as returned by
-    `DraftTree.expected_mass`. `d`: expansions per round.
-    """
-    return EXPANSION_YIELD * leaves > tokens / d
+from swiftspec.tree.tree import EXPANSION_YIELD, DraftTree, expansion_pays
 
 
 class LookaheadDrafter(LocalDrafter):

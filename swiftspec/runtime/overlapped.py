@@ -7,23 +7,19 @@ kernel of the draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
-from swiftspec.config import EngineConfig
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.current_device import set_current_device
-from swiftspec.runtime.executors import TreeExecutor
+from swiftspec.runtime.drafter import Drafter, DrafterWrapper
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
-from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.tree.children import ChildSelector
-from swiftspec.tree.tree import DraftTree
 
 DRAFT_STREAM_PRIORITY = -1  # CUDA priority of the draft's stream and graphs; below the default 0: scheduled first
 
@@ -42,42 +38,28 @@ class StreamContext:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-class OverlappedDrafter(LookaheadDrafter):
+class OverlappedDrafter(DrafterWrapper[LocalDrafter]):
     """A lookahead drafter that runs concurrently with the target on the same GPU."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        executors: Sequence[TreeExecutor],
-        tree: DraftTree,
-        children: ChildSelector,
-        config: EngineConfig,
-    ) -> None:
-        super().__init__(runner, executors, tree, children, config)
-        self._on_stream = StreamContext(runner.model.device, DRAFT_STREAM_PRIORITY)
+    def __init__(self, drafter: LocalDrafter) -> None:
+        super().__init__(drafter)
+        self._on_stream = StreamContext(drafter.runner.model.device, DRAFT_STREAM_PRIORITY)
 
-    def open(self, start: RequestStart) -> None:
+    @property
+    def draft_steps(self) -> int:
+        """d, the number of expansions per round."""
+        return self.inner.draft_steps
+
+    @draft_steps.setter
+    def draft_steps(self, steps: int) -> None:
+        self.inner.draft_steps = steps
+
+    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         with self._on_stream():
-            super().open(start)
-
-    def propose(self) -> Proposal:
-        with self._on_stream():
-            return super().propose()
-
-    def grow(self) -> None:
-        with self._on_stream():
-            super().grow()
-
-    def observe(self, result: VerifyResult) -> None:
-        with self._on_stream():
-            super().observe(result)
-
-    def close(self) -> None:
-        with self._on_stream():
-            super().close()
+            return method(*args)
 
 
-def warm_up(drafter: LocalDrafter, verifier: LocalVerifier) -> None:
+def warm_up(drafter: Drafter, verifier: LocalVerifier) -> None:
     """Runs one round with the two models one after the other, so that all kernels are loaded before the models run
     concurrently. CUDA loads a kernel at its first launch, which may wait for all work on the GPU and must not happen
     while the other model captures a graph."""

@@ -10,8 +10,8 @@ from typing import Protocol
 from swiftspec.config import EngineConfig
 from swiftspec.errors import DrafterLost
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
-from swiftspec.runtime.lookahead_drafter import expansion_pays
 from swiftspec.tree.replica import TreeDelta, TreeReplica, merge_deltas
+from swiftspec.tree.tree import expansion_pays
 
 
 class TreeDeltaLink(Protocol):

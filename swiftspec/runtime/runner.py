@@ -6,43 +6,31 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from swiftspec.backends import reference
-from swiftspec.cache.delta import MAX_UNFOLDED_POSITIONS, DeltaCache, DeltaCacheOps
-from swiftspec.cache.kv import KVCache, MoveSlots
+from swiftspec.backends.reference import Backend
+from swiftspec.cache.delta import MAX_UNFOLDED_POSITIONS, DeltaCache
+from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import Chain, ForwardOutput, HostBatch, Ints
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.coroutines import Call
-from swiftspec.sampling import sampler
 from swiftspec.sampling.guidance import Guidance
 from swiftspec.sampling.sampler import Sampler, ShardedVocab, TokenConstraint
 from swiftspec.sampling.token_rules import TokenRules
 from swiftspec.tree import mask as tree_mask
 
-PREFILL_CHUNK_TOKENS = reference.PREFILL_CHUNK_ROWS  # of chunks with logits; the backend sets the others
+PREFILL_CHUNK_TOKENS = Backend.PREFILL_CHUNK_ROWS  # of chunks with logits; the backend sets the others
 StepHook = Callable[[float, int], None]  # called after a step with its start time (perf_counter) and its rows
 
 
 def delta_slots(context: int, tree_slots: int) -> int:
     """Returns the number of slots of a delta cache for one sequence. Parameters as in `Runner`."""
     return min(MAX_UNFOLDED_POSITIONS + PREFILL_CHUNK_TOKENS, context) + tree_slots
-
-
-class RunnerOps(sampler.SamplerOps, Protocol):
-    """The operators that a runner needs in addition to those of the model."""
-
-    def make_slot_mover(self, k: Tensor, v: Tensor, /) -> MoveSlots: ...
-    def capture_bucket(self, max_kv_len: int | None, /) -> int | None:
-        """Returns the number of slots that attention reads in a forward whose `Batch.max_kv_len` this is. A CUDA graph
-        of the forward holds it by value. None: the whole cache, or what `Batch.kv_len` on the device requires."""
-        ...
 
 
 class Runner:
@@ -59,7 +47,7 @@ class Runner:
     def __init__(
         self,
         model: Transformer,
-        ops: RunnerOps,
+        ops: Backend,
         vocab: int,
         *,
         context: int,
@@ -101,7 +89,7 @@ class Runner:
             constraint = self.make_constraint(params.grammar)
         if params.has_path_rules or (constraint is not None and params.excludes_tokens):
             constraint = TokenRules(params, self.vocab, self.eos_token_ids, constraint)
-        return Sampler(params, prompt, self.vocab, self.model.device, self.ops, self.shard, constraint)
+        return Sampler(params, prompt, self.vocab, self.model.device, self.ops, shard=self.shard, constraint=constraint)
 
     def open(
         self, tokens: Sequence[int], guidance: Guidance | None = None, max_cached: Sequence[int] | None = None
@@ -247,8 +235,6 @@ def _new_cache(model: Transformer, ops: RunnerOps, context: int, tree_slots: int
     )
     delta = None
     if model.delta_shape is not None:
-        operators: Any = ops
-        delta_ops: DeltaCacheOps = operators  # `check_supported` of other backends refuses delta layers
         slots = delta_slots(context, tree_slots)
-        delta = DeltaCache(*model.delta_shape, slots, delta_ops, dtype=model.stream_dtype, device=model.device)
+        delta = DeltaCache(model.delta_shape, slots, ops, dtype=model.stream_dtype, device=model.device)
     return ModelCache(kv, further=further, delta=delta)

@@ -75,13 +75,13 @@ class SuffixDrafter:
         self._matches = [*zip(lengths[:count], shares[:count], strict=True)]
         request, round_, at, root = self._root
         self._proposal = Proposal(
-            request,
-            round_,
-            at,
-            (root, *tokens[:count]),
-            (-1, *parents[:count]),
-            (0.0, *weights[:count]),
-            (NodeSource.ROOT, *(NodeSource.SUFFIX,) * count),
+            request=request,
+            round=round_,
+            prefix_len=at,
+            tokens=(root, *tokens[:count]),
+            parents=(-1, *parents[:count]),
+            weights=(0.0, *weights[:count]),
+            sources=(NodeSource.ROOT, *(NodeSource.SUFFIX,) * count),
         )
         return self._proposal
 

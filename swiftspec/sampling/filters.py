@@ -52,16 +52,21 @@ def _threshold(logits: Tensor, params: LogitsParams, num_candidates: int) -> tup
 def top_k_threshold(ranked: Tensor, params: LogitsParams, vocab: int) -> tuple[Tensor, Tensor]:
     """Returns the smallest logit [n, 1] that min_p and top_k keep, and whether the candidates suffice to find it, a
     bool []. `ranked` [n, c]: the logits of each row's most likely tokens in descending order."""
-    limit = ranked[:, :1] + params.log_min_p
-    limited, enough = limits_top_k(params, vocab), params.top_k <= ranked.shape[-1]
-    kth = params.top_k.clamp(1, ranked.shape[-1]).long().view(1) - 1
+    limit = ranked[:, :1] + params["min_p"].float().log()
+    limited, enough = limits_top_k(params, vocab), params["top_k"] <= ranked.shape[-1]
+    kth = params["top_k"].clamp(1, ranked.shape[-1]).long().view(1) - 1
     smallest = ranked.masked_fill(ranked < limit, NEG_INF).index_select(-1, kth)
     return torch.maximum(limit, smallest.masked_fill(~limited, NEG_INF)), ~limited | enough
 
 
+def limits_head(params: LogitsParams, vocab: int) -> Tensor:
+    """Returns whether min_p or top_k, which precede top_p, may exclude a token, a bool []."""
+    return (params["min_p"] > 0) | limits_top_k(params, vocab)
+
+
 def limits_top_k(params: LogitsParams, vocab: int) -> Tensor:
     """Returns whether top_k excludes a token, a bool []."""
-    return (params.top_k > 0) & (params.top_k < vocab)
+    return (params["top_k"] > 0) & (params["top_k"] < vocab)
 
 
 def top_p_threshold(ranked: Tensor, total: Tensor, params: LogitsParams) -> tuple[Tensor, Tensor]:
@@ -74,7 +79,7 @@ def top_p_threshold(ranked: Tensor, total: Tensor, params: LogitsParams) -> tupl
     mass = (ranked - total).exp()
     before = mass.cumsum(-1) - mass
     # clamped because comparisons with NaN are false
-    last = ((before < params.top_p).sum(-1, keepdim=True) - 1).clamp_min_(0)
-    unlimited = params.top_p >= 1
-    reached = unlimited | ~(mass.sum(-1, keepdim=True) < params.top_p)
+    last = ((before < params["top_p"]).sum(-1, keepdim=True) - 1).clamp_min_(0)
+    unlimited = params["top_p"] >= 1
+    reached = unlimited | ~(mass.sum(-1, keepdim=True) < params["top_p"])
     return ranked.gather(-1, last).masked_fill(unlimited, NEG_INF), reached

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.backends.reference.noise import gumbel, noise_bits
 
 TARGET_STREAM = 0

@@ -1,9 +1,8 @@
-"""Sampler: bias, penalties, temperature, filters, and position-keyed noise.
+"""Sampler of the nodes of a tree: logits processing and position-keyed noise.
 
 The token at absolute position i is argmax over tokens of log p(token) + gumbel(seed, stream, i, token), where p is the
 target's distribution after logits processing. It is a pure function of prompt, seed, sampling parameters and target
-logits, and does not depend on the draft tree. Letters: n rows of logits, V tokens of the base vocabulary, m of them on
-this rank (V without a tensor-parallel group).
+logits, and does not depend on the draft tree. Letters: as in logits_processor.py.
 """
 
 from __future__ import annotations
@@ -11,48 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.backends import reference
-from swiftspec.backends.reference import Scores
-from swiftspec.backends.reference.sampling import calibrated_scores, compute_scores
+from swiftspec.backends.reference import Backend, reference
+from swiftspec.backends.reference.sampling import Scores, calibrated_scores, compute_scores
 from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters
 from swiftspec.sampling.logits_params import PROCESSED, RAW, LogitsParams
+from swiftspec.sampling.logits_processor import LogitsProcessor, ShardedVocab
 from swiftspec.sampling.noise import TARGET_STREAM, PositionNoise
 
 NoiseRows = Callable[[Tensor, range, torch.dtype], tuple[Tensor, Tensor]]  # signature of PositionNoise.rows
 Paths = Sequence[Sequence[int]]  # per row of logits, its unverified tokens, the row's own included; empty at the root
-
-
-class SamplerOps(Protocol):
-    """Sampling operators over whole rows of logits; see the functions of the same names in
-    swiftspec.backends.reference."""
-
-    def gumbel_rows(self, seed: int, stream: int, positions: Tensor, tokens: range, /) -> Tensor: ...
-    def draw(self, logits: Tensor, vocab: int, scores: Scores, /) -> Tensor: ...
-    def children(self, logits: Tensor, vocab: int, k: int, scores: Scores, /) -> tuple[Tensor, Tensor]: ...
-    def draw_keyed(self, logits: Tensor, vocab: int, keys: Tensor, scores: Scores, /) -> tuple[Tensor, Tensor]: ...
-    def log_probs(self, logits: Tensor, vocab: int, tokens: Tensor, scores: Scores, /) -> Tensor: ...
-
-
-class ShardedVocab(Protocol):
-    """One rank's part of a vocabulary that is sharded over a group; see `VocabShard` in sampling/vocab.py."""
-
-    @property
-    def tokens(self) -> range: ...  # token ids of this rank
-    @property
-    def num_exchanged(
-        self,
-    ) -> int: ...  # number of most likely tokens that the ranks exchange; enough for most filters
-    def argmax(self, scores: Tensor, /) -> Tensor: ...
-    def log_top_k(self, scores: Tensor, k: int, /) -> tuple[Tensor, Tensor]: ...
-    def values(self, scores: Tensor, tokens: Tensor, /) -> tuple[Tensor, Tensor]: ...
-    def count_above(self, scores: Tensor, limits: Tensor, /) -> Tensor: ...
-    def apply_filters(self, logits: Tensor, params: LogitsParams, sure: filters.FastPathCheck, /) -> Tensor: ...
 
 
 class History:
@@ -97,17 +67,7 @@ class TokenConstraint(Protocol):
     def observe(self, tokens: Sequence[int], /) -> None: ...  # advances by verified output tokens
 
 
-def always_allowed(params: SamplingParams, vocab: int) -> NDArray[np.bool_] | None:
-    """Returns the tokens [V] that `allowed_token_ids` and bad words of one token allow; None if they allow all."""
-    if not params.excludes_tokens:
-        return None
-    allowed = np.full(vocab, params.allowed_token_ids is None)
-    allowed[list(params.allowed_token_ids or ())] = True
-    allowed[list(params.bad_tokens)] = False
-    return allowed
-
-
-class Sampler:
+class Sampler(LogitsProcessor):
     """Sampler of one request: processes logits, samples the target's tokens and ranks the draft's children.
 
     `shard`: this rank's part of the vocabulary in a tensor-parallel group; logits are then this rank's columns of the
@@ -120,30 +80,17 @@ class Sampler:
         prompt: Sequence[int],
         vocab: int,
         device: torch.device | str,
-        ops: SamplerOps = reference,
+        ops: Backend = reference,
+        *,
         shard: ShardedVocab | None = None,
         constraint: TokenConstraint | None = None,
     ) -> None:
-        self.params, self.vocab, self.shard, self.constraint = params, vocab, shard, constraint
-        self.device, self._ops = device, ops
+        super().__init__(params, vocab, device, ops, shard)
+        self.constraint = constraint
         self.noise = self.noise_of(TARGET_STREAM)
         self.noise_rows: NoiseRows = self.noise.rows
-        self.check_all = filters.all_on_host  # decides whether filters may use their fast path
-        self.num_candidates = filters.TOP_CANDIDATES  # of filters of whole rows
-        self.greedy, self.filtered = params.greedy, params.filtered
-        self.values = LogitsParams(device)
-        self.values.load(params, noisy=not params.greedy)
         self._children_values: LogitsParams | None = None  # as `values`, for the scores of `children`
         self.history = History(prompt, vocab, device) if params.penalised else None
-        self.bias: Tensor | None = None  # [V] float32; -inf for tokens that are excluded at every position
-        # with a grammar, `TokenRules` excludes these tokens, since they may be the only ones that the grammar allows
-        allowed = None if params.grammar is not None else always_allowed(params, vocab)
-        if params.logit_bias or allowed is not None:
-            bias = torch.zeros(vocab)
-            bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()))
-            if allowed is not None:
-                bias[torch.from_numpy(~allowed)] = filters.NEG_INF
-            self.bias = bias.to(device)
 
     @property
     def needs_paths(self) -> bool:
@@ -152,7 +99,7 @@ class Sampler:
 
     def noise_of(self, stream: int) -> PositionNoise:
         """Returns the request's noise of a noise stream (noise.py)."""
-        return PositionNoise(self.params.seed, self.device, stream=stream, gumbel_rows=self._ops.gumbel_rows)
+        return PositionNoise(self.params.seed, self.device, stream=stream, gumbel_rows=self.ops.gumbel_rows)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Adds verified output tokens to the penalty counts and the token constraint."""
@@ -166,22 +113,12 @@ class Sampler:
         `logits` [n, >= m]: raw; columns beyond the vocabulary are ignored. `paths`: required if `needs_paths`. Logits
         of greedy requests are neither scaled nor filtered, since that does not change the argmax.
         """
-        shard = self.shard
-        here = slice(0, self.vocab) if shard is None else slice(shard.tokens.start, shard.tokens.stop)
-        logits = self._apply_constraint(logits[:, : here.stop - here.start], paths, here)
-        if self.bias is not None:
-            logits = logits + self.bias[here].to(logits.dtype)
+        here = self.columns
+        logits = self.add_bias(self._apply_constraint(logits[:, : here.stop - here.start], paths, here))
         if self.history is not None:
             assert paths is not None
             logits = self.apply_penalties(logits, self.history.prompt[here], self.history.counts(paths)[:, here])
-        if self.greedy:
-            return logits
-        logits = logits / self.values.temperature
-        if not self.filtered:
-            return logits
-        if shard is None:
-            return filters.apply_filters(logits, self.values, self.check_all, self.num_candidates)
-        return shard.apply_filters(logits, self.values, self.check_all)
+        return self.apply_filters(self.apply_temperature(logits))
 
     def _apply_constraint(self, logits: Tensor, paths: Paths | None, here: slice) -> Tensor:
         """Sets the logits [n, m] of tokens that the constraint forbids to -inf. `here`: token ids of the columns."""
@@ -190,20 +127,12 @@ class Sampler:
         assert paths is not None
         return logits.masked_fill(~self.constraint.allowed_mask(paths)[:, here].to(logits.device), filters.NEG_INF)
 
-    def apply_penalties(self, logits: Tensor, prompt: Tensor, counts: Tensor) -> Tensor:
-        p = self.values
-        seen = prompt | (counts > 0)
-        scaled = torch.where(logits > 0, logits / p.repetition, logits * p.repetition)
-        logits = torch.where(seen, scaled, logits)
-        counts = counts.to(logits.dtype)
-        return logits - p.frequency * counts - p.presence * (counts > 0).to(logits.dtype)
-
     def draw(self, logits: Tensor, paths: Paths | None, positions: Tensor) -> Tensor:
         """Samples the target's token after each row, [n]; -1 if the highest score of the row is not finite. `logits`:
         raw. `positions` [n]: absolute positions of the rows."""
         if self.shard is None:
             at = None if self.greedy else positions
-            return self._ops.draw(*self._operator_inputs(logits, paths, at, self.values))
+            return self.ops.draw(*self._operator_inputs(logits, paths, at, self.values))
         shaped = self.process_logits(logits, paths)
         if self.greedy:
             return self.shard.argmax(shaped)
@@ -222,12 +151,12 @@ class Sampler:
         target will use at that position, so that both tend to select the same token.
         """
         k = min(k, self.vocab)
-        noisy = coupled and not self.params.greedy
+        noisy = coupled and not self.greedy
         values = self._children_values = self._children_values or LogitsParams(self.device)
         values.load(self.params, noisy=noisy, tau=tau)
         if self.shard is None:
             logits, vocab, scores = self._operator_inputs(logits, paths, positions if noisy else None, values)
-            return self._ops.children(logits, vocab, k, scores)
+            return self.ops.children(logits, vocab, k, scores)
         shaped, noise, rows = self.process_logits(logits, paths), None, None
         if noisy:
             noise, rows = self.noise_rows(positions + 1, self.shard.tokens, shaped.dtype)
@@ -237,7 +166,7 @@ class Sampler:
     def _operator_inputs(
         self, logits: Tensor, paths: Paths | None, positions: Tensor | None, values: LogitsParams
     ) -> tuple[Tensor, int, Scores]:
-        """Returns the arguments (logits, vocab, scores) of `SamplerOps.draw` and `children`, which apply bias and
+        """Returns the arguments (logits, vocab, scores) of `Backend.draw` and `children`, which apply bias and
         temperature themselves unless penalties or filters require `process_logits`. `positions`: None for no noise."""
         bias, scalars = None, values.scores[PROCESSED]
         if self.history is not None or self.filtered:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.params import SamplingParams
-from swiftspec.sampling.sampler import Paths, TokenConstraint, always_allowed
+from swiftspec.sampling.logits_processor import always_allowed
+from swiftspec.sampling.sampler import Paths, TokenConstraint
 
 TokenMask = NDArray[np.bool_]  # [V], True where a token is allowed
 

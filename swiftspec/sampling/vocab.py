@@ -118,12 +118,12 @@ class VocabShard:
         floor = heads[:, :, -1:].amax(0)
         ranked = _concat_ranks(heads).sort(-1, descending=True).values
         limit, certain = filters.top_k_threshold(ranked, params, self.vocab)
-        cut = (params.log_min_p > NEG_INF) | filters.limits_top_k(params, self.vocab)
+        cut = filters.limits_head(params, self.vocab)
         kept = ranked.masked_fill(ranked < limit, NEG_INF)
         total = torch.where(cut, kept.logsumexp(-1, keepdim=True), totals.logsumexp(0))
         last, reached = filters.top_p_threshold(kept, total, params)
         complete = floor == NEG_INF
-        known = (~cut | complete | (limit > floor)) & ((params.top_p >= 1) | complete | (last > floor))
+        known = (~cut | complete | (limit > floor)) & ((params["top_p"] >= 1) | complete | (last > floor))
         return torch.maximum(limit, last), certain & reached & known
 
 

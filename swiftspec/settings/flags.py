@@ -139,7 +139,7 @@ class CommandSettings:
     )
     trace: str | None = setting(
         None,
-        "Write a trace of all rounds to this file; read it with `swiftspec profile trace`.",
+        "Write a trace of all rounds to this file; read it with `python -m bench.timeline`.",
         MODELS,
         "FILE.jsonl",
         "off",
@@ -375,7 +375,7 @@ class CommandSettings:
         "none",
         order=1,
     )
-    graft_suffix: bool | None = setting(  # None: see `EngineConfig.for_models`
+    graft_suffix: bool | None = setting(  # None: see `drafter` in builder/rules.py
         None,
         "Add suffix lookup to the proposals of the draft model: what followed earlier occurrences of the latest"
         " tokens. Rounds skip the draft model where suffix lookup alone is predicted to be faster.",

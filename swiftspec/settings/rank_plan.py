@@ -1,54 +1,15 @@
-"""Split of the ranks into target and draft group, and advice on a plan."""
+"""Number of ranks that a command starts, and advice on a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import ceil
 
-from swiftspec.capabilities import check_features
 from swiftspec.config import EngineConfig
 from swiftspec.params import SamplingParams
 from swiftspec.settings_schema import require
 
 MAX_LOCAL_RANKS = 64  # ranks that a command starts itself, without a launcher
-
-
-def split_ranks(
-    mode: str, ranks: int, target_tp: int | None, draft_tp: int | None, *, single_rank_ok: bool = False
-) -> tuple[int, int]:
-    """Splits `ranks` ranks into (target_tp, draft_tp). Raises UserError if the given sizes do not match `ranks` or the
-    mode.
-
-    `target_tp`, `draft_tp`: sizes that the user gave; None: not given. If neither is given in mode async, the draft
-    gets a quarter of the ranks, at least one: a small model gains little from more (paper, Table 1).
-    `single_rank_ok`: mode async may have one rank, with the split (1, 0), because both models run on its GPU or a
-    worker runs one of them.
-    """
-    if mode != "async":
-        require(
-            target_tp in (None, ranks),
-            f"mode {mode} uses all {ranks} ranks for the target, not {target_tp}: remove --target-tp",
-        )
-        expected = 0 if mode == "ar" else ranks
-        if draft_tp not in (None, expected):
-            check_features({"draft group", f"mode {mode}"})
-        return ranks, expected
-    if single_rank_ok and ranks == 1 and target_tp in (None, 1) and draft_tp in (None, 0):
-        return 1, 0
-    if ranks < 2:
-        check_features({"one rank", "mode async"})
-    if target_tp is not None and draft_tp is not None:
-        require(
-            target_tp >= 1 and draft_tp >= 1 and target_tp + draft_tp == ranks,
-            f"--target-tp {target_tp} and --draft-tp {draft_tp} must be at least 1 and add up to {ranks} ranks",
-        )
-        return target_tp, draft_tp
-    for name, given in (("target", target_tp), ("draft", draft_tp)):
-        fits = given is None or 1 <= given < ranks
-        require(fits, f"--{name}-tp {given} leaves none of the {ranks} ranks for the other model: use 1..{ranks - 1}")
-    if draft_tp is None:
-        draft_tp = max(1, ranks // 4) if target_tp is None else ranks - target_tp
-    return ranks - draft_tp, draft_tp
 
 
 def requested_ranks(

@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
+from swiftspec.builder.rules import Choices, Resolution
 from swiftspec.capabilities import NotSupported, check_features, ignored_features
-from swiftspec.config import GRAFTED, MTP_HEAD, SUFFIX_LOOKUP, EngineConfig, PopulationConfig
+from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig, PopulationConfig
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import expand_user, parse_json
 from swiftspec.params import SamplingParams
 from swiftspec.settings.flags import FLAGS, CommandSettings
-from swiftspec.settings.rank_plan import split_ranks
 from swiftspec.settings.speculative_config import expand_speculative_config
 
 ENV_PREFIX = "SWIFTSPEC_"
+CHOICE_NAMES = {"mode", "target_tp", "draft_tp", "self_switch", "adapt"} | {
+    flag.name for flag in FLAGS.values() if flag.config in (EngineConfig, PopulationConfig)
+}
 MODEL_TREE_SETTINGS = ("draft_leaves", "draft_steps", "proposal", "calibration")  # of trees that a draft model expands
 
 if TYPE_CHECKING:
@@ -89,35 +92,33 @@ class Settings(SettingsFields):
             raise ValueError(str(error)) from None
         return value
 
-    def make_plan(self, has_draft: bool, ranks: int = 1) -> EngineConfig:
-        """Creates the EngineConfig for `ranks` ranks; selects mode and split where they are not set. `has_draft`:
-        whether there is a local or remote draft.
+    def choices(
+        self, has_draft: bool, ranks: int = 1, profile: Mapping[str, Any] | None = None, profile_file: str = ""
+    ) -> Choices:
+        """Returns what the settings choose for an engine of `ranks` ranks. `has_draft`: whether there is a local or
+        remote draft. `profile`: values of a profile, from `profile_file`."""
+        given = {name: _for_config(getattr(self, name)) for name in self.model_fields_set & CHOICE_NAMES}
+        if self.graft_suffix is not None:
+            given["drafter"] = GRAFTED if self.graft_suffix else "model"
+        given |= {"target_remote": self.target_url is not None, "draft_remote": self.draft_url is not None}
 
-        Raises UserError if the mode needs a draft and there is none, if the split does not match the number of ranks,
-        or if a given setting does not apply to the mode.
-        """
-        remote = {"target_remote": self.target_url is not None, "draft_remote": self.draft_url is not None}
-        apart = any(remote.values())
-        split = (ranks > 1 or apart) and self.draft_model not in (SUFFIX_LOOKUP, MTP_HEAD)
-        mode = self.mode or ("ar" if not has_draft else "async" if split else "serial")
-        self.check_features(mode, has_draft=has_draft, ranks=ranks)
-        try:
-            alone = apart or (mode == "async" and ranks == 1 and self.runs_on_gpu())
-            target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp, single_rank_ok=alone)
-            return EngineConfig(
-                mode=mode,
-                target_tp=target_tp,
-                draft_tp=draft_tp,
-                drafter="model" if mode == "ar" else self._drafter,
-                population=PopulationConfig(**self._config_values(PopulationConfig)),
-                **remote,
-                **self._adaptive_options(mode, ranks),
-                **self._config_values(EngineConfig),
-            )
-        except NotSupported as error:
-            raise UsageError(error.shown(flag_name)) from None
-        except UserError as error:
-            raise UsageError(str(error)) from None
+        def features(mode: str) -> Mapping[str, str]:
+            found = self.features(mode, has_draft=has_draft, ranks=ranks)
+            return {name: text for name, text in found.items() if name != "profile" or not profile}
+
+        return Choices(
+            {name: value for name, value in given.items() if value is not None},
+            self.draft_model or "model" if has_draft else None,
+            ranks,
+            profile or {},
+            profile_file,
+            overlaps=self.runs_on_gpu,
+            features=features,
+        )
+
+    def make_plan(self, has_draft: bool, ranks: int = 1) -> EngineConfig:
+        """Returns the configuration that follows from the settings alone; see `plan_of`."""
+        return plan_of(self.choices(has_draft, ranks))
 
     def features(self, mode: str | None, *, has_draft: bool = True, ranks: int = 1, device: str = "") -> dict[str, str]:
         """Returns the features of the capability table (capabilities.py) that these settings have in a mode; None: not
@@ -159,15 +160,6 @@ class Settings(SettingsFields):
         check_usage(self.features(mode, has_draft=has_draft, ranks=ranks))
 
     @property
-    def _drafter(self) -> str:
-        """The value of `EngineConfig.drafter`."""
-        if self.drafts_by_lookup:
-            return SUFFIX_LOOKUP
-        if self.graft_suffix is None:
-            return "auto"
-        return GRAFTED if self.graft_suffix else "model"
-
-    @property
     def drafts_by_lookup(self) -> bool:
         """Whether the draft model is suffix lookup."""
         return self.draft_model == SUFFIX_LOOKUP
@@ -184,21 +176,6 @@ class Settings(SettingsFields):
         """Returns notes on settings that were given but have no effect in this mode. Obvious cases, such as the seed of
         a greedy answer, are left out."""
         return ignored_features(self.features(mode, device=device), flag_name)
-
-    def _adaptive_options(self, mode: str, ranks: int) -> dict[str, bool]:
-        """Returns the EngineConfig options that let rounds depend on measured times.
-
-        `adapt_steps` and `adapt_batch` are off if d or bs is given. Unless requested, all options are off with --verify
-        reject, whose text depends on the rounds, with synthetic acceptance, and for chains (`EngineConfig.chains`).
-        """
-        synthetic = self.synthetic_acceptance_length is not None
-        fixed = self.verify == "reject" or (self.max_num_seqs > 1 and ranks > 1) or synthetic
-        adapts = self.adapt and mode in ("serial", "async") and (not fixed or "adapt" in self.model_fields_set)
-        return {
-            "self_switch": self.self_switch and (not fixed or "self_switch" in self.model_fields_set),
-            "adapt_steps": adapts and "draft_steps" not in self.model_fields_set,
-            "adapt_batch": adapts and "verify_batch" not in self.model_fields_set,
-        }
 
     @property
     def chat_template_file(self) -> Path | None:
@@ -223,6 +200,18 @@ class Settings(SettingsFields):
         `generation_defaults`. `negative`: tokens of the negative prompt."""
         values = {**model_defaults, **self._config_values(SamplingParams)}
         return SamplingParams(**values, negative_prompt_ids=tuple(negative))
+
+
+def plan_of(choices: Choices) -> EngineConfig:
+    """Returns the configuration that follows from choices without their models. Raises UsageError, with flags as names
+    of settings, if the mode needs a draft and there is none, if the split does not match the number of ranks, or if a
+    given setting does not apply to the mode."""
+    try:
+        return Resolution(choices).config()
+    except NotSupported as error:
+        raise UsageError(error.shown(flag_name)) from None
+    except UserError as error:
+        raise UsageError(str(error)) from None
 
 
 def check_usage(found: Collection[str]) -> None:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from swiftspec.backends.reference import resampling
 from swiftspec.batching.group_method import DraftedTokens
-from swiftspec.batching.logits_processor import GroupSpan, LogitsProcessor
+from swiftspec.batching.group_spans import GroupSpan
 from swiftspec.batching.sequence_group import SequenceGroup
 from swiftspec.config import NativeRoundParams, PopulationConfig
 from swiftspec.params import SamplingParams
+from swiftspec.sampling.row_sampler import RowSampler
 from swiftspec.smc import weights
 from swiftspec.smc.group_result import GroupResult, Particle
 from swiftspec.smc.noise_streams import ParticleStreams
@@ -60,19 +61,19 @@ class ParticleMethod:
         """See `GroupMethod.noise_keys`."""
         return self.streams.round_keys(rows.clock[:, None] + rows.steps)
 
-    def draw(self, processor: LogitsProcessor, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    def draw(self, sampler: RowSampler, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `GroupMethod.draw`."""
         assert keys is not None
-        tokens, log_probs = processor.draw(logits, keys)
+        tokens, log_probs = sampler.draw(logits, keys)
         return tokens.clamp_min_(0), log_probs  # -1 marks logits that are not finite: the weight is NaN
 
-    def keeps_logits(self, processor: LogitsProcessor, step: int) -> bool:
+    def keeps_logits(self, sampler: RowSampler, step: int) -> bool:
         """See `GroupMethod.keeps_logits`."""
-        return processor.filtered or step < self._config.smc_exact
+        return sampler.filtered or step < self._config.smc_exact
 
-    def verify(self, processor: LogitsProcessor, logits: Tensor, drafted: DraftedTokens) -> WeightedVerdict:
+    def verify(self, sampler: RowSampler, logits: Tensor, drafted: DraftedTokens) -> WeightedVerdict:
         """See `GroupMethod.verify`."""
-        return verify_particles(processor, self._config, logits, drafted)
+        return verify_particles(sampler, self._config, logits, drafted)
 
     def append(self, rows: Particles, drafts: Tensor, verdict: WeightedVerdict, stops: Tensor, width: int) -> None:
         """See `GroupMethod.append`. Resamples each group whose effective sample size is too low."""

@@ -48,7 +48,14 @@ class Particles(GroupRows):
     def _bind_views(self) -> None:
         super()._bind_views()
         self._weighed = resampling.ResamplingState(
-            self.log_weights, self.mask, self._ends, self._path, self.log_z, self.ess, self.resampled, self.rounds
+            log_weights=self.log_weights,
+            mask=self.mask,
+            ends=self._ends,
+            path=self._path,
+            log_z=self.log_z,
+            ess=self.ess,
+            resampled=self.resampled,
+            rounds=self.rounds,
         )
 
     def open(self, group: int, token: int, position: int, limit: int) -> None:

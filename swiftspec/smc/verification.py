@@ -1,7 +1,7 @@
 """Verification of a round's particles: the number of accepted tokens, the token after them, and the weights
 (smc/weights.py).
 
-Shapes: `groups` is the number of groups that share a logits processor; N particles per group, K draft tokens per round,
+Shapes: `groups` is the number of groups that share a sampler; N particles per group, K draft tokens per round,
 V tokens in the vocabulary.
 """
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from swiftspec.backends.reference.noise import counters, gumbel, row_bits
 from swiftspec.backends.reference.sampling import argmax_token
 from swiftspec.batching.group_method import DraftedTokens, RoundVerdict
-from swiftspec.batching.logits_processor import LogitsProcessor
 from swiftspec.config import PopulationConfig
 from swiftspec.sampling import filters
+from swiftspec.sampling.row_sampler import RowSampler
 from swiftspec.smc import weights
 
 
@@ -33,44 +33,44 @@ class WeightedVerdict(RoundVerdict):
 
 
 def verify_particles(
-    processor: LogitsProcessor, config: PopulationConfig, logits: Tensor, drafted: DraftedTokens
+    sampler: RowSampler, config: PopulationConfig, logits: Tensor, drafted: DraftedTokens
 ) -> WeightedVerdict:
-    """Verifies the draft tokens of groups that share a logits processor. `logits`: the target's, [groups, K + 1, N, at
+    """Verifies the draft tokens of groups that share a sampler. `logits`: the target's, [groups, K + 1, N, at
     least V], raw or with penalties applied."""
-    if processor.filtered or config.smc_exact > 0:
-        return _accept_part(processor, config, logits, drafted)
-    return _accept_all(processor, config.power, logits, drafted)
+    if sampler.filtered or config.smc_exact > 0:
+        return _accept_part(sampler, config, logits, drafted)
+    return _accept_all(sampler, config.power, logits, drafted)
 
 
-def _accept_all(processor: LogitsProcessor, power: float, logits: Tensor, drafted: DraftedTokens) -> WeightedVerdict:
+def _accept_all(sampler: RowSampler, power: float, logits: Tensor, drafted: DraftedTokens) -> WeightedVerdict:
     """Accepts all draft tokens and weights them, with neither filters nor exactly verified tokens."""
     groups, particles, steps = drafted.tokens.shape
     ahead, last = (part.reshape(-1, logits.shape[-1]) for part in (logits[:, :-1], logits[:, -1]))
-    log_p = processor.log_probs(ahead, drafted.tokens.transpose(1, 2).flatten())
+    log_p = sampler.log_probs(ahead, drafted.tokens.transpose(1, 2).flatten())
     log_p = log_p.view(groups, steps, particles).transpose(1, 2)
-    bonus, _ = processor.draw(last, _bonus_keys(drafted), power)
+    bonus, _ = sampler.draw(last, _bonus_keys(drafted), power)
     norm = torch.zeros_like(drafted.log_q[..., :1])
     if power != 1:
-        shaped = processor.tempered(last)
+        shaped = sampler.tempered(last)
         norm = weights.log_normaliser(shaped, shaped.logsumexp(-1), power).view_as(norm)
     bonus = bonus.view(groups, particles)
     return WeightedVerdict(torch.full_like(bonus, steps), bonus, torch.cat((power * log_p - drafted.log_q, norm), -1))
 
 
 def _accept_part(
-    processor: LogitsProcessor, config: PopulationConfig, logits: Tensor, drafted: DraftedTokens
+    sampler: RowSampler, config: PopulationConfig, logits: Tensor, drafted: DraftedTokens
 ) -> WeightedVerdict:
     """Accepts the draft tokens before the first one that fails exact verification or the target's filters, and weights
     the new tokens. A row is a particle; rows are ordered by group."""
     power, exact = config.power, config.smc_exact
     groups, step, particles, _ = logits.shape
-    logits = processor.target(logits.flatten(0, 2)).view(groups, step, particles, -1).transpose(1, 2).flatten(0, 1)
+    logits = sampler.target(logits.flatten(0, 2)).view(groups, step, particles, -1).transpose(1, 2).flatten(0, 1)
     tokens, log_q = drafted.tokens.flatten(0, 1), drafted.log_q.flatten(0, 1)
     whole = logits.logsumexp(-1)
     norms = weights.log_normaliser(logits, whole, power)
     terms = power * weights.log_prob(logits[:, :-1], whole[:, :-1], tokens) - log_q
     draft = torch.stack(drafted.logits, 1)
-    if processor.filtered:
+    if sampler.filtered:
         terms = terms + weights.log_mass_inside(logits[:, :-1], draft)
     accepted, scores = _reject_drafts(config, logits, draft, drafted)
     terms = torch.cat((norms[:, :exact], terms[:, exact:], norms[:, -1:]), 1)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from swiftspec.builder.rules import Choices
 from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.extras import require_extra
@@ -15,7 +16,7 @@ from swiftspec.file_io import Fields, expand_user, is_file, is_folder, read_obje
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
 from swiftspec.settings.flags import FLAGS
-from swiftspec.settings.settings import Settings, UsageError, check_usage, flag_name
+from swiftspec.settings.settings import Settings, UsageError, check_usage, flag_name, plan_of
 from swiftspec.startup.built_in_models import BuiltInModels, built_in_models
 from swiftspec.startup.reporter import DOWNLOAD, StartupReporter
 from swiftspec.text.codec import TextCodec, has_tokenizer
@@ -37,20 +38,21 @@ class ConfigCheck(Protocol):
         """Returns whether there is anything to check on this machine. Raises UserError if its device is invalid."""
         ...
 
-    def __call__(self, target: Path, draft: Path | None, plan: EngineConfig, /) -> object:
+    def __call__(self, target: Path, draft: Path | None, config: EngineConfig | Choices, /) -> object:
         """Raises UserError if the models cannot run. `target`, `draft`: folders that have at least the configuration.
-        `plan`: without a profile."""
+        `config`: of the engine, or the choices for it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModels:
-    """The located models, and the plan.
+    """The located models, and what the settings choose for the engine.
 
     `model`, `draft_model`: names as the user gave them; HOST:PORT for a draft that a worker runs.
     `target`, `draft`: directories or GGUF files; `draft` is None if a worker runs the draft, and with suffix lookup. It
     is "mtp" for the MTP layer in the checkpoint of the target.
     In mode ar `draft_model` and `draft` are None.
+    `choices`: with the values of a profile. `plan`: the configuration that follows without reading the models.
     `built_in`: the models that run if the settings name none; None if they name a target.
     """
 
@@ -58,6 +60,7 @@ class ResolvedModels:
     draft_model: str | None
     target: Path
     draft: Path | None
+    choices: Choices
     plan: EngineConfig
     built_in: BuiltInModels | None = None
 
@@ -84,11 +87,12 @@ class ResolvedModels:
             kind = "directory" if is_folder(local) else "file"
             raise UsageError(f"--revision {settings.revision} applies to a hub id, but {model} is a {kind}; remove it")
         drafts = draft_model is not None or settings.draft_url is not None
-        plan = settings.make_plan(drafts, ranks)  # reports invalid settings before a download
+        choices = settings.choices(drafts, ranks)
+        plan = plan_of(choices)  # reports invalid settings before a download
         requested_emulation(settings)
         announce = partial(phases.begin, DOWNLOAD)
         named = [(model, settings.revision), *([] if path_name is None else [(path_name, None)])]
-        check_before_download(named, plan, check_configs)
+        check_before_download(named, choices, check_configs)
         target = locate_model(model, settings.revision, announce)
         draft = None if path_name is None else locate_model(path_name, None, announce)
         for path in (target, draft):
@@ -97,18 +101,19 @@ class ResolvedModels:
         if draft is None and settings.plan not in ("auto", "none"):
             settings.check_features(None, has_draft=False)
         if draft is not None and settings.mode != "ar":
-            plan = apply_profile(settings, target, draft, ranks, phases).make_plan(True, ranks)
+            choices = apply_profile(settings, target, draft, choices, phases)
+            plan = plan_of(choices)
         if draft_model == MTP_HEAD:
             draft = Path(MTP_HEAD)
         if plan.mode == "ar":
             draft_model, draft = None, None
         elif plan.draft_remote:
             draft_model = settings.draft_url
-        return ResolvedModels(model, draft_model, target, draft, plan, built_in)
+        return ResolvedModels(model, draft_model, target, draft, choices, plan, built_in)
 
 
 def check_before_download(
-    named: Sequence[tuple[str, str | None]], plan: EngineConfig, check: ConfigCheck | None
+    named: Sequence[tuple[str, str | None]], config: EngineConfig | Choices, check: ConfigCheck | None
 ) -> None:
     """Judges models before their weights are downloaded, by their small files, which it downloads: configuration,
     format of the weights, what `check` checks if it applies, and tokenizers. Raises UserError if they cannot run.
@@ -123,16 +128,16 @@ def check_before_download(
         read_config(folder)
     target, *drafts = folders
     if check is not None and check.applies():
-        check(target, drafts[0] if drafts else None, plan)
+        check(target, drafts[0] if drafts else None, config)
     codec = TextCodec(target)
     for draft in drafts:
         if has_tokenizer(draft):
             codec.vocabulary.check_draft(TextCodec(draft).vocabulary)
 
 
-def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, phases: StartupReporter) -> Settings:
-    """Returns the settings with mode, split and tree shape from a matching profile where they are not given, and prints
-    the profile's file. Returns them unchanged if no profile matches.
+def apply_profile(settings: Settings, target: Path, draft: Path, choices: Choices, phases: StartupReporter) -> Choices:
+    """Returns the choices with mode, split and tree shape from a matching profile, and prints the profile's file.
+    Returns them unchanged if no profile matches.
 
     Raises UserError if a profile given by --plan is damaged, or measured on another machine or pair. Such profiles in
     ./profiles are skipped with a note.
@@ -140,9 +145,10 @@ def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, pha
     folder, named = Path("profiles"), settings.plan not in ("auto", "none")
     no_tree = settings.mode == "smc" or settings.max_num_seqs > 1
     if settings.plan == "none" or no_tree or not (named or any(folder.glob("*.json"))):
-        return settings
+        return choices
     from swiftspec.profiles import store
 
+    ranks = choices.ranks or 1
     key = profile_key(settings, target, draft, ranks)
     if named:
         file = Path(settings.plan)
@@ -161,17 +167,15 @@ def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, pha
         flags = " with ".join(["", *(f"{flag_name(name)} {value}" for name, value in fixed.items())])
         raise UsageError(f"--plan {settings.plan} has no lossless run{flags}; remove one of these flags")
     if run is None:
-        return settings
-    open_ = {name: value for name, value in store.plan_settings(run["plan"]).items() if name not in given}
-    filled = settings.model_copy(update=open_)
-    filled.model_fields_set.difference_update(open_)  # values from a profile do not count as given
+        return choices
+    filled = settings.choices(True, ranks, store.plan_settings(run["plan"]), str(file))
     try:
-        filled.make_plan(True, ranks)
+        plan_of(filled)
     except UserError as error:  # `resolve` has checked the settings alone, so the profile causes the error
         if named:
             raise UserError(f"--plan {file} cannot be used: {error}") from None
         phases.note(f"{file} is not used: {error}")
-        return settings
+        return choices
     phases.note(f"plan: {store.plan_title(run['plan'])} of {file}, measured at {store.median_speed(run):.0f} tok/s")
     return filled
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.errors import UserError
-from swiftspec.settings.settings import Settings
+from swiftspec.settings.settings import Settings, plan_of
 from swiftspec.startup.model_resolution import check_worker_settings, generation_defaults
 from swiftspec.startup.reporter import StartupReporter
 from swiftspec.startup.session import (
@@ -70,7 +70,8 @@ def _open(
     if codec.vocabulary.identity() != target.info.vocabulary:
         raise UserError(f"{target.connection.peer} sent a tokenizer that does not match its digest: restart the worker")
     draft = None if settings.draft_model is None or settings.mode == "ar" else locate_model(settings.draft_model)
-    plan = settings.make_plan(draft is not None or settings.draft_url is not None)
+    choices = settings.choices(draft is not None or settings.draft_url is not None)
+    plan = plan_of(choices)
     plan.check_request(settings.sampling_params(defaults))
     phases.begin("libraries")
     importlib.import_module("torch")
@@ -80,7 +81,7 @@ def _open(
     from swiftspec.llm_engine import TokenEngine
 
     with one_line_if_memory_ends():
-        roles = build_remote_roles(target, draft, plan, path, **options)
+        roles = build_remote_roles(target, draft, choices, path, **options)
     running = TokenEngine(roles, time.perf_counter() - began, note=phases.note)
     if running.roles.recorder.file is not None:
         running.roles.recorder.file.token_text = codec.trace_text

@@ -12,7 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from swiftspec.config import MTP_HEAD
+from swiftspec.builder.rules import Choices, resolve_config
+from swiftspec.config import MTP_HEAD, EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.file_io import expand_user
 from swiftspec.model.checkpoint_files import read_config
@@ -30,7 +31,6 @@ from swiftspec.text.stream import TextStream
 
 if TYPE_CHECKING:
     from swiftspec.builder.load_options import LoadOptions
-    from swiftspec.config import EngineConfig
     from swiftspec.distributed.launch.world import World
     from swiftspec.engine import TokenChunk
     from swiftspec.llm_engine import LLMEngine, TokenEngine
@@ -171,7 +171,7 @@ class MemoryCheck:
 
         return resolve_device(self.settings.device).type == "cuda"
 
-    def __call__(self, target: Path, draft: Path | None, plan: EngineConfig) -> None:
+    def __call__(self, target: Path, draft: Path | None, config: EngineConfig | Choices) -> None:
         from swiftspec.builder.model_pair import ModelPair
 
         options = load_options(self.settings)
@@ -179,7 +179,7 @@ class MemoryCheck:
         if self.side is not None:
             options |= {"only": self.side, "sessions": self.settings.max_sessions}
             draft = target if self.side == "draft" else None
-        ModelPair.create(target, draft, plan.for_device("cuda"), self.world, options)
+        ModelPair.create(target, draft, resolve_config(config, draft, "cuda"), self.world, options)
 
 
 def _startup_errors_reported(world: World) -> AbstractContextManager[None]:
@@ -291,7 +291,7 @@ def _load_llm(
     if (worker := options.get("draft_worker")) is not None:
         options["draft_worker"] = replace(worker, vocabulary=codec.vocabulary.identity())
     with one_line_if_memory_ends():
-        llm = LLMEngine(resolved.target, resolved.draft, resolved.plan, world=world, **options)
+        llm = LLMEngine(resolved.target, resolved.draft, resolved.choices, world=world, **options)
     if llm.roles.recorder.file is not None:
         llm.roles.recorder.file.token_text = codec.trace_text
     return llm
@@ -306,7 +306,7 @@ def run_follower_rank(settings: Settings, world: World) -> None:
         # also here, since on another machine this rank downloads weights, too
         check = MemoryCheck(settings, world)
         found = ResolvedModels.resolve(settings, world.size, LogReporter(), check)
-    llm_engine.serve_rank(world, found.target, found.draft, found.plan, **load_options(settings))
+    llm_engine.serve_rank(world, found.target, found.draft, found.choices, **load_options(settings))
 
 
 def load_options(settings: Settings) -> LoadOptions:

@@ -194,18 +194,13 @@ class TreeReplica:
         parent was expanded by an earlier delta, or if there are not enough tree slots."""
         tree, new = self.tree, slice(self.tree.count, self.tree.count + len(delta))
         expanded: NDArray[np.int64] = np.unique(parents)
-        first, after = tree.expanded, tree.expanded + len(expanded)
-        if after > tree.slots or (tree.slot[expanded] < tree.slots).any():
+        if tree.expanded + len(expanded) > tree.slots or (tree.slot[expanded] < tree.slots).any():
             raise ValueError("a parent in the delta was already expanded, or the tree slots are full")
         tree.token[new], tree.parent[new], tree.logprob[new] = delta.tokens, parents, delta.weights
         while len(expanded) > 0:  # one generation per iteration, ancestors first
             above = tree.slot[tree.parent[expanded]]
             here = (above < tree.slots) | (expanded == 0)
-            nodes, expanded = expanded[here], expanded[~here]
-            slots = np.arange(first, first + len(nodes))
-            rows = tree.visible[above[here]]
-            rows[slots - first, slots] = True
-            tree.visible[slots], tree.slot[nodes] = rows, slots
-            first += len(nodes)
-        tree.sizes[:] = new.stop, after
+            tree.assign_slots(expanded[here])
+            expanded = expanded[~here]
+        tree.sizes[0] = new.stop
         self._ids.add(len(delta))

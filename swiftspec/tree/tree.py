@@ -14,10 +14,23 @@ from swiftspec.tree.mask import MaskRows
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 NEG_INF = float("-inf")
+# Estimated tokens that an expansion adds to a round, divided by the summed probability of the expanded leaves
+# (docs/decisions/asynchronous-drafting.md).
+EXPANSION_YIELD = 0.3
 
 # A connected sub-tree with its root first: nodes, tokens, parents (indices into `nodes`, -1 for the root) and
 # log-weights relative to the root, as float32 numbers (see `Proposal.weights`).
 SubTree = tuple[list[int], list[int], list[int], list[float]]
+
+
+def expansion_pays(tokens: float, leaves: float, d: int) -> bool:
+    """Returns whether one more expansion after a result pays: `EXPANSION_YIELD * leaves > tokens / d`.
+
+    The expansion takes 1/d of a round's time, so it must add more than 1/d of the round's expected tokens. `tokens`,
+    `leaves`: expected tokens of the round and probability of the best leaves, as returned by
+    `DraftTree.expected_mass`. `d`: expansions per round.
+    """
+    return EXPANSION_YIELD * leaves > tokens / d
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +93,12 @@ class DraftTree:
         weights = np.where(unexpanded, self.logprob[: self.count], NEG_INF)
         nodes = np.argsort(-weights, kind="stable")[:w]  # sampled_children.py relies on this order of ties
         nodes = np.sort(nodes[weights[nodes] > NEG_INF])
+        mask = self.assign_slots(nodes)
+        return Leaves(nodes, self.token[nodes], mask.sum(-1) - 1, mask[:, : self.expanded])
+
+    def assign_slots(self, nodes: Ints) -> MaskRows:
+        """Assigns the next tree slots to leaves whose parents have slots, and returns their mask rows [nodes, tree
+        slots]."""
         first, after = self.expanded, self.expanded + nodes.shape[0]
         assert after <= self.slots
         own = np.arange(first, after)
@@ -88,7 +107,7 @@ class DraftTree:
         self.visible[first:after] = mask
         self.slot[nodes] = own
         self.sizes[1] = after
-        return Leaves(nodes, self.token[nodes], mask.sum(-1) - 1, mask[:, :after])
+        return mask
 
     def add_children(self, nodes: Ints, tokens: Ints, logprobs: NDArray[np.floating]) -> None:
         """Adds k children to each of the expanded `nodes` [leaves]: `tokens` [leaves, k] with the log-probabilities
@@ -134,8 +153,8 @@ class DraftTree:
     def fast_reply(self, request: int, root_at: int, bs: int, w: int, steps: int, worth: float) -> Any:
         """Returns a native object that answers the next result without Python, or None: this tree has none.
 
-        `request`: number of the request. `root_at`: position of the root. `steps`: d. `worth`:
-        `lookahead_drafter.EXPANSION_YIELD`, or 0 to ignore whether another expansion pays.
+        `request`: number of the request. `root_at`: position of the root. `steps`: d. `worth`: EXPANSION_YIELD, or 0
+        to ignore whether another expansion pays.
         """
         return None
 

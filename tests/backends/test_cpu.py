@@ -15,9 +15,9 @@ from torch import Tensor
 
 import swiftspec
 from swiftspec import _C
-from swiftspec.backends import cpu as host
-from swiftspec.backends import reference
+from swiftspec.backends.cpu import cpu as host
 from swiftspec.backends.reference import linear as reference_linear
+from swiftspec.backends.reference import reference
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.backends import reference, unfused
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder.load_options import select_operators
 from swiftspec.errors import UserError
 from swiftspec.model.config_json import parse_config

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends import cpu, reference
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
 from swiftspec.cache.delta import DeltaCache
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
@@ -49,7 +50,7 @@ class Text:
         self.projected = drawn(COUNT, SHAPE.conv_size + SHAPE.v_heads * SHAPE.v_head_dim, seed=4).to(dtype)
         self.rates = drawn(COUNT, 2 * SHAPE.v_heads, seed=5).to(dtype)
         self.weights = weights_of(dtype)
-        self.delta = DeltaCache(*SHAPE, SLOTS, cpu, dtype=dtype)
+        self.delta = DeltaCache(SHAPE, SLOTS, cpu, dtype=dtype)
         self.cache = ModelCache(KVCache(1, 1, 16, CAPACITY, cpu.make_slot_mover), delta=self.delta)
 
     def run(self, tokens: list[int], slots: list[int], mask: Any, used: int) -> Tensor:

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends import cpu, cuda, reference, unfused
-from swiftspec.backends.cuda import CudaNorm
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.cuda import CudaNorm, cuda
 from swiftspec.backends.families import FAMILIES, OTHER_NAMES, Family, compose
+from swiftspec.backends.reference import reference
 from swiftspec.backends.reference.packing import ReferenceNorm
+from swiftspec.backends.unfused import unfused
 from swiftspec.model.batch import Batch
 from swiftspec.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from swiftspec.model.transformer import Transformer

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import swiftspec
 from swiftspec import _C
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.formats.activation_quantization import quantize_rows

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends import cpu as host
-from swiftspec.backends import reference, unfused
+from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.reference import reference
 from swiftspec.backends.reference.mixture import choose_experts
 from swiftspec.backends.unfused import mixture as library
+from swiftspec.backends.unfused import unfused
 from swiftspec.model.formats.blocks import BLOCK_TYPES, BlockWeight
 from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.formats.int8 import Int8Weight

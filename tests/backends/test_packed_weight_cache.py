@@ -20,9 +20,8 @@ from torch import Tensor
 
 import swiftspec
 from swiftspec import _C
-from swiftspec.backends import cpu
+from swiftspec.backends.cpu import cpu, packed_weight_file
 from swiftspec.backends.cpu import packed_weight_cache as caches
-from swiftspec.backends.cpu import packed_weight_file
 from swiftspec.backends.cpu.packed_weight_cache import BackgroundWriter, CacheEntry, PackedWeightCache, WriterStopped
 from swiftspec.backends.cpu.packed_weight_file import PackedUnit
 from swiftspec.backends.cpu.packing import OPTIONAL_TENSORS

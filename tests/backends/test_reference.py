@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swiftspec.backends import reference as ops
+from swiftspec.backends.reference import reference as ops
 from swiftspec.model.architectures.decoder import parse_rope
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import PackedMlp

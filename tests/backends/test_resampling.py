@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.backends import cpu
+from swiftspec.backends.cpu import cpu
 from swiftspec.backends.reference import resampling
 from tests.support.resampling import ALWAYS, check_by_enumeration, checked, groups_of
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends import cpu as host
-from swiftspec.backends import reference
-from swiftspec.backends.reference import Scores, noise
-from swiftspec.params import SamplingParams
+from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.reference import noise, reference
+from swiftspec.backends.reference.sampling import Scores
+from swiftspec.params import FILTERS, SamplingParams
 from swiftspec.sampling import filters
 from swiftspec.sampling.logits_params import LogitsParams
 
@@ -205,7 +205,7 @@ def test_keyed_draws_without_a_token(level: str) -> None:
         assert (ops.draw_keyed(logits[:1], 39, keys[:1])[0] >= 0).all(), "beyond the vocabulary"
 
 
-FILTERS = [
+FILTER_CASES = [
     {"top_k": 1}, {"top_k": 20}, {"top_k": 300}, {"top_p": 0.9}, {"top_p": 0.999999}, {"top_p": 1e-6}, {"min_p": 0.05},
     {"top_k": 20, "top_p": 0.95}, {"min_p": 0.01, "top_p": 0.8}, {"top_k": 12, "top_p": 0.7, "min_p": 0.001},
 ]  # fmt: skip
@@ -223,16 +223,16 @@ def test_filtered_draws_equal_draws_from_filtered_logits(level: str, vocab: int,
         logits[3, : vocab // 2] = -torch.inf
     bias = torch.randn(vocab, generator=torch.Generator().manual_seed(1))
     gumbel = Scores(1.0, None, host.gumbel_rows(9, 40, positions, range(vocab)), torch.arange(rows))
-    for values in FILTERS:
+    for values in FILTER_CASES:
         params = SamplingParams(temperature=0.7, **values)
         tokens = torch.empty(rows, dtype=torch.int64)
-        _C.draw_filtered(logits, vocab, bias, 0.7, params.top_k, params.top_p, params.min_p, keys, tokens)
+        _C.draw_filtered(logits, vocab, bias, 0.7, params.values_of(FILTERS), keys, tokens)
         whole, scores = (logits[:, :vocab] + bias) / 0.7, logits.clone()
         device_params = LogitsParams("cpu")
         device_params.load(params, noisy=True)
         kept = filters.apply_filters(whole, device_params)
         assert torch.equal(tokens, host.draw(kept, vocab, gumbel)), values
-        _C.filter_scores(scores, vocab, bias, 0.7, params.top_k, params.top_p, params.min_p)
+        _C.filter_scores(scores, vocab, bias, 0.7, params.values_of(FILTERS))
         assert torch.equal(tokens, host.draw(scores, vocab, gumbel)), values
         assert torch.equal(scores[:, vocab:], logits[:, vocab:]), "only the vocabulary is written"
         scores = scores[:, :vocab]
@@ -244,10 +244,11 @@ def test_filtered_draws_equal_draws_from_filtered_logits(level: str, vocab: int,
 def test_filtered_draws_without_a_token(level: str) -> None:
     logits, tokens = torch.zeros(4, 40), torch.empty(4, dtype=torch.int64)
     logits[0, 39], logits[1, 7], logits[2] = torch.nan, torch.inf, -torch.inf
-    _C.draw_filtered(logits, 40, None, 1.0, 3, 0.9, 0.0, torch.arange(4, dtype=torch.int32), tokens)
+    chosen = {"top_k": 3, "top_p": 0.9, "min_p": 0.0}
+    _C.draw_filtered(logits, 40, None, 1.0, chosen, torch.arange(4, dtype=torch.int32), tokens)
     assert tokens[:3].tolist() == [-1, -1, -1] and 0 <= tokens[3] < 40
     scores = logits.clone()
-    _C.filter_scores(scores, 40, None, 1.0, 3, 0.9, 0.0)
+    _C.filter_scores(scores, 40, None, 1.0, chosen)
     assert torch.equal(scores[:3].nan_to_num(nan=9.0), logits[:3].nan_to_num(nan=9.0)), "not filtered"
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends import unfused
 from swiftspec.backends.cuda import trial
 from swiftspec.backends.cuda.devices import is_device_error
 from swiftspec.backends.cuda.trial import TrialRequest, run_checks
@@ -27,6 +26,7 @@ from swiftspec.backends.cuda.trial_checks import (
     trial_checks,
 )
 from swiftspec.backends.reference import resampling
+from swiftspec.backends.unfused import unfused
 from tests.support.fake_cuda_graphs import Rerun
 
 LAYER = LayerShape(

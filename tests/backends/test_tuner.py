@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends import unfused
 from swiftspec.backends.cuda import trial, tuner
 from swiftspec.backends.cuda.linear import ProjectionTiling, shape_name
 from swiftspec.backends.cuda.trial import TUNING, TrialRequest, run_checks
 from swiftspec.backends.cuda.trial_checks import AttentionShape, LayerShape, ProjectionShape, TrialDevice, TrialPlan
 from swiftspec.backends.cuda.tuner import TuningBench
+from swiftspec.backends.unfused import unfused
 from tests.support.fake_cuda_graphs import Rerun
 
 LAYER = LayerShape(

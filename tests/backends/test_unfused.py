@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.heldout import DEMO
-from swiftspec.backends import cpu, cuda, reference, unfused
+from bench.data.heldout import DEMO
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.cuda import cuda
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.batch import Batch

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from swiftspec.backends import unfused
+from swiftspec.backends.unfused import unfused
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.distributed.collectives import torch_dist

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends import reference, unfused
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.cache.delta import DeltaCache
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
@@ -36,7 +37,7 @@ WEIGHTS = PackedDelta(
 
 class Sequence:
     def __init__(self, ops: Any) -> None:
-        self.ops, self.delta = ops, DeltaCache(*SHAPE, SLOTS, ops, dtype=F64)
+        self.ops, self.delta = ops, DeltaCache(SHAPE, SLOTS, ops, dtype=F64)
         self.cache = ModelCache(KVCache(1, 1, 16, 400, ops.make_slot_mover), delta=self.delta)
 
     def batch(self, slots: list[int], mask: Any) -> Batch:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.backends import cpu, reference
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
 from swiftspec.batching.decoding import BatchDecoding, BatchRequest
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig, PopulationConfig

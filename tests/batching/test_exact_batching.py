@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends import reference
 from swiftspec.backends.reference import chains as reference_chains
+from swiftspec.backends.reference import reference
 from swiftspec.backends.reference.noise import counters, gumbel, row_bits
 from swiftspec.config import BatchConfig, EngineConfig
 from swiftspec.errors import UserError

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.batching.decoding import decode_groups
 from swiftspec.batching.rows import DEAD
 from swiftspec.batching.sequence_group import SequenceGroup

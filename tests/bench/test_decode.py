@@ -17,6 +17,7 @@ needs_llama_cpp = pytest.mark.skipif(not has_llama_cpp(), reason="llama-cpp-pyth
 
 def run(monkeypatch: pytest.MonkeyPatch, out: Path) -> list[dict[str, object]]:
     argv = ["decode", "--limit", "1", "--repeats", "2", "--max-tokens", "8", "--threads", "1", "--json", str(out)]
+    argv += ["--guidance-scale", "1.5"]
     monkeypatch.setattr(sys, "argv", argv)
     decode.main()
     return json.loads(out.read_text())["systems"]
@@ -31,9 +32,10 @@ def test_a_run_without_llama_cpp(
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "llama.cpp: not installed" and len(printed) == 2 + len(rows)
     ours = ["swiftspec ar", "swiftspec serial", "swiftspec ar, dense target", "swiftspec serial, dense target"]
-    names = ["transformers", "transformers assisted", *ours]
+    names = ["transformers", "transformers assisted", *(f"{name}{end}" for name in ours for end in ("", ", guided"))]
     assert [row["system"] for row in rows] == names
     assert all(line.startswith(name) for line, name in zip(printed[2:], names, strict=True))
+    assert [row["ratio_to_unguided"] is not None for row in rows] == [name.endswith("guided") for name in names]
     assert all(row["same_text_as_transformers"] in (0, 1) for row in rows), "counted per prompt, not per request"
 
 

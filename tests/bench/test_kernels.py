@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import kernels
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 
 
 @pytest.mark.skipif(host.level() == "none", reason="this CPU has no AVX2")

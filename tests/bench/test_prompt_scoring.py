@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench import prompt_scoring
-from bench.prompt_scoring import KINDS, rows
+from bench.prompt_scoring import KINDS
 from tests.support.openai_server import openai_server
 
 
@@ -22,15 +22,3 @@ def test_requests_alternate_and_no_prompt_is_sent_twice(capsys: pytest.CaptureFi
     assert scored == [False, True, True, True, True, True, True, False], "the second request begins with another kind"
     assert all(body["max_tokens"] == (0 if "echo" in body or "prompt_logprobs" in body else 1) for body in sent)
     assert capsys.readouterr().out.count("\n") == 2 + 2 * len(KINDS)
-
-
-def test_rows_have_rates_and_ratios() -> None:
-    found = {"prefill": [1.0, 2.0, 4.0], "echo": [5.0, 2.5, 5.0]}
-    assert rows(100, found) == ["| 100 | prefill | 50 | 100 | 1.00 |", "| 100 | echo | 20 | 40 | 2.50 |"]
-
-
-def test_a_failure_is_one_line() -> None:
-    with openai_server(lambda _: (503, b"{}")) as server, pytest.raises(SystemExit) as caught:
-        prompt_scoring.main(["--url", server.url])
-    message = str(caught.value.code)
-    assert "503" in message and message.startswith("bench.prompt_scoring: http://") and "\n" not in message

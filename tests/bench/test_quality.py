@@ -5,13 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from bench.data.functions import FUNCTIONS, Function
 from bench.data.tasks import numbers_of
-from bench.quality import System, draw, finished, judged, of_functions, of_sums, stratified, table
+from bench.quality import System, finished, judged, of_functions, of_sums, stratified, table
 from bench.sandbox import Sandbox
 
 METHOD = "class A:\n    def f(self):\n        return"
@@ -80,12 +78,3 @@ def test_sums_are_compared_by_their_last_number() -> None:
     score = of_sums(["18"])
     assert score(0, "3 + 15 = 18") == (True, True) and score(0, "no idea") == (False, False)
     assert score(0, "18 or 19") == (True, False)
-
-
-def test_the_figure_contains_every_point() -> None:
-    points = [("plain", 1.0, 0.41, 0.02), ("smc N = 4", 0.3, 0.44, 0.02), ("smc N = 16", 0.12, 0.5, 0.01)]
-    axes = Figure().add_subplot()
-    draw(axes, points, "title")
-    drawn = [[np.asarray(values, float).item() for values in line.get_data()] for line in axes.lines]
-    assert drawn == [[speed, share] for _, speed, share, _ in points]
-    assert [label.get_text() for label in axes.texts] == ["1", "2", "3"]

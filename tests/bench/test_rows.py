@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from bench import rows
-from bench.rows import FORWARD, LINES, Measurement, first_block
+from bench.rows import FORWARD, LINES, Measurement
 from swiftspec import _C
-from swiftspec.backends import cpu as host
-from tests.backends.test_cpu import BF16, int4, random
 
 pytestmark = pytest.mark.skipif(not _C.levels(), reason="this CPU has no AVX2")
 
@@ -49,22 +46,3 @@ def test_the_parts_compute_the_forward() -> None:
 def test_sums_are_sums_of_their_parts() -> None:
     found = Measurement("avx2", 1, [dict.fromkeys(LINES, seconds) for seconds in (0.002, 0.001)])
     assert found.least("projections") == pytest.approx(4.0) and found.median("sum") == pytest.approx(1.5 * len(FORWARD))
-
-
-def test_the_first_block_of_a_projection() -> None:
-    weight = host.pack(int4(48, 128, 32, 1, False), BF16, "cpu")
-    x: Tensor = random(3, 128, seed=2, dtype=BF16)
-    whole, block = (host.norm_linear(x, None, each) for each in (weight, first_block(weight)))
-    assert torch.equal(block, whole[:, :16])
-
-
-@pytest.mark.parametrize("flags", [["--levels", "mmx"], ["--rows", "0"], ["--repeats", "0"], ["--context", "0"]])
-def test_invalid_flags_are_refused_by_name(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        rows.arguments(flags)
-    assert error.value.code == 2 and "error: " in capsys.readouterr().err
-
-
-def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"^bench.rows: "):
-        rows.main(["--model", str(tmp_path / "absent")])

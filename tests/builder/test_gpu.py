@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import cuda, unfused
+from swiftspec.backends.cuda import cuda
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder import model_pair as assembled
 from swiftspec.builder.load_options import select_operators
 from swiftspec.builder.memory_estimate import BYTES_PER_GB

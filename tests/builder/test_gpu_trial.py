@@ -20,8 +20,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from swiftspec import _C
-from swiftspec.backends import cuda, unfused
-from swiftspec.backends.cuda import devices
+from swiftspec.backends.cuda import cuda, devices
 from swiftspec.backends.cuda.linear import ProjectionTiling
 from swiftspec.backends.cuda.trial import TUNING, TrialRequest
 from swiftspec.backends.cuda.trial_checks import (
@@ -33,15 +32,17 @@ from swiftspec.backends.cuda.trial_checks import (
     trial_checks,
 )
 from swiftspec.backends.families import FAMILIES
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder import gpu_trial
 from swiftspec.builder.gpu_trial import CheckProcess, GpuVerdict, TrialRunner, run_trial, search_rungs
 from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.models import Models
+from swiftspec.builder.ranks import agree_on_operators
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.rank_startup import agree_on_operators
+from swiftspec.distributed.launch.config_check import RankRole
 from swiftspec.errors import RankLost, UserError
 from swiftspec.model.config_json import parse_config
 
@@ -606,7 +607,7 @@ def test_the_ranks_of_a_group_use_the_same_operators(
 
     def join(rank: int) -> None:
         world: Any = World()
-        agreed[rank] = agree_on_operators(pairs[rank], world, "target", rank, 3)
+        agreed[rank] = agree_on_operators(pairs[rank], world, RankRole("target", rank, 3))
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -616,7 +617,7 @@ def test_the_ranks_of_a_group_use_the_same_operators(
     fallbacks = [agreed[rank].options.verdict.fallbacks for rank in range(3)]
     assert fallbacks == [{"attention": "why", "early_starts": "why"}] * 3
     alone: Any = World()
-    assert agree_on_operators(pairs[2], alone, "draft", 0, 1) is pairs[2]
+    assert agree_on_operators(pairs[2], alone, RankRole("draft", 0, 1)) is pairs[2]
 
 
 @pytest.mark.usefixtures("gpu")

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import cpu, reference
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
 from swiftspec.builder import hardware
+from swiftspec.builder.rules import resolve_config
 from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
@@ -159,27 +161,26 @@ def test_the_name_of_the_cpu(lines: str, name: str, monkeypatch: pytest.MonkeyPa
 
 def test_mode_auto_is_resolved_once() -> None:
     auto = EngineConfig(draft_steps=4)
-    assert auto.for_models(None) == EngineConfig("ar", draft_steps=4)
-    assert auto.for_models("draft") == EngineConfig("serial", draft_steps=4)
-    assert EngineConfig("async").for_models("draft") == EngineConfig("async")
-    assert EngineConfig(target_tp=2).for_models(None).draft_tp == 0
+    assert resolve_config(auto, None) == EngineConfig("ar", draft_steps=4, drafter="model")
+    assert resolve_config(auto, "draft") == EngineConfig("serial", draft_steps=4, drafter="model")
+    assert resolve_config(EngineConfig("async"), "draft") == EngineConfig("async", drafter="model")
+    assert resolve_config(EngineConfig(target_tp=2), None).draft_tp == 0
     with pytest.raises(UserError, match="max_num_seqs above 1 on a GPU.* is not supported without a draft model"):
-        EngineConfig(max_num_seqs=2, chains=True).for_models(None)
+        resolve_config(EngineConfig(max_num_seqs=2, chains=True), None)
 
 
 @pytest.mark.parametrize(
     ("values", "drafter"),
     [
-        ({}, "auto"), ({"self_switch": True}, GRAFTED), ({"adapt_steps": True}, GRAFTED),
+        ({}, "model"), ({"self_switch": True}, GRAFTED), ({"adapt_steps": True}, GRAFTED),
         ({"adapt_batch": True, "mode": "serial", "target_tp": 2}, GRAFTED),
-        ({"self_switch": True, "mode": "async"}, "auto"), ({"self_switch": True, "mode": "ar"}, "auto"),
-        ({"self_switch": True, "mode": "smc"}, "auto"), ({"self_switch": True, "verify": "reject"}, "auto"),
-        ({"self_switch": True, "draft_remote": True}, "auto"), ({"self_switch": True, "target_remote": True}, "auto"),
+        ({"self_switch": True, "mode": "async"}, "model"), ({"self_switch": True, "mode": "ar"}, "model"),
+        ({"self_switch": True, "mode": "smc"}, "model"), ({"self_switch": True, "verify": "reject"}, "model"),
+        ({"self_switch": True, "draft_remote": True}, "model"), ({"self_switch": True, "target_remote": True}, "model"),
         ({"self_switch": True, "drafter": "model"}, "model"), ({"drafter": GRAFTED}, GRAFTED),
-        ({"max_num_seqs": 2}, "auto"),
+        ({"max_num_seqs": 2}, "model"),
     ],
 )  # fmt: skip
 def test_drafter_auto_grafts_where_rounds_depend_on_the_clock(values: dict[str, Any], drafter: str) -> None:
-    resolved = EngineConfig(**values).for_models("draft")
-    assert resolved.drafter == drafter and resolved.for_models("draft") == resolved
-    assert EngineConfig(self_switch=True).for_models(SUFFIX_LOOKUP).drafter == SUFFIX_LOOKUP
+    assert resolve_config(EngineConfig(**values), "draft").drafter == drafter
+    assert resolve_config(EngineConfig(self_switch=True), SUFFIX_LOOKUP).drafter == SUFFIX_LOOKUP

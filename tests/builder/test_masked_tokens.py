@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftspec.backends import cpu, reference, unfused
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import cuda, reference, unfused
+from swiftspec.backends.cuda import cuda
 from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder import memory_estimate
 from swiftspec.builder.memory_estimate import BYTES_PER_GB, MemoryEstimate, fit_context, memory_by_purpose
 from swiftspec.builder.model_pair import ModelPair

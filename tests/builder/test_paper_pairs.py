@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import cpu, cuda
+from bench.prediction import simulation
+from bench.prediction.latency_model import GPUS, constants
+from bench.prediction.predictor import demo_acceptance, modelled_step_times, predict
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.cuda import cuda
 from swiftspec.builder.load_options import LoadOptions, select_operators
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.lab import simulation
-from swiftspec.lab.latency_model import GPUS, constants
-from swiftspec.lab.predict import demo_acceptance, modelled_step_times, predict
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.shard import Shard
 from swiftspec.model.vocabulary import Vocabulary

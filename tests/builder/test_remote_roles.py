@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.data.heldout import DEMO
-from swiftspec.builder import remote_roles
+from swiftspec.builder import remote_roles, roles
 from swiftspec.builder.models import Models
 from swiftspec.builder.remote_roles import build_remote_roles
 from swiftspec.config import EngineConfig
@@ -32,7 +32,7 @@ def remote_target() -> Any:
 def test_a_local_draft_captures_at_startup_and_records_errors_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     captured, recorded = list[Any](), list[Exception]()
     monkeypatch.setattr(remote_roles, "capture_graphs", lambda *roles: captured.append(roles))
-    monkeypatch.setattr(remote_roles, "num_captures", lambda verifier, drafter: 7 if drafter is not None else 0)
+    monkeypatch.setattr(roles, "num_captures", lambda verifier, drafter: 7 if drafter is not None else 0)
     monkeypatch.setattr(Models, "record_device_error", lambda self, error, plan: recorded.append(error))
     config = EngineConfig("serial", target_remote=True, draft_steps=2)
     running = TokenEngine(build_remote_roles(remote_target(), DEMO / "draft", config, Path(), dtype=torch.float32))

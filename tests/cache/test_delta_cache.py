@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from swiftspec.backends import cpu, reference
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
 from swiftspec.cache.delta import FOLD_POSITIONS, DeltaCache, fold_point
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
@@ -125,7 +126,7 @@ class DeltaSequences:
         self.ops, self.dtype = ops, torch.float64 if ops is reference else torch.float32
         self.tolerance: dict[str, Any] = {"rtol": 0, "atol": 1e-10 if ops is reference else 2e-5, "check_dtype": False}
         self.weights = weights_in(ops, self.dtype)
-        self.delta = DeltaCache(*SHAPE, SLOTS, ops, dtype=self.dtype)
+        self.delta = DeltaCache(SHAPE, SLOTS, ops, dtype=self.dtype)
         kv = KVCache(1, 1, 16, CAPACITY, ops.make_slot_mover)
         self.cache = ModelCache(kv, 2, delta=self.delta)
         self.truth = Recurrence()
@@ -398,7 +399,7 @@ def test_a_prefix_is_copied_only_if_its_state_is_there() -> None:
 def test_narrow_dtypes_are_close(dtype: torch.dtype, ops: Any) -> None:
     """The states are float32 whatever the dtype of the model."""
     truth, text = Recurrence(), text_of(3, 150)
-    delta = DeltaCache(*SHAPE, SLOTS, ops, dtype=dtype)
+    delta = DeltaCache(SHAPE, SLOTS, ops, dtype=dtype)
     delta.allocate(1)
     assert delta.state.dtype == delta.updates.dtype == torch.float32 and delta.inputs.dtype == dtype
     tokens, places = torch.tensor(text), torch.arange(150)

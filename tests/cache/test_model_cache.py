@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from swiftspec.backends import cpu as host
-from swiftspec.backends import reference
+from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.reference import reference
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 

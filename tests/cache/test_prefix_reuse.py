@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.cache.prefix_reuse import SequencePrefixes
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache

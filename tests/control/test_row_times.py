@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swiftspec.builder.rules import resolve_config
 from swiftspec.config import MAX_ADAPTED_NODES, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.control import row_times
 from swiftspec.control.cost_model import CostModel
@@ -33,7 +34,9 @@ from tests.control.test_controller import chain, run, serial_round
 from tests.support.roles import drafter_of, tree_of, verifier_of
 from tests.support.tiny_checkpoints import make_checkpoint
 
-ADAPTIVE = EngineConfig(mode="serial", self_switch=True, adapt_steps=True, adapt_batch=True).for_device("cpu")
+ADAPTIVE = resolve_config(
+    EngineConfig(mode="serial", self_switch=True, adapt_steps=True, adapt_batch=True), "draft", "cpu"
+)
 PROMPT = [3, 1, 4, 1, 5]
 
 
@@ -192,19 +195,19 @@ def test_bs_exceeds_the_configured_value_where_rows_are_cheap_and_wide_trees_are
 def test_only_one_process_measures_row_times(device: str) -> None:
     plain = EngineConfig("serial", self_switch=True, adapt_steps=True, adapt_batch=True)
     assert (plain.time_rows, plain.max_nodes) == (False, 8)
-    timed = plain.for_device(device)
+    timed = resolve_config(plain, "draft", device)
     assert (timed.time_rows, timed.max_nodes, timed.children_per_leaf) == (True, MAX_ADAPTED_NODES, 8)
-    assert not EngineConfig("serial").for_device(device).time_rows, "nothing is adaptive"
-    fixed = EngineConfig("serial", self_switch=True).for_device(device)
+    assert not resolve_config(EngineConfig("serial"), "draft", device).time_rows, "nothing is adaptive"
+    fixed = resolve_config(EngineConfig("serial", self_switch=True), "draft", device)
     assert (fixed.time_rows, fixed.max_nodes) == (True, 8)
     for values in ({"mode": "async"}, {"target_tp": 2}, {"draft_remote": True}, {"target_remote": True}):
         config = EngineConfig(**{"mode": "serial", "self_switch": True, **values})  # pyright: ignore[reportArgumentType]
-        assert not config.for_device(device).time_rows, values
+        assert not resolve_config(config, "draft", device).time_rows, values
 
 
 def test_cheap_rows_of_a_gpu_make_trees_of_16_nodes() -> None:
     """Forwards as an H100 took them with 1 and 8 rows (profiles/h100-step.json), 16 rows at 5 % more."""
-    plan = EngineConfig("serial", self_switch=True, adapt_steps=True, adapt_batch=True).for_device("cuda")
+    plan = resolve_config(ADAPTIVE, "draft", "cuda")
     for small, draft in ((3.0, 0.93), (19.8, 1.0)):
         factors = {1: 1.0, 4: 1.03, 8: 1.07, 12: 1.12, 16: 1.12, 24: 1.6, 32: 1.6}
         target = RowTimes.of({rows: small * factor for rows, factor in factors.items()})

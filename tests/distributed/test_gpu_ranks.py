@@ -17,14 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.builder import model_pair
+from swiftspec.builder import model_pair, ranks
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.models import Models
 from swiftspec.config import EngineConfig
-from swiftspec.distributed import rank_startup
 from swiftspec.distributed.collectives import leave
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.rank_startup import EngineRank
 from swiftspec.distributed.remote.worker import Worker, WorkerServer
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.errors import RankLost, UserError
@@ -62,7 +60,8 @@ def run_rank(world: World, pair: tuple[Path, Path], config: EngineConfig, act: C
     """Rank 0 acts on its LLMEngine, the others run until it ends."""
     if world.rank == 0:
         return act(LLMEngine(*pair, config, world=world, **OPTIONS))
-    return EngineRank(world, config, Models.of(ModelPair.create(*pair, config, world, OPTIONS)), None).run(traced=False)
+    models = Models.of(ModelPair.create(*pair, config, world, OPTIONS))
+    return ranks.run_rank(ranks.start_engine_rank(world, config, models, None), traced=False)
 
 
 @pytest.mark.parametrize(("target", "draft"), [(1, 1), (3, 1), (6, 2)])
@@ -72,8 +71,8 @@ def test_every_rank_uses_its_own_gpu(
     """A group of one rank captures graphs; the stand-in for a larger one, whose ranks are threads, cannot."""
     size = target + draft
     gpus = FakeGpus(monkeypatch, size)
-    monkeypatch.setattr(rank_startup, "join_group", ThreadJoin())
-    monkeypatch.setattr(rank_startup, "pin_to_cores", lambda cores: None)
+    monkeypatch.setattr(ranks, "join_group", ThreadJoin())
+    monkeypatch.setattr(ranks, "pin_to_cores", lambda cores: None)
     config = EngineConfig("async", target_tp=target, draft_tp=draft, **SHAPE)
 
     def act(llm: LLMEngine) -> list[int]:
@@ -93,13 +92,14 @@ def test_a_failed_capture_ends_the_start_in_one_line(
     """On rank 0; the others are shut down. The ranks of a group capture once all of them have loaded, one graph after
     the other, and no further one after a failure."""
     gpus = FakeGpus(monkeypatch, 4)
-    monkeypatch.setattr(rank_startup, "join_group", ThreadJoin())
-    monkeypatch.setattr(rank_startup, "pin_to_cores", lambda cores: None)
-    loaded, load = set[int](), EngineRank._load
+    monkeypatch.setattr(ranks, "join_group", ThreadJoin())
+    monkeypatch.setattr(ranks, "pin_to_cores", lambda cores: None)
+    loaded, load = set[int](), Models.load_roles
 
-    def load_and_note(rank: EngineRank, *rest: Any) -> None:
-        load(rank, *rest)
-        loaded.add(rank._world.rank)
+    def load_and_note(*args: Any, **holds: bool) -> Any:
+        held = load(*args, **holds)
+        loaded.add(gpus.here.own)
+        return held
 
     captured: dict[int, int] = dict.fromkeys(range(4), 0)
 
@@ -113,8 +113,8 @@ def test_a_failed_capture_ends_the_start_in_one_line(
             assert all(captured[rank] >= captured[gpus.here.own] for rank in ours), "a rank is a graph ahead"
             captured[gpus.here.own] += 1
 
-    monkeypatch.setattr(EngineRank, "_load", load_and_note)
-    monkeypatch.setattr(rank_startup, "capture_graphs", capture)
+    monkeypatch.setattr(Models, "load_roles", load_and_note)
+    monkeypatch.setattr(ranks, "capture_graphs", capture)
     config = EngineConfig("async", target_tp=2, draft_tp=2, **SHAPE)
     first, *others = on_gpu_ranks(gpus, 4, lambda world: run_rank(world, pair, config, lambda llm: "started"))
     assert isinstance(first, UserError) and str(first) == f"rank {failed} cannot start: no room for a graph"
@@ -127,9 +127,9 @@ def test_ranks_that_exchange_differently_in_their_captures_do_not_start(
 ) -> None:
     """Their next forward would wait in vain."""
     gpus = FakeGpus(monkeypatch, 2)
-    monkeypatch.setattr(rank_startup, "join_group", ThreadJoin())
-    monkeypatch.setattr(rank_startup, "pin_to_cores", lambda cores: None)
-    monkeypatch.setattr(rank_startup, "count_exchanges", lambda group: gpus.here.own)
+    monkeypatch.setattr(ranks, "join_group", ThreadJoin())
+    monkeypatch.setattr(ranks, "pin_to_cores", lambda cores: None)
+    monkeypatch.setattr(ranks, "count_exchanges", lambda group: gpus.here.own)
     first, second = on_gpu_ranks(gpus, 2, lambda world: run_rank(world, pair, SERIAL, lambda llm: "started"))
     assert str(first) == "rank 0 cannot start: the ranks of its group have captured different kernels"
     assert second is None
@@ -228,8 +228,8 @@ def test_a_gpu_has_an_index(monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, P
 def test_one_visible_gpu_per_rank(monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], shared: bool) -> None:
     """As SLURM's --gpus-per-task=1 makes it: accepted if these are different GPUs."""
     gpus = FakeGpus(monkeypatch, 1)
-    monkeypatch.setattr(rank_startup, "join_group", ThreadJoin())
-    monkeypatch.setattr(rank_startup, "pin_to_cores", lambda cores: None)
+    monkeypatch.setattr(ranks, "join_group", ThreadJoin())
+    monkeypatch.setattr(ranks, "pin_to_cores", lambda cores: None)
     monkeypatch.setattr(model_pair, "gpu_uuid", lambda device: f"GPU-{0 if shared else gpus.here.number}")
 
     def act(world: World) -> Any:
@@ -261,11 +261,10 @@ class Communicators:
     def make(self, *ends: Any) -> Communicator:
         return Communicator(self, *ends)
 
-    def hold_graph(self, rank: EngineRank | None) -> None:
+    def hold_graph(self, rank: ranks.Rank | None) -> None:
         """Captures a graph on a rank, which lives as long as the rank's roles."""
         assert rank is not None
-        builder: Any = rank._builder
-        capture = builder._new_capture(0)
+        capture = rank.models._new_capture(0)
         self.kept.append((capture, capture(lambda: torch.zeros(1))))
 
 
@@ -300,8 +299,8 @@ def end_job(
     log: Callable[[str], None] = lambda line: None,
 ) -> list[Any]:  # fmt: skip
     """Runs two ranks, each with a captured graph. Returns how they ended."""
-    monkeypatch.setattr(rank_startup, "join_group", ThreadJoin(job.make))
-    monkeypatch.setattr(rank_startup, "pin_to_cores", lambda cores: None)
+    monkeypatch.setattr(ranks, "join_group", ThreadJoin(job.make))
+    monkeypatch.setattr(ranks, "pin_to_cores", lambda cores: None)
 
     def work(world: World) -> Any:
         world = replace(world, log=log)
@@ -310,9 +309,10 @@ def end_job(
             job.hold_graph(llm.roles.rank)
             with closing(llm):  # as the chat, a single answer and the server do
                 return act(llm)
-        rank = EngineRank(world, SERIAL, Models.of(ModelPair.create(*pair, SERIAL, world, OPTIONS)), None)
+        models = Models.of(ModelPair.create(*pair, SERIAL, world, OPTIONS))
+        rank = ranks.start_engine_rank(world, SERIAL, models, None)
         job.hold_graph(rank)
-        return rank.run(traced=False)
+        return ranks.run_rank(rank, traced=False)
 
     try:
         return on_gpu_ranks(job.gpus, 2, work)

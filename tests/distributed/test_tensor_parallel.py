@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends import cpu as host
-from swiftspec.backends import reference
+from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.reference import reference
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.distributed.collectives.torch_dist import sum_in_rank_order

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends import cpu as host
-from swiftspec.backends import cuda, reference
-from swiftspec.backends.cuda import attention
+from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.cuda import attention, cuda
 from swiftspec.backends.cuda.torch_interop import current_stream
 from swiftspec.backends.cuda.tree import DeviceTree
-from swiftspec.backends.reference import Scores, noise
+from swiftspec.backends.reference import noise, reference
+from swiftspec.backends.reference.sampling import Scores
 from swiftspec.model.batch import Batch, Chain
 from swiftspec.model.spec import RopeSpec
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels

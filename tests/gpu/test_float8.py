@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends import cuda
+from swiftspec.backends.cuda import cuda
 from swiftspec.model.batch import Batch
 from tests.gpu.device import DEVICE, EMULATED, emulated_gpu, most, needs_kernels
 from tests.gpu.test_cuda_ops import BF16, Cache, close, dice, random, tables, window_batch

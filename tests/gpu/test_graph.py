@@ -14,8 +14,9 @@ import torch
 
 from bench.data.heldout import DEMO
 from swiftspec import _C
-from swiftspec.backends import cuda, unfused
+from swiftspec.backends.cuda import cuda
 from swiftspec.backends.cuda.linear import PeerCommunicator, make_inbox
+from swiftspec.backends.unfused import unfused
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives.peers import PeerMemoryGroup
 from swiftspec.llm_engine import LLMEngine

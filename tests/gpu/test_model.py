@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from bench.data.heldout import DEMO
-from swiftspec.backends import cuda, reference
+from swiftspec.backends.cuda import cuda
+from swiftspec.backends.reference import reference
 from swiftspec.model.loader import load_model
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree import mask as tree_mask

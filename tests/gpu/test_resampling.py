@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends import cpu, cuda
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.cuda import cuda
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
 from tests.support.resampling import ALWAYS, assert_agreement, check_by_enumeration, checked, groups_of, on
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from bench.data.heldout import DEMO
-from swiftspec.backends import cuda, unfused
+from swiftspec.backends.cuda import cuda
+from swiftspec.backends.unfused import unfused
 from swiftspec.config import PopulationConfig
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams

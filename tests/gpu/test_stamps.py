@@ -13,7 +13,7 @@ from bench.gpu import cases, shapes, stamps
 from bench.gpu.stamps import POINTS
 from bench.gpu.timing import captured
 from swiftspec import _C
-from swiftspec.backends import cuda
+from swiftspec.backends.cuda import cuda
 from tests.gpu.device import DEVICE, EMULATED, needs_kernels
 
 pytestmark = [

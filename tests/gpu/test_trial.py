@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends import cuda, unfused
+from swiftspec.backends.cuda import cuda
 from swiftspec.backends.cuda.trial import TrialRequest, capture_graph, run_checks
 from swiftspec.backends.cuda.trial_checks import (
     AttentionShape,
@@ -22,6 +22,7 @@ from swiftspec.backends.cuda.trial_checks import (
     trial_checks,
 )
 from swiftspec.backends.families import FAMILIES, Family, compose
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder import gpu_trial
 from swiftspec.builder.gpu_trial import GpuVerdict
 from tests.gpu.device import DEVICE, EMULATED, most, needs_kernels, real

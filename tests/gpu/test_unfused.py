@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swiftspec.backends import reference, unfused
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.distributed.collectives.torch_dist import sum_in_rank_order
 from swiftspec.model.batch import Batch
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4

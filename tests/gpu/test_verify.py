@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends import cuda
-from swiftspec.backends.reference import Scores
+from swiftspec.backends.cuda import cuda
 from swiftspec.backends.reference.chains import ChainVerdict, accept_matching_prefix
+from swiftspec.backends.reference.sampling import Scores
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
 from tests.support.chains import Chains, check_equal, make_chains, matched, rejected
 

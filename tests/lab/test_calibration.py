@@ -38,12 +38,11 @@ def synthetic_rounds(calibration: float, count: int, seed: int = 1) -> list[dict
     return lines
 
 
-@pytest.mark.parametrize(("calibration", "count"), [(0.4, 2000), (1.0, 4000), (1.6, 8000)])
+@pytest.mark.parametrize(("calibration", "count"), [(0.4, 500), (1.0, 1000), (1.6, 2000)])
 def test_the_calibration_of_synthetic_rounds_is_found(calibration: float, count: int) -> None:
     """The larger it is, the fewer draws are children of the tree, and the more rounds are needed."""
     rounds = synthetic_rounds(calibration, count)
-    assert fit_calibration(rounds) == pytest.approx(calibration, rel=0.06)
-    assert fit_calibration(rounds[:500]) == fit_calibration(rounds[:500])
+    assert fit_calibration(rounds) == pytest.approx(calibration, rel=0.12)
 
 
 def test_a_fit_is_limited_and_needs_enough_choices() -> None:

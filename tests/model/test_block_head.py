@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swiftspec.backends import cpu, reference, unfused
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder.memory_estimate import MemoryEstimate
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError

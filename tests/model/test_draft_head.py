@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swiftspec.backends import cpu, reference
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
 from swiftspec.errors import UserError
 from swiftspec.file_io import read_object
 from swiftspec.llm_engine import LLMEngine

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.data.heldout import DEMO
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends import cpu as host
-from swiftspec.backends import reference
+from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.reference import reference
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import Batch

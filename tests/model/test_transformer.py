@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import Batch

@@ -16,7 +16,7 @@ from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import RequestStart, VerifyResult
 from swiftspec.observe import recorder as module
 from swiftspec.observe.recorder import Recorder
-from swiftspec.observe.round_records import RoundRecord, TraceEntry, to_record
+from swiftspec.observe.trace_format import RoundRecord, TraceEntry, to_record
 from swiftspec.params import SamplingParams
 from tests.support.proposals import draft_proposal
 from tests.support.roles import drafter_of, restrict_executors, verifier_of

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench import timeline
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
-from swiftspec.lab import timeline
+from swiftspec.lab import round_costs
 from swiftspec.lab.measurement import rounds_of
-from swiftspec.lab.profile import main
-from swiftspec.lab.timeline import Trace
+from swiftspec.lab.round_costs import Trace
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import RequestStart
 from swiftspec.observe.recorder import Recorder
@@ -86,7 +86,7 @@ def test_the_timeline_of_a_serial_draft(native: bool, pair: tuple[Path, Path], t
     trace = Trace.read(tmp_path / "t.jsonl")
     check_lanes(trace, 2)
     assert rounds_of(trace) == [(len(line["path"]) - 1, 2) for line in trace.rounds if line["round"] > 0]
-    assert all(cost.critical == 2 and cost.expansions == 0 for cost in timeline.costs(trace))
+    assert all(cost.critical == 2 and cost.expansions == 0 for cost in round_costs.costs(trace))
 
 
 def test_the_timeline_of_a_draft_in_another_process(pair: tuple[Path, Path], pool: Pool, tmp_path: Path) -> None:
@@ -150,13 +150,13 @@ HEAD = {
 
 def test_the_summary_lists_waits_and_their_reasons() -> None:
     trace = Trace(HEAD, lines((0, 0, 0.5), (2, 0, 0.5), (0, 3, 0.5)))
-    found = timeline.costs(trace)  # the first round of a request is not counted
+    found = round_costs.costs(trace)  # the first round of a request is not counted
     assert [(c.length, c.late, c.short, c.critical, c.expansions) for c in found] == [
         (pytest.approx(12.5), pytest.approx(2), 0, 0, 2),
         (pytest.approx(13.5), 0, pytest.approx(3), 1, 2),
     ]
-    assert timeline.host_overhead(found, 10, 5) == [pytest.approx(2.5), pytest.approx(-1.5)]
-    assert timeline.host_overhead(found, 10, 3) == [pytest.approx(2.5), pytest.approx(0.5)]
+    assert round_costs.host_overhead(found, 10, 5) == [pytest.approx(2.5), pytest.approx(-1.5)]
+    assert round_costs.host_overhead(found, 10, 3) == [pytest.approx(2.5), pytest.approx(0.5)]
     text = timeline.summary(trace)
     assert "duration of a round 13000.000 ms" in text
     assert "still expanding                1000.000 ms, in 1 rounds" in text
@@ -173,7 +173,7 @@ def test_the_summary_lists_waits_and_their_reasons() -> None:
 def test_the_timeline_is_in_chrome_trace_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in [HEAD, *lines((0, 0, 1))]) + '\n{"cut off')
-    assert main(["trace", str(file)]) == 0
+    assert timeline.main([str(file)]) == 0
     events = json.loads((tmp_path / "t.trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["tid"] for event in spans} == {1, 2}
@@ -185,7 +185,7 @@ def test_the_timeline_is_in_chrome_trace_format(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "nonsense", '{"swiftspec_trace": 99}'])
 def test_an_invalid_trace_is_refused_in_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.jsonl").write_text(text)
-    assert main(["trace", str(tmp_path / "t.jsonl")]) == 1
+    assert timeline.main([str(tmp_path / "t.jsonl")]) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -7,7 +7,6 @@ import csv
 import io
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import yaml
 
 from swiftspec import file_io
 from swiftspec.errors import UserError
-from swiftspec.lab import outputs, results
+from swiftspec.lab import results
 from swiftspec.profiles import store
 from swiftspec.serve.cli.config_sources import load_settings as load_settings
 from tests.support.profiles import KEY, profile, run
@@ -188,31 +187,3 @@ def test_settings_and_table_contain_the_result(tmp_path: Path) -> None:
         ("async", "400.0"),
         ("async", ""),
     ]
-
-
-def test_the_report_is_one_file_with_every_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from swiftspec.lab import html_report
-
-    timeline = {
-        "wait": [0.0, 0.1], "target": {"verify": [0.1, 1.0]}, "path": [0], "draft": {"forwards": [[0.2, 0.6, 8]]},
-    }  # fmt: skip
-    whole = profile(
-        run("async", 3, 1, 300, 500, d=4), run("async", 3, 1, 310, d=4, verify_batch=16, variation=True),
-        run("serial", 4, 4, 100, d=2, ops="reference"), lanes=[timeline],
-        steps=[{"side": "target", "tp": tp, "rows": 8, "seconds": [1 / tp, 2 / tp]} for tp in (1, 2)],
-    )  # fmt: skip
-    page = html_report.html(whole)
-    assert page.count("<svg") == len(html_report.FIGURES) == 5
-    assert "async 3+1 bs 8 w 8 d 4" in page
-    assert "src=" not in page and "@import" not in page
-    nothing = html_report.html(profile(run("ar", 4, 0, 1.0)))
-    assert nothing.count("<svg") == 1
-
-
-def test_without_matplotlib_one_line_is_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    written = outputs.write_outputs(profile(run("ar", 4, 0, 1.0)), tmp_path / "p.json")
-    with pytest.raises(UserError, match=r"needs matplotlib: run pip install '\.\[report\]'"):
-        list(written)
-    assert (tmp_path / "p.csv").exists()

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends import cpu, reference
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
 from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import NodeSource, Proposal, VerifyResult, merge_results

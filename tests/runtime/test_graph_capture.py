@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swiftspec.backends import reference, unfused
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
+from swiftspec.builder.rules import resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.errors import RankLost
 from swiftspec.model.loader import load_model
@@ -51,7 +53,7 @@ def test_progress_counts_the_graphs_of_both_models(tmp_path: Path) -> None:
     plain = make_verifier(runners[2]), make_drafter(runners[3], config)
     capture_graphs(*plain, config, None)
     assert num_captures(*plain) == 0
-    adaptive = EngineConfig("serial", verify_batch=4, adapt_batch=True).for_device("cuda")
+    adaptive = resolve_config(EngineConfig("serial", verify_batch=4, adapt_batch=True), "draft", "cuda")
     assert len(target_captures(verifier.executors, adaptive)) == 3 * 6, "up to 32 rows"
 
 

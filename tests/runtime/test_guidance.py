@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from bench.heldout import DEMO, read_prompts
-from bench.peers import load_transformers
+from bench.baselines.engines import load_transformers
+from bench.data.heldout import DEMO, read_prompts
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.transport.codec import pack_message, unpack_request_start
 from swiftspec.errors import UserError

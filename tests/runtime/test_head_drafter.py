@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from swiftspec.backends import cpu, reference
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import GRAFTED, EngineConfig
 from swiftspec.errors import UserError

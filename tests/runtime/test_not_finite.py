@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swiftspec.backends import cpu as host
-from swiftspec.backends import reference, unfused
-from swiftspec.backends.reference import Scores
+from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.reference import reference
+from swiftspec.backends.reference.sampling import Scores
+from swiftspec.backends.unfused import unfused
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import NonFiniteLogits
 from swiftspec.llm_engine import LLMEngine

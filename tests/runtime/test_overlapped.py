@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
+from swiftspec.builder.rules import Choices, Resolution
 from swiftspec.config import EngineConfig
 from swiftspec.decode import decode
 from swiftspec.errors import UserError
@@ -31,7 +32,6 @@ from swiftspec.runtime.overlapped import (
 )
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.settings.rank_plan import split_ranks
 from swiftspec.settings.settings import Settings
 from tests.support.proposals import draft_proposal
 from tests.support.roles import make_drafter, make_runner, make_verifier, request_start
@@ -57,7 +57,8 @@ def rounds(checkpoint: Path, sampling: SamplingParams, *, overlapped: bool) -> l
     plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
     verifier: Any = make_verifier(runner(checkpoint))
     verifier = ThreadedVerifier(verifier) if overlapped else verifier
-    drafter = make_drafter(runner(checkpoint), plan)
+    drafter: Any = make_drafter(runner(checkpoint), plan)
+    drafter = OverlappedDrafter(drafter) if overlapped else drafter
     for role in (drafter, verifier):
         role.open(request_start(PROMPT, sampling))
     found = list(islice(decode(drafter, verifier), 15))
@@ -106,14 +107,14 @@ def test_the_draft_has_priority_on_a_shared_gpu(checkpoint: Path, monkeypatch: p
     streams = Streams(monkeypatch)
     plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
     drafter = make_drafter(runner(checkpoint), plan)
-    assert isinstance(drafter, OverlappedDrafter)
-    drafter._on_stream = StreamContext(torch.device("cuda"), DRAFT_STREAM_PRIORITY)
+    overlapped = OverlappedDrafter(drafter)
+    overlapped._on_stream = StreamContext(torch.device("cuda"), DRAFT_STREAM_PRIORITY)
     forward, seen = drafter.runner.model.forward, []
     monkeypatch.setattr(drafter.runner.model, "forward", lambda *a, **k: seen.append(streams.now) or forward(*a, **k))
     verifier = make_verifier(runner(checkpoint))
-    for role in (drafter, verifier):
+    for role in (overlapped, verifier):
         role.open(request_start(PROMPT, SAMPLED))
-    assert len(list(islice(decode(drafter, verifier), 4))) == 4
+    assert len(list(islice(decode(overlapped, verifier), 4))) == 4
     assert set(seen) == {DRAFT_STREAM_PRIORITY} and len(seen) > 4 and streams.now == 0
     for priority in (DRAFT_STREAM_PRIORITY, 0):
         CudaCapture(Lock(), torch.device("cuda", 0), priority)
@@ -179,11 +180,13 @@ def test_an_exception_is_raised_to_the_waiting_caller_and_close_waits(checkpoint
 
 
 def test_one_rank_runs_both_models_only_on_a_gpu(checkpoint: Path) -> None:
-    assert split_ranks("async", 1, None, None, single_rank_ok=True) == (1, 0)
-    with pytest.raises(UserError, match="nproc-per-node 2"):
-        split_ranks("async", 1, None, None)
-    with pytest.raises(UserError, match="nproc-per-node 2"):
-        split_ranks("async", 1, None, 1, single_rank_ok=True)
+    given = {"mode": "async"}
+    for choices in (
+        Choices(given, "draft", 1),
+        Choices({**given, "draft_tp": 1}, "draft", 1, overlaps=lambda: True),
+    ):
+        with pytest.raises(UserError, match="nproc-per-node 2"):
+            Resolution(choices)
     assert EngineConfig("async", draft_tp=0).num_ranks == 1
     settings = Settings.model_validate({"mode": "async", "device": "cuda"})
     assert settings.make_plan(has_draft=True).draft_tp == 0

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.backends import cpu, reference
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
 from swiftspec.config import EngineConfig
 from swiftspec.decode import decode
 from swiftspec.errors import DrafterLost

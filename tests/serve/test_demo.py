@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from bench.heldout import DEMO, read_prompts
+from bench.data.heldout import DEMO, read_prompts
 from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import read_config

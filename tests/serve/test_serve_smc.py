@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError

@@ -6,8 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swiftspec.builder.rules import Choices, resolve_config
 from swiftspec.errors import UserError
-from swiftspec.settings.rank_plan import requested_ranks, split_ranks
+from swiftspec.settings.rank_plan import requested_ranks
+
+
+def split_ranks(mode: str, ranks: int, target: int | None, draft: int | None) -> tuple[int, int]:
+    given = {"mode": mode, "target_tp": target, "draft_tp": draft}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    config = resolve_config(Choices(chosen, "draft", ranks), "draft")
+    return config.target_tp, config.draft_tp
+
 
 SIZES = st.none() | st.integers(-3, 9)
 

@@ -293,7 +293,9 @@ def test_a_bad_generation_config_is_named(tmp_path: Path, content: str) -> None:
 
 
 def test_the_mode_follows_the_draft() -> None:
-    assert load_settings({"self_switch": False, "adapt": False}).make_plan(has_draft=True) == EngineConfig("serial")
+    assert load_settings({"self_switch": False, "adapt": False}).make_plan(has_draft=True) == EngineConfig(
+        "serial", drafter="model"
+    )
     assert load_settings({}).make_plan(has_draft=False).mode == "ar"
     assert load_settings({"mode": "ar"}).make_plan(has_draft=True).mode == "ar"
     with pytest.raises(UserError, match="without a draft model; specify one with --draft-model, or use --mode ar"):
@@ -333,15 +335,15 @@ def test_values_set_by_the_user_are_not_adapted(given: dict[str, Any], steps: bo
     ("flags", "drafter"),
     [
         ([], GRAFTED), (["--no-graft-suffix"], "model"), (["--no-self-switch"], GRAFTED), (["--no-adapt"], GRAFTED),
-        (["--no-self-switch", "--no-adapt"], "auto"), (["--draft-steps", "3", "--verify-batch", "8"], GRAFTED),
-        (["--no-self-switch", "--draft-steps", "3", "--verify-batch", "8"], "auto"),
-        (["--verify", "reject"], "auto"), (["--max-num-seqs", "2"], GRAFTED), (["--mode", "smc"], "auto"),
-        (["--mode", "ar"], "model"), (["--draft-url", "127.0.0.1:7071", "--mode", "serial"], "auto"),
+        (["--no-self-switch", "--no-adapt"], "model"), (["--draft-steps", "3", "--verify-batch", "8"], GRAFTED),
+        (["--no-self-switch", "--draft-steps", "3", "--verify-batch", "8"], "model"),
+        (["--verify", "reject"], "model"), (["--max-num-seqs", "2"], GRAFTED), (["--mode", "smc"], "model"),
+        (["--mode", "ar"], "model"), (["--draft-url", "127.0.0.1:7071", "--mode", "serial"], "model"),
         (["--no-self-switch", "--no-adapt", "--graft-suffix"], GRAFTED),
     ],
 )  # fmt: skip
 def test_suffix_lookup_is_grafted_by_default_where_rounds_are_adapted(flags: list[str], drafter: str) -> None:
-    assert parse_command(flags).settings.make_plan(has_draft=True).for_models("draft").drafter == drafter
+    assert parse_command(flags).settings.make_plan(has_draft=True).drafter == drafter
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from swiftspec import _C
-from swiftspec.backends import cuda
+from swiftspec.backends.cuda import cuda, torch_interop
 from swiftspec.backends.cuda import linear as cuda_linear
-from swiftspec.backends.cuda import torch_interop
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"

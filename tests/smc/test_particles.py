@@ -10,8 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from swiftspec.backends import reference
-from swiftspec.backends.reference import resampling
+from swiftspec.backends.reference import reference, resampling
 from swiftspec.batching.rows import DEAD, LIVE, SHARED
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache

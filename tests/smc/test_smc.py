@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.batching.decoding import decode_groups
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError

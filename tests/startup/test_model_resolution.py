@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from swiftspec.backends import cuda
+from swiftspec.backends.cuda import cuda
 from swiftspec.builder.load_options import Side
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import GPU_DRAFT_LEAVES, EngineConfig

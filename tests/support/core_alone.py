@@ -71,7 +71,7 @@ def make_runner(seed: int, noise: float) -> Any:
     """A model of random tensors under their Hugging Face names, plus `noise`."""
     import torch
 
-    from swiftspec.backends import reference
+    from swiftspec.backends.reference import reference
     from swiftspec.model.checkpoint import FLOATS, Checkpoint
     from swiftspec.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
     from swiftspec.model.transformer import Transformer

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
 from swiftspec.distributed.transport.codec import pack_message, unpack_proposal

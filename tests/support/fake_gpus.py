@@ -21,9 +21,9 @@ from torch._C._distributed_c10d import HashStore
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from swiftspec.backends import cuda, unfused
-from swiftspec.backends.cuda import torch_interop
+from swiftspec.backends.cuda import cuda, torch_interop
 from swiftspec.backends.reference import attention
+from swiftspec.backends.unfused import unfused
 from swiftspec.distributed.launch.world import World, available_cores
 from tests.support.fake_cuda_graphs import Recording
 from tests.support.thread_group import ThreadGroup

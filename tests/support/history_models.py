@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import BatchConfig, PopulationConfig
 from swiftspec.model.batch import Batch, ForwardOutput

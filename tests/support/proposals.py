@@ -30,7 +30,7 @@ def draft_proposal(
     weights = [0.0]
     for parent in parents[1:]:
         weights.append(weights[parent] - 1)
-    return Proposal.from_draft_model(request, round_, prefix_len, tokens, parents, weights, draft_probs)
+    return Proposal.from_draft_model(request, round_, prefix_len, tokens, parents, weights, draft_probs=draft_probs)
 
 
 @st.composite

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import cpu as host
-from swiftspec.backends import reference
+from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.reference import reference
 from swiftspec.builder.load_options import LoadOptions, Side
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.control import policy
@@ -360,7 +360,7 @@ def paced(emulate: str, plans: list[Json], prompts: list[list[int]], max_tokens:
     import tempfile
 
     from swiftspec.lab import measurement
-    from swiftspec.lab.timeline import Trace
+    from swiftspec.lab.round_costs import Trace
     from swiftspec.lab.worker_pool import EngineBuild, Pair, RankPool
     from swiftspec.profiles import emulation
 

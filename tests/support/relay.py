@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from queue import Empty, Full, Queue
 from typing import Any
 
-from swiftspec.lab.network_link import Link
+from bench.prediction.network_link import Link
 from swiftspec.observe.step_time_emulation import wait_until
 
 CHUNK_BYTES = 16 << 10  # bytes per read

@@ -8,7 +8,8 @@ from typing import Any
 
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.batching.sequence_group import SequenceGroup
-from swiftspec.builder.models import build_drafter, make_group_method
+from swiftspec.builder.drafters import build_drafter
+from swiftspec.builder.models import make_group_method
 from swiftspec.builder.roles import TreeRoles
 from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
 from swiftspec.engine import TreeDecoding

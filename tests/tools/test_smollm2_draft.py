@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.model.loader import load_model
 from swiftspec.runtime.runner import Runner
 from swiftspec.text.codec import TextCodec

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.model.block_head import BlockHead
 from swiftspec.model.draft_head import DraftHead
 from swiftspec.model.head_loader import load_draft_head

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.data.heldout import DEMO
-from swiftspec.backends import reference
+from swiftspec.backends.reference import reference
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache

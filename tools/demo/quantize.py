@@ -19,7 +19,6 @@ import random
 from pathlib import Path
 
 import torch
-from awq import AutoAWQForCausalLM  # pyright: ignore[reportMissingImports] # own environment
 from transformers import PreTrainedTokenizerFast
 
 from tools.demo.data import DEMO, ROOT, library_files, tidy_config
@@ -49,6 +48,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--seed", type=int, default=11)
     args = parser.parse_args()
+    from awq import AutoAWQForCausalLM  # pyright: ignore[reportMissingImports] # own environment
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.model)
     model = AutoAWQForCausalLM.from_pretrained(args.model, device_map="cpu", torch_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Records rounds of the demo models for the predictor (swiftspec/lab/acceptance.json).
+"""Records rounds of the demo models for the predictor (bench/prediction/acceptance.json).
 
     torchrun --standalone --nproc-per-node 2 -m tools.demo.record_acceptance
     python -m tools.demo.record_acceptance --chains      # replaces only the rounds of chains
@@ -20,10 +20,11 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
+from bench.prediction import predictor
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.world import join_world
-from swiftspec.lab import measurement, predict
-from swiftspec.lab.timeline import Trace
+from swiftspec.lab import measurement
+from swiftspec.lab.round_costs import Trace
 from swiftspec.lab.worker_pool import EngineBuild, Pair, RankPool
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -38,7 +39,7 @@ def main() -> None:
     """Records on rank 0. The other rank follows."""
     pool = RankPool(Pair(DEMO / "target", DEMO / "draft", {"dtype": torch.bfloat16}), world := join_world())
     if sys.argv[1:] == ["--chains"]:
-        known = json.loads(predict.ACCEPTANCE.read_text())["rounds"]
+        known = json.loads(predictor.ACCEPTANCE.read_text())["rounds"]
         write([*(record for record in known if record["plan"]["draft_leaves"] > 1), *chains(pool)])
         return
     if world is None:
@@ -79,7 +80,7 @@ def record(pool: RankPool, shapes: Sequence[tuple[str, int, int, int]]) -> list[
 def write(records: Sequence[dict[str, Any]]) -> None:
     """Writes the rounds in the format that the predictor reads."""
     lines = ",\n ".join(json.dumps(record, separators=(",", ":")) for record in records)
-    predict.ACCEPTANCE.write_text(f'{{"note": "{NOTE}",\n "rounds": [\n {lines}]}}\n')
+    predictor.ACCEPTANCE.write_text(f'{{"note": "{NOTE}",\n "rounds": [\n {lines}]}}\n')
 
 
 if __name__ == "__main__":

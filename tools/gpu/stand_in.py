@@ -14,7 +14,7 @@ import sys
 import torch
 
 from bench.gpu import cases, shapes
-from swiftspec.backends import unfused
+from swiftspec.backends.unfused import unfused
 from tools.width_expand.shapes import SHAPES
 
 SHARD = (512, 8, 4, 64, 512, 512)  # as bench.gpu.shapes.MODELS

@@ -71,6 +71,7 @@ def questions(output: Path, gpu: str) -> list[Step]:
     step, chain = module("bench.gpu.step", "--pair"), module("bench.gpu.chain")
     trees = ("--modes", "serial,adapt,ar", "--trees", TREES, "--rows", ROWS)
     long = ("--modes", "serial", "--prompts", "1", "--context", "32000")
+    many = ("--particles", "64", "--draft-tokens", "1", "--ablate", "--prompts", "2")
     touched = with_stamps("bench.gpu.footprint", "--sizes", "36", "--touch")
     stamps = with_stamps("bench.gpu.stamps", "--models", MODELS, "--trace", str(SCRATCH / "trace.json"))
     of_attention = with_stamps("bench.gpu.stamps", "--models", "Llama-3-8B", "--contexts", STAMPED_CONTEXTS)
@@ -93,6 +94,7 @@ def questions(output: Path, gpu: str) -> list[Step]:
         measured(f"decode {SMALL_PAIR}, 32000 tokens", (*step, SMALL_PAIR, *long), 45),
         measured("projections, many rows", (*ours, "--only", "Llama-3-70B TP1 ", "--rows", "32,64,128,256"), 30),
         measured(f"decode {SMALL_PAIR}, particles", (*step, SMALL_PAIR, "--particles", "4,8,16"), 60),
+        measured(f"decode {SMALL_PAIR}, 64 particles", (*step, SMALL_PAIR, *many), 60),
     ]
 
 
@@ -119,7 +121,7 @@ def several_gpus(gpus: int) -> list[Step]:
     if not sizes:
         return []
     size = sizes[-1]
-    draft = max(1, size // 4)  # as `split_ranks` splits them
+    draft = max(1, size // 4)  # as builder/rules.py splits them
     split = f"{size - draft}+{draft}"
     command = on_ranks(size, "bench.gpu.step", "--pair", MIDDLE_PAIR, "--split", split)
     steps.append(measured(f"decode {MIDDLE_PAIR}, split {split}", command, 120))
@@ -198,7 +200,7 @@ def stand_in(steps: list[Step]) -> list[Step]:
 def slug(gpu: str) -> str:
     """Returns a name in a form for files.
 
-    NVIDIA H100 80GB HBM3 becomes h100, as in `profile predict --hardware`. Other names are retained whole.
+    NVIDIA H100 80GB HBM3 becomes h100, as in `bench.prediction --hardware`. Other names are retained whole.
     """
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
     return re.sub(r"-\d+gb-hbm\d\w*$", "", name)

@@ -17,9 +17,9 @@ import torch
 
 from bench.data.heldout import DEMO
 from swiftspec import _C
-from swiftspec.backends import unfused
 from swiftspec.backends.cuda.trial import TrialRequest, run_checks
 from swiftspec.backends.cuda.trial_checks import TreeShape, TrialDevice, TrialPlan, trial_checks
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder.gpu_trial import GpuVerdict, run_trial
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.model.config_json import parse_config

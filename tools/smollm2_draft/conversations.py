@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from swiftspec.backends import cpu
+from swiftspec.backends.cpu import cpu
 from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.loader import load_model

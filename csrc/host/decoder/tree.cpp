@@ -96,6 +96,11 @@ std::pair<double, double> Tree::prospects(int64_t bs, int64_t w, int64_t root) c
           sum(best(count(), w, [&](int64_t i) { return slot[i] == slots ? inside(i) : kNegInf; }))};
 }
 
+bool Tree::expansion_pays(int64_t bs, int64_t w, int64_t steps, int64_t root, double yield) const {
+  const auto [tokens, leaves] = prospects(bs, w, root);
+  return yield * leaves > tokens / static_cast<double>(steps);
+}
+
 Nodes Tree::walk(const Nodes& tokens) const {
   Nodes path;
   int64_t node = 0;

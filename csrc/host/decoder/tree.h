@@ -44,6 +44,10 @@ struct Tree {
   // Probability mass, relative to `root`, of the bs likeliest nodes and of the w likeliest leaves of its sub-tree.
   std::pair<double, double> prospects(int64_t bs, int64_t w, int64_t root) const;
 
+  // Whether one more expansion after a result pays; see `expansion_pays` in swiftspec/tree/tree.py. `yield`: tokens per
+  // round that it adds, per probability of its leaves. `steps`: expansions per round.
+  bool expansion_pays(int64_t bs, int64_t w, int64_t steps, int64_t root, double yield) const;
+
   // The path below the root that matches the longest prefix of `tokens`.
   Nodes walk(const Nodes& tokens) const;
 

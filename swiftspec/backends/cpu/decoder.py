@@ -31,12 +31,6 @@ if TYPE_CHECKING:
     from swiftspec.model.batch import Batch
 
 
-def fuse(stack: PackedModel) -> HostDecoder | None:
-    """Returns a decoder that runs a forward in one native call, or None if the model is sharded over ranks without
-    shared memory."""
-    return HostDecoder(stack) if stack.group is None or stack.group.memory is not None else None
-
-
 class HostDecoder:
     """A packed model whose forward is one native call. Buffers grow to the largest batch. Not thread-safe."""
 

@@ -272,8 +272,12 @@ def _packed(unit: PackedUnit, name: str) -> Weight:
     """Returns the matrix `name` of a unit as a `PackedLinear`, which `pack` returns unchanged."""
     tensors = {part: unit.tensors.get(f"{name}.{part}") for part in OPTIONAL_TENSORS}
     shape = unit.metadata[name]
-    packed = PackedLinear.create(
-        shape["inputs"], shape["outputs"], shape["rounds"], unit.tensors[f"{name}.data"], **tensors
+    packed = PackedLinear(
+        inputs=shape["inputs"],
+        outputs=shape["outputs"],
+        int8_activations=shape["rounds"],
+        data=unit.tensors[f"{name}.data"],
+        **tensors,
     )
     return cast(Weight, packed)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,10 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.reference.mixture import pack_correction
+from swiftspec.model.formats.blocks import BlockWeight
+from swiftspec.model.formats.int4 import Int4Weight
+from swiftspec.model.formats.int8 import Int8Weight, LazyInt8Weight
+from swiftspec.model.formats.mxfp4 import Mxfp4Weight
 from swiftspec.model.packed_model import PackedMixture, PackedMlp
 from swiftspec.model.spec import MlpSpec
 from swiftspec.model.weights import DenseWeight, LayerWeights, Weight
@@ -24,174 +28,52 @@ OPTIONAL_TENSORS = ("scales", "zeros", "bias", "minima", "order", "super_scales"
 STRIP_ROWS = 4096  # rows of a dense matrix converted at a time if its dtype or layout differs
 
 
-@runtime_checkable
-class Int4Source(Protocol):
-    """Int4 weights of a checkpoint; model.formats.int4.Int4Weight documents the members."""
-
-    packed: Tensor
-    scales: Tensor
-    zeros: Tensor
-    group_size: int
-    int8_activations: int  # int8 numbers to which an activation is quantised: 0, 1 or 2
-    order: str
-    permutation: Tensor | None
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-    @property
-    def parts(self) -> Sequence[Self]: ...
-    def to(self, device: torch.device | str, /) -> Self: ...
-    def in_order(self) -> Self: ...
-
-
-@runtime_checkable
-class Int8Source(Protocol):
-    """Int8 weights; see model.formats.int8.Int8Weight."""
-
-    codes: Tensor  # [outputs, inputs] int8
-    scales: Tensor  # [outputs, groups]
-    minima: Tensor | None  # [outputs, groups]
-    int8_activations: int
-
-    @property
-    def group_size(self) -> int: ...
-
-
-@runtime_checkable
-class Mxfp4Source(Protocol):
-    """Weights in float4 codes; see model.formats.mxfp4.Mxfp4Weight."""
-
-    codes: Tensor  # [outputs, groups, 16] uint8
-    exponents: Tensor  # [outputs, groups] uint8
-    int8_activations: int
-
-    def unpacked(self) -> Any: ...  # an Int8Source
-
-
-class BlockKind(Protocol):
-    """Type of GGML's quantised blocks; see model.formats.blocks.BlockType."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def bits(self) -> int: ...  # of a packed code
-    @property
-    def scale_dtype(self) -> torch.dtype: ...  # uint8 or int8: there are super-scales
-    @property
-    def minima(self) -> bool: ...
-    @property
-    def packs(self) -> bool: ...  # whether `pack_blocks` knows the type
-
-
-@runtime_checkable
-class BlockSource(Protocol):
-    """Weights in GGML's quantised blocks; see model.formats.blocks.BlockWeight."""
-
-    rows: Tensor  # [outputs, bytes] uint8
-    int8_activations: int
-
-    @property
-    def kind(self) -> BlockKind: ...
-    @property
-    def shape(self) -> tuple[int, int]: ...
-    @property
-    def parts(self) -> Sequence[Self]: ...
-    def unpacked(self) -> Any: ...  # an Int8Source
-
-
-@runtime_checkable
-class UnquantizedSource(Protocol):
-    """Dense matrix that is quantised to int8 when it is packed; see model.formats.int8.LazyInt8Weight."""
-
-    dense: Tensor  # [outputs, inputs]
-    group_size: int  # inputs per scale of the int8 weight
-    int8_activations: int
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear:
-    """A packed projection; the native operators read its tensors."""
+    """A packed projection; the native operators read its tensors. Raises ValueError if shapes or dtypes do not
+    match."""
 
-    native: _C.Weights
     inputs: int
     outputs: int
-    int8_activations: int  # int8 numbers to which an activation is quantised: 0, 1 or 2
+    int8_activations: int = 0  # int8 numbers to which an activation is quantised: 0, 1 or 2
     data: Tensor  # blocks of 16 outputs (layouts: csrc/host/ops/product.h)
-    scales: Tensor | None  # int4, int8: [outputs / 16, groups, 16]; float4: the same, uint8 exponents plus 127
-    zeros: Tensor | None  # int4: [outputs / 16, groups, 16] uint8; None: 0 if there are minima, otherwise 8
-    bias: Tensor | None  # [outputs] float32
+    scales: Tensor | None = None  # int4, int8: [outputs / 16, groups, 16]; float4: the same, uint8 exponents plus 127
+    zeros: Tensor | None = None  # int4: [outputs / 16, groups, 16] uint8; None: 0 if there are minima, otherwise 8
+    bias: Tensor | None = None  # [outputs] float32
     minima: Tensor | None = None  # int4, int8: [outputs / 16, groups, 16], of the dtype of `scales`
     order: Tensor | None = None  # [inputs] int32, the input of x that each input of the matrix multiplies
     super_scales: Tensor | None = None  # [outputs / 16, inputs / 256, 16] float16, factors of scales of one byte
     super_minima: Tensor | None = None  # the same, for minima
+    native: _C.Weights = field(init=False)
 
-    @staticmethod
-    def create(
-        inputs: int,
-        outputs: int,
-        int8_activations: int,
-        data: Tensor,
-        scales: Tensor | None,
-        zeros: Tensor | None,
-        bias: Tensor | None,
-        minima: Tensor | None = None,
-        order: Tensor | None = None,
-        super_scales: Tensor | None = None,
-        super_minima: Tensor | None = None,
-    ) -> PackedLinear:
-        """Creates a packed projection with its native object. Raises ValueError if shapes or dtypes do not match."""
+    def __post_init__(self) -> None:
         native = _C.Weights(
-            data, scales, zeros, bias, inputs, outputs, int8_activations, minima, order, super_scales, super_minima
+            data=self.data,
+            k=self.inputs,
+            n=self.outputs,
+            int8_activations=self.int8_activations,
+            **self.optional_tensors(),
         )
-        return PackedLinear(
-            native,
-            inputs,
-            outputs,
-            int8_activations,
-            data,
-            scales,
-            zeros,
-            bias,
-            minima,
-            order,
-            super_scales,
-            super_minima,
-        )
+        object.__setattr__(self, "native", native)
 
     def optional_tensors(self) -> dict[str, Tensor | None]:
-        """Returns all tensors but `data`, as the arguments of `create`."""
+        """Returns all tensors but `data`, by name."""
         return {name: getattr(self, name) for name in OPTIONAL_TENSORS}
 
 
 def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device | str) -> PackedLinear:
-    """Packs a dense, int4, int8 or MXFP4 matrix [outputs, inputs] of a checkpoint. Returns a PackedLinear unchanged."""
+    """Packs a matrix [outputs, inputs] of a checkpoint with the codes of its format if PACKERS has it, otherwise dense.
+    Returns a PackedLinear unchanged."""
     if isinstance(weight, PackedLinear):
         return weight
-    bias = None if weight.bias is None else weight.bias.to(device, torch.float32, copy=True)
-    if isinstance(weight, Int4Source) and weight.group_size % 16 == 0:
-        outputs, inputs = weight.shape
-        order = None if weight.permutation is None else weight.permutation.to(torch.int32)
-        codes = _pack_codes(weight)
-        return PackedLinear.create(inputs, outputs, weight.int8_activations, *codes, bias, order=order)
-    if isinstance(weight, BlockSource):
-        return _pack_blocks(weight, bias) if weight.kind.packs else pack(weight.unpacked(), dtype, device)
-    if isinstance(weight, UnquantizedSource):
-        outputs, inputs = weight.dense.shape
-        codes = _quantize(weight.dense, weight.group_size)
-        return PackedLinear.create(inputs, outputs, weight.int8_activations, *codes, None, bias)
-    if isinstance(weight, Mxfp4Source):
-        whole = weight.exponents.shape[0] % EIGHT == 0
-        return _pack_float4(weight, bias) if whole else pack(weight.unpacked(), dtype, device)
-    if isinstance(weight, Int8Source) and weight.group_size % 16 == 0 and weight.group_size <= MAX_GROUP:
-        outputs, inputs = weight.codes.shape
-        data, scales = _pack_bytes(weight.codes), _by_blocks(weight.scales.T)
-        minima = None if weight.minima is None else _by_blocks(weight.minima.T)
-        return PackedLinear.create(inputs, outputs, weight.int8_activations, data, scales, None, bias, minima)
-    dense = weight.weight if isinstance(weight, DenseWeight) else weight.dequantize(dtype)
-    outputs, inputs = dense.shape
-    return PackedLinear.create(inputs, outputs, False, _pack_dense(dense, dtype), None, None, bias)
+    packed = PACKERS[type(weight)](weight) if type(weight) in PACKERS else None
+    if packed is None:
+        dense = weight.weight if isinstance(weight, DenseWeight) else weight.dequantize(dtype)
+        outputs, inputs = dense.shape
+        packed = PackedLinear(inputs=inputs, outputs=outputs, data=_pack_dense(dense, dtype))
+    if weight.bias is None:
+        return packed
+    return replace(packed, bias=weight.bias.to(device, torch.float32, copy=True))
 
 
 def pack_mixture(weights: LayerWeights, spec: MlpSpec, dtype: torch.dtype, device: torch.device | str) -> PackedMixture:
@@ -214,51 +96,79 @@ def mask_outputs(packed: PackedLinear, outputs: Sequence[int], device: torch.dev
     """Returns a projection with the same weights whose `outputs` are -inf. Used for the LM head of a draft."""
     bias = torch.zeros(packed.outputs, device=device) if packed.bias is None else packed.bias.clone()
     bias[list(outputs)] = -torch.inf
-    tensors = packed.optional_tensors() | {"bias": bias}
-    return PackedLinear.create(packed.inputs, packed.outputs, packed.int8_activations, packed.data, **tensors)
+    return replace(packed, bias=bias)
 
 
 def _blocks(outputs: int) -> int:
     return -(-outputs // BLOCK_OUTPUTS)
 
 
-def _pack_codes(weight: Int4Source) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns codes [outputs / 16, inputs / 8, 16] int32, scales and zero points as in `PackedLinear`. An int32
-    contains eight inputs: input 2i in nibble i, input 2i + 1 in nibble 4 + i."""
+def _pack_int4(weight: Int4Weight) -> PackedLinear | None:
+    """Packs codes to [outputs / 16, inputs / 8, 16] int32. An int32 contains eight inputs: input 2i in nibble i, input
+    2i + 1 in nibble 4 + i. Returns None if the operators do not support the group size."""
+    if weight.group_size % BLOCK_OUTPUTS:
+        return None
     outputs, inputs = weight.shape
     blocks, groups = _blocks(outputs), inputs // weight.group_size
     data = torch.empty(blocks, inputs // 8, BLOCK_OUTPUTS, dtype=torch.int32)
     kind = weight.scales.dtype if weight.scales.itemsize <= 4 else torch.float32
     scales = torch.empty(blocks, groups, BLOCK_OUTPUTS, dtype=kind)
     zeros = torch.empty(blocks, groups, BLOCK_OUTPUTS, dtype=torch.uint8)
-    if outputs % BLOCK_OUTPUTS:
-        for tensor in (data, scales, zeros):
-            tensor[-1].zero_()
+    _zero_padding(outputs, data, scales, zeros)
     first = 0
     for part in weight.parts:
-        _C.pack_int4(part.packed, part.scales.to(kind), part.zeros, part.order, first, data, scales, zeros)
+        _C.pack_int4(
+            codes=part.packed,
+            scales=part.scales.to(kind),
+            zeros=part.zeros,
+            order=part.order,
+            first=first,
+            data=data,
+            block_scales=scales,
+            block_zeros=zeros,
+        )
         first += part.shape[0]
-    return data, scales, zeros
+    return PackedLinear(
+        inputs=inputs,
+        outputs=outputs,
+        int8_activations=weight.int8_activations,
+        data=data,
+        scales=scales,
+        zeros=zeros,
+        order=None if weight.permutation is None else weight.permutation.to(torch.int32),
+    )
 
 
-def _pack_float4(weight: Mxfp4Source, bias: Tensor | None) -> PackedLinear:
-    """Packs float4 codes as `_pack_codes` does those of int4. The operators multiply twice the value of a code by a
+def _pack_float4(weight: Mxfp4Weight) -> PackedLinear | None:
+    """Packs float4 codes as `_pack_int4` does those of int4. The operators multiply twice the value of a code by a
     scale 2^(e - 1), which is 0 if 2^(e - 1) is not a normal number of float32."""
     outputs, groups = weight.exponents.shape
+    if outputs % EIGHT:
+        return _pack_int8(weight.unpacked())
     words = weight.codes.reshape(outputs, -1).view(torch.int32)  # of eight inputs, the first in the lowest bits
     data = torch.empty(_blocks(outputs), words.shape[1], BLOCK_OUTPUTS, dtype=torch.int32)
-    if outputs % BLOCK_OUTPUTS:
-        data[-1].zero_()
+    _zero_padding(outputs, data)
     scales = _by_blocks((weight.exponents.clamp_min(1) - 1).T)
-    none, zeros = torch.zeros(1, 1, dtype=torch.bfloat16).expand(outputs, groups), torch.empty_like(scales)
-    _C.pack_int4(words, none, None, "inputs", 0, data, torch.empty_like(scales, dtype=torch.bfloat16), zeros)
-    return PackedLinear.create(8 * words.shape[1], outputs, weight.int8_activations, data, scales, None, bias)
+    _C.pack_int4(
+        codes=words,
+        scales=torch.zeros(1, 1, dtype=torch.bfloat16).expand(outputs, groups),
+        zeros=None,
+        order="inputs",
+        first=0,
+        data=data,
+        block_scales=torch.empty_like(scales, dtype=torch.bfloat16),
+        block_zeros=torch.empty_like(scales),
+    )
+    inputs, activations = 8 * words.shape[1], weight.int8_activations
+    return PackedLinear(inputs=inputs, outputs=outputs, int8_activations=activations, data=data, scales=scales)
 
 
-def _pack_blocks(weight: BlockSource, bias: Tensor | None) -> PackedLinear:
+def _pack_blocks(weight: BlockWeight) -> PackedLinear | None:
     """Packs blocks to codes [outputs / 16, inputs * bits / 32, 16] int32. An int32 contains eight int4 codes as in
-    `_pack_codes`, or four int8 codes as in `_pack_bytes`."""
+    `_pack_int4`, or four int8 codes as in `_pack_bytes`."""
     (outputs, inputs), kind = weight.shape, weight.kind
+    if not kind.packs:
+        return _pack_int8(weight.unpacked())
     blocks, groups = _blocks(outputs), inputs // kind.group_size
     data = torch.empty(blocks, inputs * kind.bits // 32, BLOCK_OUTPUTS, dtype=torch.int32)
     scales = torch.empty(blocks, groups, BLOCK_OUTPUTS, dtype=kind.scale_dtype)
@@ -267,17 +177,20 @@ def _pack_blocks(weight: BlockSource, bias: Tensor | None) -> PackedLinear:
     if not kind.scale_dtype.is_floating_point:
         super_scales = torch.empty(blocks, inputs // SUPER_INPUTS, BLOCK_OUTPUTS, dtype=torch.float16)
         super_minima = torch.empty_like(super_scales) if kind.minima else None
-    if outputs % BLOCK_OUTPUTS:
-        for tensor in (data, scales, minima, super_scales, super_minima):
-            if tensor is not None:
-                tensor[-1].zero_()
+    made = {"scales": scales, "minima": minima, "super_scales": super_scales, "super_minima": super_minima}
+    _zero_padding(outputs, data, *made.values())
     first = 0
     for part in weight.parts:
-        _C.pack_blocks(part.rows, kind.name, first, data, scales, minima, super_scales, super_minima)
+        _C.pack_blocks(rows=part.rows, type=kind.name, first=first, data=data, **made)
         first += part.shape[0]
-    return PackedLinear.create(
-        inputs, outputs, weight.int8_activations, data, scales, None, bias, minima, None, super_scales, super_minima
-    )
+    return PackedLinear(inputs=inputs, outputs=outputs, int8_activations=weight.int8_activations, data=data, **made)
+
+
+def _zero_padding(outputs: int, *tensors: Tensor | None) -> None:
+    """Zeroes the last block of tensors [outputs / 16, ...] if it has fewer than 16 outputs."""
+    for tensor in tensors if outputs % BLOCK_OUTPUTS else ():
+        if tensor is not None:
+            tensor[-1].zero_()
 
 
 def _strips(dense: Tensor, kinds: Sequence[torch.dtype]) -> Iterator[tuple[slice, Tensor]]:
@@ -304,14 +217,31 @@ def _pack_dense(dense: Tensor, dtype: torch.dtype) -> Tensor:
     return data
 
 
-def _quantize(dense: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Quantises to int8 and packs in one step. Returns the same data and scales as packing `Int8Weight.of(dense)`."""
-    blocks, inputs = _blocks(dense.shape[0]), dense.shape[1]
+def _quantize(weight: LazyInt8Weight) -> PackedLinear:
+    """Quantises to int8 and packs in one step. Returns the same data and scales as packing `weight.rounded()`."""
+    outputs, inputs = weight.shape
+    blocks = _blocks(outputs)
     data = torch.empty(blocks, inputs // 4, BLOCK_OUTPUTS, dtype=torch.int32)
-    scales = torch.empty(blocks, inputs // group, BLOCK_OUTPUTS, dtype=torch.bfloat16)
-    for here, part in _strips(dense, [torch.float32, torch.bfloat16]):
+    scales = torch.empty(blocks, inputs // weight.group_size, BLOCK_OUTPUTS, dtype=torch.bfloat16)
+    for here, part in _strips(weight.dense, [torch.float32, torch.bfloat16]):
         _C.pack_int8(part, data[here], scales[here])
-    return data, scales
+    activations = weight.int8_activations
+    return PackedLinear(inputs=inputs, outputs=outputs, int8_activations=activations, data=data, scales=scales)
+
+
+def _pack_int8(weight: Int8Weight) -> PackedLinear | None:
+    """Packs int8 codes. Returns None if the operators do not support the group size."""
+    if weight.group_size % BLOCK_OUTPUTS or weight.group_size > MAX_GROUP:
+        return None
+    outputs, inputs = weight.codes.shape
+    return PackedLinear(
+        inputs=inputs,
+        outputs=outputs,
+        int8_activations=weight.int8_activations,
+        data=_pack_bytes(weight.codes),
+        scales=_by_blocks(weight.scales.T),
+        minima=None if weight.minima is None else _by_blocks(weight.minima.T),
+    )
 
 
 def _pack_bytes(codes: Tensor) -> Tensor:
@@ -327,3 +257,14 @@ def _by_blocks(groups: Tensor) -> Tensor:
     """Rearranges [groups, outputs] to [outputs / 16, groups, 16]; outputs are padded with zeros."""
     padded = F.pad(groups, (0, -groups.shape[1] % BLOCK_OUTPUTS))
     return padded.unflatten(1, (-1, BLOCK_OUTPUTS)).transpose(0, 1).contiguous()
+
+
+# Registry of the weight codes that the native operators read: by class of weight, the function that packs it without
+# its bias. It returns None for a shape that the operators do not support. Other weights are dequantised.
+PACKERS: dict[type[Any], Callable[[Any], PackedLinear | None]] = {
+    Int4Weight: _pack_int4,
+    Int8Weight: _pack_int8,
+    LazyInt8Weight: _quantize,
+    Mxfp4Weight: _pack_float4,
+    BlockWeight: _pack_blocks,
+}

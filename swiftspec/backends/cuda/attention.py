@@ -11,14 +11,15 @@ captured, and the last bits of their results may depend on the chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from swiftspec import _C
+from swiftspec.backends.cuda.norm import CudaNorm
 from swiftspec.backends.cuda.torch_interop import current_stream, native_cache
 from swiftspec.model.batch import Batch, Chain
 from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors
@@ -34,15 +35,6 @@ CLUSTER_TURN_KEYS, BLOCK_TURN_KEYS, MAX_PARTS = 512, 64, 64
 MAX_CLUSTERS, MAX_BLOCKS = 40, 160  # that run concurrently on the largest GPUs
 WORD_BYTES = 4
 CLUSTER_MAJORS = (9, 10, 11)  # compute capabilities with thread block clusters that the kernel uses (csrc/cuda/arch.h)
-
-
-class HeadNorm(Protocol):
-    """RMSNorm with weight [heads + kv_heads, head_dim]; `CudaNorm` implements it."""
-
-    @property
-    def weight(self) -> Tensor: ...
-    @property
-    def eps(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +148,7 @@ def scratch_bytes(rows: int, heads: int, kv_heads: int, head_dim: int, capacity:
 
 
 def tree_attention(
-    qkv: Tensor, plan: CudaAttentionPlan, layer: int, qk_norm: HeadNorm | None = None, sinks: Tensor | None = None
+    qkv: Tensor, plan: CudaAttentionPlan, layer: int, qk_norm: CudaNorm | None = None, sinks: Tensor | None = None
 ) -> Tensor:
     """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
     kv_heads) * head_dim] -> [rows, heads * head_dim].
@@ -173,6 +165,18 @@ def tree_attention(
     for chunk, native in plan.slices:
         native.attend(qkv[chunk], layer, out[chunk], current_stream())
     return out
+
+
+def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
+    """Returns `move(sequence, source, start)`, which moves slot source[i] of a sequence to slot start + i, in place and
+    in all layers of the KV cache `k`, `v`. `source` must be ascending, with source[i] >= start + i."""
+    native = native_cache(k, v)
+
+    def move(sequence: int, source: Sequence[int], start: int) -> None:
+        if source:
+            native.move(sequence, source, start, current_stream())
+
+    return move
 
 
 def _flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cuda.torch_interop import current_stream
-from swiftspec.backends.reference import Scores
 from swiftspec.backends.reference.chains import ChainVerdict
+from swiftspec.backends.reference.sampling import Scores
 
 MARK_WORDS = 4  # int32 words of a PositionMark
 

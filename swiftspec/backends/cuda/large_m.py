@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftspec import _C
+from swiftspec.backends.cuda.norm import CudaNorm
 from swiftspec.backends.cuda.torch_interop import current_stream
 
 MAX_KERNEL_ROWS = 256
@@ -78,15 +79,6 @@ def in_prefill_chunk() -> bool:
     return _state.prefill_chunk
 
 
-class NormWeights(Protocol):
-    """The weight and epsilon of an RMSNorm."""
-
-    @property
-    def weight(self) -> Tensor: ...  # [hidden] bfloat16
-    @property
-    def eps(self) -> float: ...
-
-
 class LinearWeights(Protocol):
     """The packed weights of a projection."""
 
@@ -107,7 +99,7 @@ def uses_library(x: Tensor, packed: LinearWeights) -> bool:
     return many and not (in_prefill_chunk() and packed.native.has_prefill_kernel)
 
 
-def normalise(x: Tensor, norm: NormWeights) -> Tensor:
+def normalise(x: Tensor, norm: CudaNorm) -> Tensor:
     """Returns the RMSNorm of x [rows, hidden], rounded before the weight is applied, as transformers does."""
     return F.rms_norm(x, x.shape[-1:], None, norm.eps).mul_(norm.weight)
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cpu.packing import Int4Source
 from swiftspec.backends.cuda import large_m
 from swiftspec.backends.cuda.devices import require_usable
-from swiftspec.backends.cuda.large_m import NormWeights
+from swiftspec.backends.cuda.norm import CudaNorm
 from swiftspec.backends.cuda.torch_interop import current_stream, on_gpu, use_current_device
 from swiftspec.errors import UserError
+from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.packed_model import PackedMlp
 from swiftspec.model.weights import Weight
 
@@ -87,7 +87,7 @@ def pack(
     with torch.cuda.device(device):
         use_current_device()
         group = int4_group_size(weight)
-        if isinstance(weight, Int4Source) and group != 0:
+        if isinstance(weight, Int4Weight) and group != 0:
             tiles, inputs, outputs = _int4_tiles(weight, group, device)
         else:
             tiles, inputs, outputs = _bf16_tiles(weight.dequantize(dtype).to(device))
@@ -115,7 +115,7 @@ def with_tiling(packed: CudaLinear, tiling: ProjectionTiling, tiles: Tensor | No
 
 def int4_group_size(weight: Weight) -> int:
     """Returns the inputs per scale of the tiles that keep the int4 codes of a matrix; 0 if it is dequantised."""
-    if not isinstance(weight, Int4Source) or weight.permutation is not None:
+    if not isinstance(weight, Int4Weight) or weight.permutation is not None:
         return 0
     return tile_group_size(weight.group_size)
 
@@ -139,7 +139,7 @@ def mask_outputs(packed: CudaLinear, outputs: Sequence[int], device: torch.devic
     return replace(packed, native=native, bias=bias)
 
 
-def _int4_tiles(weight: Int4Source, group: int, device: torch.device) -> tuple[Tensor, int, int]:
+def _int4_tiles(weight: Int4Weight, group: int, device: torch.device) -> tuple[Tensor, int, int]:
     splits, weight = weight.group_size // group, weight.to(device).in_order()  # reorders the codes on the device
     codes = weight.packed.contiguous()
     scales = weight.scales.float().repeat_interleave(splits, 0).contiguous()
@@ -245,7 +245,7 @@ def _linear(
     packed: CudaLinear,
     out: Tensor,
     *,
-    norm: NormWeights | None = None,
+    norm: CudaNorm | None = None,
     residual: Tensor | None = None,
     swiglu: bool = False,
     channel: PeerCommunicator | None = None,
@@ -261,14 +261,23 @@ def _linear(
     return out
 
 
-def norm_linear(x: Tensor, norm: NormWeights, packed: CudaLinear) -> Tensor:
+def embed(tokens: Tensor, weight: Tensor, multiplier: float = 1.0) -> Tensor:
+    """Embedding lookup: tokens [rows], weight [vocab, hidden] -> [rows, hidden]. `multiplier`: 1, see
+    `check_supported`."""
+    assert multiplier == 1
+    out = weight.new_empty(tokens.shape[0], weight.shape[1])
+    _C.embed_cuda(tokens, weight, out, current_stream())
+    return out
+
+
+def norm_linear(x: Tensor, norm: CudaNorm, packed: CudaLinear) -> Tensor:
     """Applies RMSNorm, then a projection (QKV): x [rows, hidden] -> [rows, outputs]."""
     if large_m.uses_library(x, packed):
         return large_m.linear(large_m.normalise(x, norm), packed)
     return _linear(x, packed, x.new_empty(x.shape[0], packed.outputs), norm=norm)
 
 
-def norm_swiglu(x: Tensor, norm: NormWeights, gate_up: CudaLinear) -> Tensor:
+def norm_swiglu(x: Tensor, norm: CudaNorm, gate_up: CudaLinear) -> Tensor:
     """Applies RMSNorm, the gate and up projections and SiLU(gate) * up: x [rows, hidden] -> [rows, outputs / 2]."""
     if large_m.uses_library(x, gate_up):
         return large_m.swiglu(large_m.normalise(x, norm), gate_up)
@@ -303,7 +312,7 @@ def linear_residual(
 
 def mlp(
     hidden: Tensor,
-    norm: NormWeights,
+    norm: CudaNorm,
     weights: PackedMlp,
     residual: Tensor,
     reduce: PeerCommunicator | Callable[[Tensor], Tensor] | None = None,
@@ -322,7 +331,7 @@ def mlp(
 
 
 def norm_head(
-    x: Tensor, norm: NormWeights, packed: CudaLinear, multiplier: float = 1.0, softcap: float | None = None
+    x: Tensor, norm: CudaNorm, packed: CudaLinear, multiplier: float = 1.0, softcap: float | None = None
 ) -> Tensor:
     """Applies the final RMSNorm and the LM head: x [rows, hidden] -> logits [rows, vocab], float32, not rounded to
     bfloat16. `multiplier`, `softcap`: 1 and None, see `check_supported`."""

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends import reference
 from swiftspec.backends.cuda.torch_interop import current_stream
-from swiftspec.backends.reference import DEFAULT_SCORES, Scores
+from swiftspec.backends.reference import sampling as reference
 from swiftspec.backends.reference.resampling import ResamplingState
+from swiftspec.backends.reference.sampling import DEFAULT_SCORES, Scores
 
 MAX_CANDIDATES = 64  # largest k of the top-k kernel
 

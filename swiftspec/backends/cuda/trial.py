@@ -17,18 +17,20 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends import cuda, unfused
+from swiftspec.backends.cuda import CudaBackend, cuda
 from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory, require_usable
 from swiftspec.backends.cuda.linear import ProjectionTiling
 from swiftspec.backends.cuda.trial_checks import TrialDevice, TrialPlan, trial_checks
 from swiftspec.backends.cuda.tuner import TuningBench
 from swiftspec.backends.families import Family, compose
+from swiftspec.backends.reference import Backend
+from swiftspec.backends.unfused import unfused
 from swiftspec.errors import UserError
 from swiftspec.file_io import one_line
 
@@ -72,7 +74,7 @@ def disable_early_starts() -> None:
     os.environ["SWIFTSPEC_EARLY_STARTS"] = "0"
 
 
-def run_checks(request: TrialRequest, ops: Any, at: TrialDevice) -> Iterator[dict[str, Any]]:
+def run_checks(request: TrialRequest, ops: Backend, at: TrialDevice) -> Iterator[dict[str, Any]]:
     """Yields the lines of the protocol. Ends after a check that leaves the device unusable, whose line has the field
     "fault"."""
     checks = {check.name: check for check in trial_checks(request.plan)}
@@ -96,11 +98,11 @@ def run_checks(request: TrialRequest, ops: Any, at: TrialDevice) -> Iterator[dic
             return
 
 
-def tuned(plan: TrialPlan, ops: Any, at: TrialDevice) -> Mapping[str, ProjectionTiling]:
+def tuned(plan: TrialPlan, ops: Backend, at: TrialDevice) -> Mapping[str, ProjectionTiling]:
     """Returns the tilings that are faster than the default ones; none without graphs, in which they are timed."""
-    if at.capture is None or not hasattr(ops, "tilings_of"):
+    if at.capture is None or not ops.TILINGS:
         return {}
-    return TuningBench(ops, at, replay_seconds, COLD * _C.cuda_device()["l2"]).tune(plan)
+    return TuningBench(cast(CudaBackend, ops), at, replay_seconds, COLD * _C.cuda_device()["l2"]).tune(plan)
 
 
 def load_libraries(device: torch.device) -> None:

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swiftspec.backends import reference
 from swiftspec.backends.families import Family
-from swiftspec.backends.reference import Scores, noise, resampling
+from swiftspec.backends.reference import Backend, noise, reference, resampling
 from swiftspec.backends.reference.resampling import PATH_HEADER_WORDS, ResamplingState
+from swiftspec.backends.reference.sampling import Scores
 from swiftspec.model.batch import Batch, Chain
 from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.packed_model import PackedLayer, PackedMlp, PackedModel
@@ -269,7 +269,7 @@ def norm_weight(count: int, at: TrialDevice) -> Tensor:
     return torch.rand(count, generator=at.dice(2), device=at.device).add_(0.5).to(BF16)
 
 
-def product(shape: ProjectionShape, ops: Any, norm: Any, packed: Any, x: Tensor, residual: Tensor) -> Tensor:
+def product(shape: ProjectionShape, ops: Backend, norm: Any, packed: Any, x: Tensor, residual: Tensor) -> Tensor:
     """Returns the result of a projection as a model calls it."""
     if shape.op in ("o", "down"):
         return ops.linear_residual(x, packed, residual)
@@ -277,13 +277,12 @@ def product(shape: ProjectionShape, ops: Any, norm: Any, packed: Any, x: Tensor,
     return function(x, norm, packed)
 
 
-def check_projection(shape: ProjectionShape, ops: Any, at: TrialDevice) -> str | None:
+def check_projection(shape: ProjectionShape, ops: Backend, at: TrialDevice) -> str | None:
     """A projection with its norm, residual or activation, for each number of rows."""
     weight, gains = random_weight(shape, at), norm_weight(shape.inputs, at)
     packed, norm = ops.pack(weight, BF16, at.device), ops.pack_norm(gains, NORM_EPS, BF16, at.device)
     x = at.random(max(CHUNK_ROWS), shape.inputs, seed=3).to(BF16)
     residual = at.random(max(CHUNK_ROWS), shape.outputs, seed=4).to(BF16)
-    prefill_chunk = getattr(ops, "prefill_chunk", nullcontext)
     half = shape.outputs // 2
     slices = sampled_outputs(half if shape.op == "gate_up" else shape.outputs)
 
@@ -297,7 +296,7 @@ def check_projection(shape: ProjectionShape, ops: Any, at: TrialDevice) -> str |
 
     def run(rows: int) -> Tensor:
         few = x[:rows]
-        with prefill_chunk() if rows in CHUNK_ROWS else nullcontext():
+        with ops.prefill_chunk() if rows in CHUNK_ROWS else nullcontext():
             return product(shape, ops, norm, packed, few, residual[:rows])
 
     def compare() -> Iterator[str | None]:
@@ -364,7 +363,7 @@ def rope_of(shape: AttentionShape, length: int, at: TrialDevice) -> tuple[Tensor
     return reference.rope_tables(RopeSpec(theta=1e4), shape.head_dim, length, BF16, at.device)
 
 
-def check_attention(shape: AttentionShape, ops: Any, at: TrialDevice) -> str | None:
+def check_attention(shape: AttentionShape, ops: Backend, at: TrialDevice) -> str | None:
     """Attention of tree rows over contexts of several lengths, also over two sequences, and of a prefill chunk, and the
     new keys and values."""
     bound = BF16_BOUND if shape.cache == "bfloat16" else FLOAT8_BOUND
@@ -395,7 +394,7 @@ def check_attention(shape: AttentionShape, ops: Any, at: TrialDevice) -> str | N
     return first_of(compare())
 
 
-def check_slot_moves(shape: AttentionShape, ops: Any, at: TrialDevice) -> str | None:
+def check_slot_moves(shape: AttentionShape, ops: Backend, at: TrialDevice) -> str | None:
     """Slots of the second of two sequences move to the front, in all layers and heads."""
     slots = min(shape.capacity, 300)
     cache = TrialCache.of(shape, 2, slots, slots, at)
@@ -407,14 +406,14 @@ def check_slot_moves(shape: AttentionShape, ops: Any, at: TrialDevice) -> str | 
     return None if same else "slots hold other values"
 
 
-def check_embedding(hidden: int, ops: Any, at: TrialDevice) -> str | None:
+def check_embedding(hidden: int, ops: Backend, at: TrialDevice) -> str | None:
     table = at.random(50, hidden).to(BF16)
     tokens = torch.tensor([3, 49, 0, 3], device=at.device)
     same = torch.equal(ops.embed(tokens, table), table[tokens])
     return None if same else "rows are not those of the table"
 
 
-def check_sampling(vocab: int, children: int, ops: Any, at: TrialDevice) -> str | None:
+def check_sampling(vocab: int, children: int, ops: Backend, at: TrialDevice) -> str | None:
     """Noise, draws, log-probabilities and candidates, compared with torch on the CPU."""
     logits = at.random(TREE_ROWS, vocab + 5, seed=9) * 4
     logits[:, vocab:] = 1e9  # beyond the vocabulary
@@ -462,7 +461,7 @@ def _not_best(tokens: Tensor, scores: Tensor, what: str) -> str | None:
     return _apart(own, scores.max(1).values, f"the score of {what}")
 
 
-def check_tree(shape: TreeShape, vocab: int, ops: Any, at: TrialDevice) -> str | None:
+def check_tree(shape: TreeShape, vocab: int, ops: Backend, at: TrialDevice) -> str | None:
     """Expansions on the device take the same leaves, slots and mask rows as on the host."""
     tree = ops.device_tree(shape.slots, shape.children, shape.leaves, vocab, at.device)
     if tree is None:
@@ -497,7 +496,7 @@ def check_tree(shape: TreeShape, vocab: int, ops: Any, at: TrialDevice) -> str |
     return None
 
 
-def check_resampling(particles: int, ops: Any, at: TrialDevice) -> str | None:
+def check_resampling(particles: int, ops: Backend, at: TrialDevice) -> str | None:
     """Particles are resampled as by torch on the CPU."""
     dice, slots, words = torch.Generator().manual_seed(SEED), 64, 40
     count = (3, particles)
@@ -510,8 +509,7 @@ def check_resampling(particles: int, ops: Any, at: TrialDevice) -> str | None:
     want = ResamplingState(weights, mask, ends, path, *zeros)
     got = ResamplingState(**{name: part.to(at.device, copy=True) for name, part in want.fields().items()})
     uniform = torch.rand(3, dtype=torch.float64, generator=dice)
-    operator = getattr(ops, "resample", resampling.resample)
-    operator(got, uniform.to(at.device), 0.9, slots)
+    ops.resample(got, uniform.to(at.device), 0.9, slots)
     resampling.resample(want, uniform, 0.9, slots)
     for name, part in want.fields().items():
         own = getattr(got, name).cpu()
@@ -524,7 +522,7 @@ def check_resampling(particles: int, ops: Any, at: TrialDevice) -> str | None:
 class TrialLayer:
     """Two passes through one layer, whose kernels read what their predecessors write."""
 
-    def __init__(self, shape: LayerShape, ops: Any, at: TrialDevice) -> None:
+    def __init__(self, shape: LayerShape, ops: Backend, at: TrialDevice) -> None:
         self._shape, self._ops, self._at = shape, ops, at
         qkv, o, gate_up, down = (ops.pack(random_weight(each, at), BF16, at.device) for each in shape.projections)
         hidden = shape.qkv.inputs
@@ -569,7 +567,7 @@ def _same(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def check_repeats(shape: LayerShape, ops: Any, at: TrialDevice) -> str | None:
+def check_repeats(shape: LayerShape, ops: Backend, at: TrialDevice) -> str | None:
     """A layer's kernels in a row have the bits that they have one by one."""
     layer = TrialLayer(shape, ops, at)
     want = layer.apart()
@@ -577,7 +575,7 @@ def check_repeats(shape: LayerShape, ops: Any, at: TrialDevice) -> str | None:
     return None if same else "kernels in a row have other results than one by one"
 
 
-def check_replays(shape: LayerShape, ops: Any, at: TrialDevice) -> str | None:
+def check_replays(shape: LayerShape, ops: Backend, at: TrialDevice) -> str | None:
     """A captured layer has the bits of an eager one in every replay."""
     if at.capture is None or ops.MAX_CAPTURED_SEQUENCES == 0:
         return None

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swiftspec.backends.cuda import CudaBackend
 from swiftspec.backends.cuda.linear import ProjectionTiling
 from swiftspec.backends.cuda.trial_checks import (
     BF16,
@@ -35,7 +36,6 @@ from swiftspec.backends.cuda.trial_checks import (
     product,
     random_weight,
 )
-from swiftspec.backends.families import with_tilings
 
 TUNE_S = 2.0  # after this time, the shapes that remain keep their default tilings
 EACH_VARIANT = 4  # tilings that are timed besides the default one
@@ -56,7 +56,7 @@ class TuningBench:
     """What a GPU is tuned with. `timer`: times calls. `clock`: returns the time in seconds. `cold_bytes`: bytes of
     weights that a measurement reads at least, several times the L2 cache."""
 
-    ops: Any
+    ops: CudaBackend
     at: TrialDevice
     timer: Timer
     cold_bytes: int
@@ -71,7 +71,7 @@ class TuningBench:
         for shape in distinct.values():
             if self.clock() < until:
                 found |= ShapeBench.of(self, shape).faster()
-        tuned = with_tilings(self.ops, found)
+        tuned = self.ops.with_operators(tilings=found)
         checks = (partial(check, layer, tuned, self.at) for layer in plan.layers for check in LAYER_CHECKS)
         return found if found and first_of(check() for check in checks) is None else {}
 
@@ -112,7 +112,8 @@ class ShapeBench:
         for tiling in sorted(finalists, key=lambda tiling: costs[tiling]):
             if costs[tiling] >= (1 - MARGIN) * costs[default]:
                 break
-            if check_projection(self.shape, with_tilings(self.bench.ops, {name: tiling}), self.bench.at) is None:
+            tuned = self.bench.ops.with_operators(tilings={name: tiling})
+            if check_projection(self.shape, tuned, self.bench.at) is None:
                 return {name: tiling}
         return {}
 

@@ -1,4 +1,5 @@
-"""Reference backend: the operators in plain torch on any device, with which tests compare the other backends.
+"""Reference backend: the operators in plain torch on any device, with which tests compare the other backends, and which
+those inherit.
 
 In shapes, `rows` is the number of tokens of a forward, `hidden` the hidden size, `inputs` and `outputs` are those of a
 projection, `heads` is the number of query heads, `window` the number of columns of the mask (`Batch.mask`).
@@ -9,85 +10,125 @@ rounding: torch may sum a product of more rows in another order.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Self
+
 import torch
+from torch import Tensor
 
-from swiftspec.backends.reference.attention import make_slot_mover, prepare, rope_tables, tree_attention
-from swiftspec.backends.reference.delta import (
-    fold_state,
-    gated_delta,
-    move_slots,
-    multiply_sigmoid,
-    prepare_delta,
+from swiftspec.backends.reference import (
+    attention,
+    chains,
+    delta,
+    linear,
+    mixture,
+    noise,
+    packing,
+    per_layer,
+    resampling,
+    sampling,
 )
-from swiftspec.backends.reference.linear import embed, linear_residual, norm_head, norm_linear, norm_swiglu
-from swiftspec.backends.reference.mixture import mlp, pack_mixture
-from swiftspec.backends.reference.noise import gumbel_rows
-from swiftspec.backends.reference.packing import mask_outputs, pack, pack_norm
-from swiftspec.backends.reference.per_layer import add_per_layer, per_layer_embeddings
-from swiftspec.backends.reference.sampling import (
-    DEFAULT_SCORES,
-    Scores,
-    children,
-    draw,
-    draw_keyed,
-    log_probs,
-    log_top_k,
-)
+from swiftspec.model.formats.int8 import HeadFormat
 from swiftspec.model.packed_model import FusedModel, PackedModel
+from swiftspec.model.spec import ModelSpec
 
-__all__ = [
-    "DEFAULT_SCORES",
-    "DRAFT_HEAD",
-    "MAX_CAPTURED_SEQUENCES",
-    "PEER_ALL_REDUCE",
-    "PREFILL_CHUNK_ROWS",
-    "Scores",
-    "add_per_layer",
-    "capture_bucket",
-    "children",
-    "device_tree",
-    "draw",
-    "draw_keyed",
-    "embed",
-    "fold_state",
-    "fuse",
-    "gated_delta",
-    "gumbel_rows",
-    "linear_residual",
-    "log_probs",
-    "log_top_k",
-    "make_slot_mover",
-    "mask_outputs",
-    "mlp",
-    "move_slots",
-    "multiply_sigmoid",
-    "norm_head",
-    "norm_linear",
-    "norm_swiglu",
-    "pack",
-    "pack_mixture",
-    "pack_norm",
-    "per_layer_embeddings",
-    "prepare",
-    "prepare_delta",
-    "rope_tables",
-    "tree_attention",
-]  # fmt: skip
-
-DRAFT_HEAD = None  # format to which a dense LM head of a draft is quantised at load; None: it stays dense
-PEER_ALL_REDUCE = False  # whether projections all-reduce in their kernel, through the memory of the group's GPUs
-PREFILL_CHUNK_ROWS = 256  # rows of a prefill chunk without logits: compute-bound, and soon interrupted
-MAX_CAPTURED_SEQUENCES = 0  # a forward cannot be captured in a CUDA graph: `prepare` reads on the host
+# signatures of operators of backends/cuda/chains.py
+MatchChains = Callable[[Tensor, int, Tensor, Tensor | None, sampling.Scores], chains.ChainVerdict]
+RejectChains = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], chains.ChainVerdict]
 
 
-def capture_bucket(max_kv_len: int | None) -> None:
-    """Returns None: no graph holds the number of slots that attention reads."""
+class Backend:
+    """The operators of a model for one kind of hardware: here those in plain torch. A subclass overrides the operators
+    that it has, and states its properties as class attributes.
+
+    Operators are functions (static methods), so that a call costs no more than that of a function. What `pack`,
+    `pack_norm` and `prepare` return is read by operators of the same backend only.
+    """
+
+    DRAFT_HEAD: HeadFormat | None = None  # to which a dense LM head of a draft is quantised at load; None: not at all
+    FLOAT32_STREAM: bool = False  # bfloat16 models have a residual stream in float32
+    FUSED_ATTENTION: bool = False  # attention keeps no mask and no scores over the whole cache in memory
+    INT8_ACTIVATIONS: bool = False  # products can quantise activations to int8 numbers
+    MAX_CAPTURED_SEQUENCES: int = (
+        0  # of a forward in a CUDA graph; 0: none can be captured, `prepare` reads on the host
+    )
+    OWN_THREADS: bool = False  # products use threads of their own and not those of torch
+    PACKED_CACHE: bool = False  # packed weights can be kept on disk (backends/cpu/packed_weight_cache.py)
+    PEER_ALL_REDUCE: bool = False  # projections all-reduce in their kernel, through the memory of the group's GPUs
+    PERMUTED_INT4: bool = True  # int4 codes of matrices whose inputs are permuted are kept where others are
+    PREFILL_CHUNK_ROWS: int = 256  # of a prefill chunk without logits: compute-bound, and soon interrupted
+    TILINGS: bool = False  # `tilings_of` returns tilings of a packed projection, among which a GPU is tuned
+
+    # optional operators: None where batches use the functions of reference/chains.py
+    match_chains: MatchChains | None = None
+    reject_chains: RejectChains | None = None
+
+    pack = staticmethod(packing.pack)
+    pack_norm = staticmethod(packing.pack_norm)
+    pack_mixture = staticmethod(mixture.pack_mixture)
+    mask_outputs = staticmethod(packing.mask_outputs)
+    rope_tables = staticmethod(attention.rope_tables)
+
+    embed = staticmethod(linear.embed)
+    norm_linear = staticmethod(linear.norm_linear)
+    norm_swiglu = staticmethod(linear.norm_swiglu)
+    linear_residual = staticmethod(linear.linear_residual)
+    mlp = staticmethod(mixture.mlp)
+    norm_head = staticmethod(linear.norm_head)
+    prepare = staticmethod(attention.prepare)
+    tree_attention = staticmethod(attention.tree_attention)
+    multiply_sigmoid = staticmethod(delta.multiply_sigmoid)
+    prepare_delta = staticmethod(delta.prepare_delta)
+    gated_delta = staticmethod(delta.gated_delta)
+    per_layer_embeddings = staticmethod(per_layer.per_layer_embeddings)
+    add_per_layer = staticmethod(per_layer.add_per_layer)
+    prefill_chunk = staticmethod(nullcontext)  # context of the layers of a prefill chunk
+
+    make_slot_mover = staticmethod(attention.make_slot_mover)
+    fold_state = staticmethod(delta.fold_state)
+    move_slots = staticmethod(delta.move_slots)
+
+    gumbel_rows = staticmethod(noise.gumbel_rows)
+    draw = staticmethod(sampling.draw)
+    draw_keyed = staticmethod(sampling.draw_keyed)
+    children = staticmethod(sampling.children)
+    log_probs = staticmethod(sampling.log_probs)
+    log_top_k = staticmethod(sampling.log_top_k)
+    resample = staticmethod(resampling.resample)
+
+    def check_supported(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Raises UserError if these operators cannot run the model on this machine."""
+
+    def kept_int4_group(self, inputs: int, group: int, dtype: torch.dtype) -> int:
+        """Returns the inputs per group of an int4 matrix with `inputs` inputs and `group` inputs per group, as `pack`
+        keeps it; 0 if `pack` dequantises it."""
+        return 0
+
+    def int4_needs(self, dtype: torch.dtype, device: torch.device | str) -> str | None:
+        """Returns in a few words what `pack` lacks to keep int4 matrices of any shape; None if nothing would help."""
+        return None
+
+    def capture_bucket(self, max_kv_len: int | None) -> int | None:
+        """Returns the number of slots that attention reads in a forward whose `Batch.max_kv_len` this is. A CUDA graph
+        of the forward holds it by value. None: the whole cache, or what `Batch.kv_len` on the device requires."""
+        return None
+
+    def fuse(self, stack: PackedModel) -> FusedModel | None:
+        """Returns the model as one native call, or None if its forward runs operator by operator."""
+        return None
+
+    def device_tree(self, slots: int, children: int, leaves: int, vocab: int, device: torch.device) -> Any:
+        """Returns a draft tree that is expanded on the device (a `DeviceTreeLike`), or None if the backend does not
+        support that, or not with these sizes. `slots`: tree slots. `children`, `leaves`: k and w."""
+        return None
+
+    def with_operators(self, **operators: Any) -> Self:
+        """Returns a copy of the backend with other operators or properties of these names."""
+        changed = copy.copy(self)
+        vars(changed).update(operators)
+        return changed
 
 
-def fuse(stack: PackedModel) -> FusedModel | None:
-    """Returns None: this backend cannot run a model as one call (optional operator)."""
-    return None
-
-
-def device_tree(slots: int, children: int, leaves: int, vocab: int, device: torch.device) -> None:
-    """Returns None: this backend has no draft tree in device memory (optional operator)."""
+reference = Backend()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import delta
 from swiftspec.backends.reference.delta import ReferenceDeltaPlan, ReferenceDeltaRows, ReferenceFoldGroup
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import DeltaTensors
@@ -21,7 +21,7 @@ def prepare_delta(batch: Batch, cache: DeltaTensors) -> ReferenceDeltaPlan:
     masked. The terms of a sum therefore depend on where rounds end, unlike those of reference/.
     """
     if cache.state.shape[1] > 1:
-        return reference.prepare_delta(batch, cache)
+        return delta.prepare_delta(batch, cache)
     count, width, device = cache.keys.shape[2], batch.mask.shape[1], batch.mask.device
     own = batch.slots - cache.folded_on_device
     order = _ascending(own)

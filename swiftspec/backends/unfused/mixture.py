@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from swiftspec.backends import reference
+from swiftspec.backends.reference import mixture
 from swiftspec.backends.reference.linear import add_residual, apply_gate, rms_norm
 from swiftspec.backends.reference.mixture import (
     add_shared_expert,
@@ -66,9 +66,11 @@ def mlp(
     output_norm: ReferenceNorm | None = None,
     multiplier: float = 1.0,
 ) -> Tensor:
-    """As `reference.mlp`, without reading on the host which experts a mixture uses."""
+    """As `reference.mixture.mlp`, without reading on the host which experts a mixture uses."""
     if not isinstance(weights, PackedMixture):
-        return reference.mlp(hidden, norm, weights, residual, reduce, output_norm, multiplier)
+        return mixture.mlp(
+            hidden, norm, weights, residual, reduce=reduce, output_norm=output_norm, multiplier=multiplier
+        )
     x = hidden if norm is None else rms_norm(hidden, norm)
     logits: Tensor = weights.router(x)
     experts, shares = choose_experts(logits, weights.experts, weights.correction)

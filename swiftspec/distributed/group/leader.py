@@ -26,6 +26,7 @@ from swiftspec.errors import NonFiniteLogits, RankLost, RequestFailed
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
+from swiftspec.runtime.drafter import DrafterWrapper
 from swiftspec.runtime.fallback_drafter import FAILURES
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.prefix_caching import with_cached_lengths
@@ -137,49 +138,43 @@ class LeaderVerification:
         return result
 
 
-class LeaderDrafter:
-    """Drafter on the leader: broadcasts every call to the followers and executes it on the leader's `drafter`."""
+class LeaderDrafter(DrafterWrapper[LocalDrafter]):
+    """Drafter on the leader: broadcasts every call to the followers and executes it on the leader's drafter."""
 
     def __init__(self, drafter: LocalDrafter, team: FollowerGroup) -> None:
-        self.drafter = drafter
+        super().__init__(drafter)
         self._team = team
-
-    @property
-    def busy(self) -> float:
-        return self.drafter.busy
 
     @property
     def draft_steps(self) -> int:
         """d, the number of expansions per round."""
-        return self.drafter.draft_steps
+        return self.inner.draft_steps
 
     @draft_steps.setter
     def draft_steps(self, steps: int) -> None:
-        self._team.run(Opcode.SET_DRAFT_STEPS, steps, lambda: setattr(self.drafter, "draft_steps", steps))
+        self._team.run(Opcode.SET_DRAFT_STEPS, steps, lambda: setattr(self.inner, "draft_steps", steps))
 
     def open(self, start: RequestStart) -> None:
-        start = with_cached_lengths(
-            replace(start, executor=self.drafter.select_executor(start).name), self.drafter.runner
-        )
-        _read_grammar(start, self.drafter.runner)
-        self._team.run(Opcode.DRAFTER_OPEN, start, partial(self.drafter.open, start))
+        start = with_cached_lengths(replace(start, executor=self.inner.select_executor(start).name), self.inner.runner)
+        _read_grammar(start, self.inner.runner)
+        self._team.run(Opcode.DRAFTER_OPEN, start, partial(self.inner.open, start))
 
     def propose(self) -> Proposal:
-        return self._team.run(Opcode.PROPOSE, None, self.drafter.propose)
+        return self._team.run(Opcode.PROPOSE, None, self.inner.propose)
 
     def grow(self) -> None:
-        self._team.run(Opcode.EXPAND, None, self.drafter.grow)
+        self._team.run(Opcode.EXPAND, None, self.inner.grow)
 
     def fast_reply(self) -> Any:
         """See `LocalDrafter.fast_reply`. It runs no forward, so the followers do not need the call."""
-        return self.drafter.fast_reply()
+        return self.inner.fast_reply()
 
     def observe(self, result: VerifyResult) -> None:
-        self._team.run(Opcode.OBSERVE, result, partial(self.drafter.observe, result))
+        self._team.run(Opcode.OBSERVE, result, partial(self.inner.observe, result))
         self._team.end_round()
 
     def close(self) -> None:
-        self._team.run_close(Opcode.DRAFTER_CLOSE, self.drafter.close)
+        self._team.run_close(Opcode.DRAFTER_CLOSE, self.inner.close)
 
 
 class LeaderScheduler:

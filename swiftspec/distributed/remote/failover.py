@@ -16,7 +16,7 @@ from swiftspec.distributed.remote.client import DrafterLate, DraftLink
 from swiftspec.distributed.remote.reconnect import Reconnector
 from swiftspec.messages import Proposal, RequestStart, VerifyResult, merge_results
 from swiftspec.observe.rpc_latency import RpcLog
-from swiftspec.runtime.drafter import Drafter, NoDrafter
+from swiftspec.runtime.drafter import Drafter, DrafterWrapper, NoDrafter
 from swiftspec.runtime.fallback_drafter import FAILURES
 
 # Seconds that a request waits for its first proposal. After a long prompt the proposal may take longer; the rounds
@@ -58,6 +58,7 @@ class RemoteDraft:
     connection: DraftLink
     reconnector: Reconnector | None
     rpc_log: RpcLog | None = None  # RPC latencies, if the drafter is a worker
+    disconnect: Callable[[], None] = lambda: None  # ends the connection to a worker
 
 
 @dataclass(slots=True)
@@ -69,7 +70,7 @@ class Outage:
     until: float | None = None  # None until the outage ends
 
 
-class FailoverDrafter:
+class FailoverDrafter(DrafterWrapper[ResumableDrafter]):
     """Drafter that forwards to a remote drafter, and to a spare one without a model while that is late or lost.
     `outages`: outages of the current or last request."""
 
@@ -82,14 +83,11 @@ class FailoverDrafter:
     ) -> None:
         """`drafter`: the remote drafter, or a controller that wraps it. `spare`: proposes meanwhile, and must not fail;
         None: proposes only the root."""
-        self._drafter, self._remote, self._clock = drafter, remote, clock
+        super().__init__(drafter)
+        self._remote, self._clock = remote, clock
         self._fallback = NoDrafter() if spare is None else spare
         self._usual_wait_s = 0.0  # seconds; moving average of the wait for a proposal
         self.outages: list[Outage] = []
-
-    @property
-    def busy(self) -> float:
-        return self._drafter.busy
 
     @property
     def lost_reason(self) -> str | None:
@@ -116,7 +114,7 @@ class FailoverDrafter:
             return self._fallback.propose()
         began = self._clock()
         try:
-            proposal = self._drafter.propose()
+            proposal = self.inner.propose()
         except DrafterLate as error:
             self._update_timeout(self._clock() - began)
             self._on_late(str(error))
@@ -130,11 +128,11 @@ class FailoverDrafter:
 
     def grow(self) -> None:
         if self._in_step:
-            self._try(self._drafter.grow)
+            self._try(self.inner.grow)
 
     def observe(self, result: VerifyResult) -> None:
         if self._in_step:
-            self._try(lambda: self._drafter.observe(result))  # first, because the draft group is waiting for it
+            self._try(lambda: self.inner.observe(result))  # first, because the draft group is waiting for it
         else:
             self._missed.append(result)
         self._fallback.observe(result)
@@ -142,7 +140,7 @@ class FailoverDrafter:
 
     def close(self) -> None:
         if not self._lost:
-            self._try(self._drafter.close)
+            self._try(self.inner.close)
 
     def _attach(self) -> bool:
         """Switches to the draft group if it has just recovered. Returns whether it has."""
@@ -155,7 +153,7 @@ class FailoverDrafter:
         """Opens the request on the draft group. The last of `start.tokens` is the root of its first proposal."""
         self._lost, self._in_step = False, False
         self._missed: list[VerifyResult] = []
-        self._try(lambda: self._drafter.open(start))
+        self._try(lambda: self.inner.open(start))
 
     def _caught_up(self) -> bool:
         """Polls a late draft group, unless the backoff excludes this round. If its proposal has arrived, sends it the
@@ -168,7 +166,7 @@ class FailoverDrafter:
     def _catch_up(self) -> None:
         if self._remote.drafter.poll():
             if self._missed:
-                self._drafter.catch_up(merge_results(self._missed))
+                self.inner.catch_up(merge_results(self._missed))
                 self._missed = []
             self._in_step = True
 

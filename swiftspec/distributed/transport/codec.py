@@ -24,6 +24,11 @@ Frame = tuple[int, Words]  # opcode and words of a message
 MAX_REASON_CHARS = 200  # longest quotation of a peer's data in an error message, in characters
 MAX_ERROR_CHARS = 500  # of a peer's error message
 Message = RequestStart | Proposal | VerifyResult | int
+# Layout of proposals and results: a header, then columns of `count` words each. After a change run
+# `python -m tools.message_layout`, which generates it for C++.
+HEADER = ("request", "round", "prefix_len", "count")
+PROPOSAL_COLUMNS = ("tokens", "parents", "weights", "sources")  # weights: the bits of float32 numbers
+RESULT_COLUMNS = ("path", "tokens")
 SOURCES_BY_VALUE = {int(source): source for source in NodeSource}  # a lookup costs a tenth of a call of the enum
 SHAPE_FIELDS = (
     "mode", "verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up",
@@ -36,9 +41,9 @@ def pack_message(message: Message) -> Words:
 
     RequestStart: request, prompt_len, number of tokens, tokens, then the remaining fields as JSON text: its length in
     bytes, and the bytes, four per word.
-    Proposal: request, round, prefix_len, number of nodes, tokens, parents, the bits of the float32 weights, sources;
-    then, for sampled children, the draft distributions: tokens, and the bits of the float32 probabilities.
-    VerifyResult: request, round, prefix_len, number of nodes, path, tokens.
+    Proposal: HEADER and PROPOSAL_COLUMNS; then, for sampled children, the draft distributions: tokens, and the bits of
+    the float32 probabilities.
+    VerifyResult: HEADER and RESULT_COLUMNS.
     int: the number itself.
     """
     match message:
@@ -48,9 +53,8 @@ def pack_message(message: Message) -> Words:
             head = [message.request, message.prompt_len, len(message.tokens)]
             return [*head, *message.tokens, len(text), *bytes_to_words(text)]
         case Proposal():
-            head = [message.request, message.round, message.prefix_len, len(message.tokens)]
-            words, drawn = [*head, *message.tokens, *message.parents], message.draft_probs
-            count = len(message.weights)
+            count, drawn = len(message.tokens), message.draft_probs
+            words = [message.request, message.round, message.prefix_len, count, *message.tokens, *message.parents]
             words += struct.unpack(f"{count}i", struct.pack(f"{count}f", *message.weights))
             words += message.sources
             if drawn is not None:
@@ -65,14 +69,21 @@ def pack_message(message: Message) -> Words:
 
 def unpack_proposal(flat: Words) -> Proposal:
     """Unpacks a proposal from the words that `pack_message` returned."""
-    request, round_, prefix_len, count, *body = _at_least(4, flat, "proposal")
-    if count < 1 or len(body) < 4 * count:
+    request, round_, prefix_len, count, *body = _at_least(len(HEADER), flat, "proposal")
+    end = len(PROPOSAL_COLUMNS) * count
+    if count < 1 or len(body) < end:
         raise ValueError(f"a proposal of {len(flat)} words does not match its {count} nodes")
-    parents = tuple(body[count : 2 * count])
-    weights = struct.unpack(f"{count}f", struct.pack(f"{count}i", *body[2 * count : 3 * count]))
-    sources = check_nodes(parents, weights, body[3 * count : 4 * count])
-    drawn = None if len(body) == 4 * count else _read_drawn(body[4 * count :], len({*parents[1:]}))
-    return Proposal(request, round_, prefix_len, tuple(body[:count]), parents, weights, sources, drawn)
+    columns = _columns(PROPOSAL_COLUMNS, body, count)
+    parents = tuple(columns["parents"])
+    weights = struct.unpack(f"{count}f", struct.pack(f"{count}i", *columns["weights"]))
+    sources = check_nodes(parents, weights, columns["sources"])
+    drawn = None if len(body) == end else _read_drawn(body[end:], len({*parents[1:]}))
+    return Proposal(request, round_, prefix_len, tuple(columns["tokens"]), parents, weights, sources, drawn)
+
+
+def _columns(names: Sequence[str], words: Words, count: int) -> dict[str, Words]:
+    """Returns the columns that follow the header of a message, of `count` words each, by name."""
+    return {name: words[place * count : (place + 1) * count] for place, name in enumerate(names)}
 
 
 def check_nodes(parents: Sequence[int], weights: Sequence[float], sources: Sequence[int]) -> tuple[NodeSource, ...]:
@@ -107,10 +118,11 @@ def _read_drawn(flat: Words, rows: int) -> DraftProbs:
 
 def unpack_result(flat: Words) -> VerifyResult:
     """Unpacks a result from the words that `pack_message` returned."""
-    request, round_, prefix_len, count, *body = _at_least(4, flat, "result")
-    if count < 1 or len(body) != 2 * count:
+    request, round_, prefix_len, count, *body = _at_least(len(HEADER), flat, "result")
+    if count < 1 or len(body) != len(RESULT_COLUMNS) * count:
         raise ValueError(f"a result of {len(flat)} words does not match its {count} nodes")
-    return VerifyResult(request, round_, prefix_len, tuple(body[:count]), tuple(body[count:]))
+    columns = _columns(RESULT_COLUMNS, body, count)
+    return VerifyResult(request, round_, prefix_len, tuple(columns["path"]), tuple(columns["tokens"]))
 
 
 def unpack_request_start(flat: Words) -> RequestStart:
@@ -169,8 +181,8 @@ def pack_scored_result(result: VerifyResult) -> Words:
 def unpack_scored_result(flat: Words) -> VerifyResult:
     """Unpacks a result from the words that `pack_scored_result` returned."""
     reader = WordReader(flat, "result")
-    head = reader.take(4)
-    result = unpack_result([*head, *reader.take(2 * head[3])])
+    head = reader.take(len(HEADER))
+    result = unpack_result([*head, *reader.take(len(RESULT_COLUMNS) * head[-1])])
     overlaps = tuple(reader.doubles(reader.count()))
     logprobs, prompt_logprobs = _read_logprobs(reader), _read_logprobs(reader)
     reader.finish()

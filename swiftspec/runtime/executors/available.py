@@ -6,11 +6,11 @@ Which executor of a list runs a request depends only on the features that it sup
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from swiftspec.backends.reference import Backend
 from swiftspec.config import EngineConfig, GroupShape, NativeRoundParams
 from swiftspec.runtime.executors import Executor, TreeExecutor
 from swiftspec.runtime.executors.eager import EagerExecutor
@@ -37,20 +37,6 @@ from swiftspec.sampling.vocab import TOP_CANDIDATES
 from swiftspec.tree.tree import DraftTree
 
 
-class ExecutorOps(Protocol):
-    """The part of a backend that decides which executors can use it."""
-
-    MAX_CAPTURED_SEQUENCES: int  # most sequences of a forward that a CUDA graph can contain; 0: no forward
-
-    def capture_bucket(self, max_kv_len: int | None, /) -> int | None: ...  # see `RunnerOps`
-    def device_tree(
-        self, slots: int, children: int, leaves: int, vocab: int, device: torch.device, /
-    ) -> DeviceTreeLike | None:
-        """Returns a draft tree that is expanded on the device, or None if the backend does not support that, or not
-        with these sizes. `slots`: tree slots. `children`, `leaves`: k and w."""
-        ...
-
-
 class ExecutorDeps:
     """Dependencies of the executors of one model.
 
@@ -59,7 +45,7 @@ class ExecutorDeps:
     `capture`: captures CUDA graphs, for the graph executors; None if they are not supported.
     """
 
-    def __init__(self, ops: ExecutorOps, fused: NativeModel | None, capture: Capture | None) -> None:
+    def __init__(self, ops: Backend, fused: NativeModel | None, capture: Capture | None) -> None:
         self.ops, self.fused = ops, fused
         self.graphs = GraphCache(capture, ops.capture_bucket) if capture is not None else None
 
@@ -88,7 +74,8 @@ def draft_executors(runner: Runner, deps: ExecutorDeps, config: EngineConfig) ->
         executors.append(NativeExecutor(runner, deps.fused))
     graphs = deps.graphs
     if graphs is not None and _captures(runner, 1):
-        on_device = deps.ops.device_tree(slots, children, leaves, runner.vocab, runner.model.device)
+        device = runner.model.device
+        on_device: DeviceTreeLike | None = deps.ops.device_tree(slots, children, leaves, runner.vocab, device)
         # message of `VocabShard.log_top_k`: per leaf the children, their scores and one sum
         if on_device is not None and _captures(runner, leaves, 2 * children + 1, dtype=torch.float64):
             tree = NativeTree(1 + slots * children, slots, on_device.host_tree)

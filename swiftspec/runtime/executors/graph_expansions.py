@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.backends.reference import Scores
-from swiftspec.backends.reference.sampling import calibrated_scores
+from swiftspec.backends.reference.sampling import Scores, calibrated_scores
 from swiftspec.model.batch import Batch
 from swiftspec.runtime.executors import ExecutorRequest
 from swiftspec.runtime.executors.graph import (
@@ -181,7 +180,7 @@ class GraphExpansionExecutor(GraphForwardExecutor):
         bias = self._bias[shard.tokens.start : shard.tokens.stop].to(logits.dtype)
         shaped = logits[:, : len(shard.tokens)] + bias
         scores = Scores(noise=noise, rows=rows, scalars=self._values.scores[PROCESSED])
-        return shard.log_top_k(calibrated_scores(shaped / self._values.temperature, scores), count)
+        return shard.log_top_k(calibrated_scores(shaped / self._values["temperature"], scores), count)
 
 
 def binary_parts(count: int) -> list[int]:

@@ -8,7 +8,7 @@ path.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -21,6 +21,7 @@ from torch import Tensor
 from swiftspec.config import NativeRoundParams
 from swiftspec.messages import Proposal
 from swiftspec.model.packed_model import FusedModel, LayerCaches
+from swiftspec.params import FILTERS, PENALTIES
 from swiftspec.runtime.coroutines import EXPANSION, VERIFICATION
 from swiftspec.runtime.executors import Accepted, ExecutorRequest
 from swiftspec.runtime.executors.eager import EagerExecutor
@@ -38,9 +39,9 @@ class NativeScoring(Protocol):
     """The logits processing of one request in native code; csrc/bind/rounds.cpp documents it."""
 
     def set_penalties(
-        self, repetition: float, presence: float, frequency: float, prompt: Sequence[int], output: Sequence[int], /
+        self, penalties: Mapping[str, float], prompt: Sequence[int], output: Sequence[int], /
     ) -> None: ...
-    def set_filter(self, top_k: int, top_p: float, min_p: float, /) -> None: ...
+    def set_filters(self, filters: Mapping[str, float], /) -> None: ...
 
 
 class NativeTreeRounds(Protocol):
@@ -122,10 +123,9 @@ class NativeExecutor(EagerExecutor):
             sampler.vocab, temperature, sampler.bias, not p.greedy, p.seed, TARGET_STREAM
         )
         if p.filtered:
-            self._scoring.set_filter(p.top_k, p.top_p, p.min_p)
+            self._scoring.set_filters(p.values_of(FILTERS))
         if sampler.history is not None:
-            penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
-            self._scoring.set_penalties(*penalties, *sampler.history.tokens())
+            self._scoring.set_penalties(p.values_of(PENALTIES), *sampler.history.tokens())
 
     def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
         assert isinstance(tree, NativeTree)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -23,8 +23,8 @@ class SamplingSpan(NamedTuple):
     groups: int
     temperature: float  # 0: greedy
     bias: Tensor | None  # [vocab]
-    filters: tuple[int, float, float] | None  # top_k, top_p, min_p
-    penalties: tuple[float, float, float] | None  # repetition, presence, frequency
+    filters: Mapping[str, float] | None  # by their names in SamplingParams; likewise penalties
+    penalties: Mapping[str, float] | None
     min_tokens: int
 
 

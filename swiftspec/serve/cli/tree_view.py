@@ -13,8 +13,7 @@ from rich.text import Text
 
 from swiftspec.errors import UserError
 from swiftspec.observe.recorder import TraceListener
-from swiftspec.observe.round_records import RoundRecord, TraceEntry, to_record
-from swiftspec.observe.trace_format import Record
+from swiftspec.observe.trace_format import Record, RoundRecord, TraceEntry, to_record
 from swiftspec.serve.terminal import ACCEPTED_STYLE, print_note, visible
 
 MAX_ROUNDS = 2000  # in the history

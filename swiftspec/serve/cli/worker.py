@@ -130,7 +130,7 @@ def _serve(
         phases.ready()
         address = Endpoint(endpoint.host, server.port)
         print(f"swiftspec: {model.side} worker listening on {address}", file=sys.stderr, flush=True)
-        group = None if model.rank is None else model.rank.worker_group
+        group = model.group
         with GracefulStop(stop_queue.put):
             if group is None:
                 server.run(stop_queue, worker.sweep)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from swiftspec.params import FILTERS
 from swiftspec.serve.http.errors import unsupported
 from swiftspec.serve.http.schema import ExtensibleBody
 
@@ -93,7 +94,7 @@ STOP = "use stop in /v1/chat/completions and /v1/completions, stop_sequences in 
 ONE_MODEL = "the model is chosen when the server starts"
 SESSIONS = "use previous_response_id in /v1/responses, or send the whole conversation"
 NO_MEDIA = "this model reads and writes text only"
-NO_SAMPLER = "use temperature, top_p, top_k or min_p"
+NO_SAMPLER = f"use temperature, {', '.join(FILTERS[:-1])} or {FILTERS[-1]}"
 
 REFUSED: Mapping[str, Refusal] = {
     # prompts, messages and limits under the name of another endpoint

@@ -6,14 +6,16 @@ define but this server does not are accepted only with values that change nothin
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema
 
-from swiftspec.params import MAX_LOGPROBS, MAX_TOKEN_COUNT
+from swiftspec.params import FILTERS, MAX_LOGPROBS, MAX_TOKEN_COUNT, PENALTIES, SamplingParams
 from swiftspec.serve.http.errors import ApiError
+from swiftspec.settings_schema import declared_settings
 
 # Strict: the prompt ["1", "2"] is two texts, and [1, 2] is one list of token ids.
 Token = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKEN_COUNT)]
@@ -23,7 +25,6 @@ Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Stops = Annotated[list[Stop], Field(max_length=16)]
 Text = Annotated[str, Field(max_length=8 << 20)]
 ShortText = Annotated[str, Field(max_length=256)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[dict[ShortText, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 LogprobCount = Annotated[int, Field(ge=-1, le=MAX_LOGPROBS)]
@@ -77,19 +78,28 @@ class Smc(Body):
     smc_exact: Annotated[int, Field(ge=0, le=64)] | None = None
 
 
-class SamplingFields(ExtensibleBody):
+def _optional_fields(names: Collection[str]) -> dict[str, Any]:
+    """Returns optional fields for `create_model` with type, range and help of the fields `names` of SamplingParams."""
+    return {
+        item.name: (
+            cast(Any, item.type) | None,
+            Field(None, ge=declaration.ge, gt=declaration.gt, le=declaration.le, description=declaration.help),
+        )
+        for item, declaration in declared_settings(SamplingParams)
+        if item.name in names
+    }
+
+
+LogitsFields = create_model("LogitsFields", __base__=ExtensibleBody, **_optional_fields(FILTERS + PENALTIES))
+
+
+class SamplingFields(LogitsFields):
     """Sampling parameters with vLLM's names. Missing values default to the server's flags, then to the model's
     generation config, then to vLLM's defaults."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
         None, description="0 is greedy; values between 0 and 0.001 become 0.001."
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_COUNT)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     logit_bias: Bias | None = Field(None, description="Added to the logits; the keys are token ids.")
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = Field(
         None, description="Seed of the noise; random by default. A negative seed is reduced modulo 2^64."

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.baselines import build_llama
 from bench.baselines.llama_server import LlamaServer, find_server
 from bench.workload import Work
 from swiftspec.errors import UserError
@@ -84,23 +83,3 @@ def test_autoregressive_decoding(tmp_path: Path) -> None:
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exited with code 3: no such model"):
         program(tmp_path).measure(WORK, tmp_path / "bad.gguf", 1)
-
-
-def test_the_measurements_name_the_build(tmp_path: Path) -> None:
-    (tmp_path / "build.json").write_text('{"flags": {"GGML_AMX_INT8": "OFF"}}')
-    found = program(tmp_path).measure(WORK, tmp_path / "good.gguf", 1)
-    assert found.notes == {"version": "7 (abc), built without AMX"}
-
-
-def test_a_crash_on_a_cpu_with_amx_is_reported_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_llama, "cpu_features", lambda: frozenset({"amx_int8"}))
-    with pytest.raises(UserError, match=r"exited with code -4: .*bench.baselines.build_llama DIR"):
-        program(tmp_path).measure(WORK, tmp_path / "crash.gguf", 1)
-    with pytest.raises(UserError, match=r"exited with code 3: no such model$"):
-        program(tmp_path).measure(WORK, tmp_path / "bad.gguf", 1)
-
-
-def test_a_missing_server_and_another_program(tmp_path: Path) -> None:
-    assert find_server(tmp_path) is None
-    with pytest.raises(UserError, match="supports neither --spec-draft-n-max nor --draft-max"):
-        program(tmp_path, "--other").measure(WORK, tmp_path / "good.gguf", 1, (tmp_path / "draft.gguf", 4))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,12 +11,10 @@ import pytest
 from bench.common.completion_client import (
     CompletionClient,
     Speculation,
-    counted_speculation,
     read_answer,
     reported_speculation,
     timed_events,
 )
-from swiftspec.errors import UserError
 from tests.support.openai_server import OpenAIServer, Script, chat_stream, event, openai_server
 
 USER = [{"role": "user", "content": "hi"}]
@@ -104,74 +101,9 @@ def test_speculation_that_responses_report(chunks: list[dict[str, Any]], specula
     assert reported_speculation(chunks) == speculation
 
 
-def test_ratios_of_speculation() -> None:
-    found = Speculation(4, 8, 5) + Speculation(1, 2, 0)
-    assert (found.tokens_per_round, found.accepted_share) == (2.0, 0.5)
-    assert (Speculation().tokens_per_round, Speculation(3).accepted_share) == (None, None)
-
-
-def test_counters_of_vllm() -> None:
-    assert counted_speculation(COUNTERS.format(drafts=4, drafted=12.0, accepted=8)) == Speculation(5, 12, 8)
-    assert counted_speculation("vllm:num_requests_running 1.0\n") is None
-
-
 def test_counters_are_read_after_each_answer() -> None:
     with connected(lambda _: (200, chat_stream(["a", "b"], USAGE))) as (server, client):
         for drafts, drafted, accepted in ((4, 12, 8), (6, 18, 13)):
             server.pages["/metrics"] = COUNTERS.format(drafts=drafts, drafted=drafted, accepted=accepted)
             answer = client.answer(USER, {})
     assert answer.speculation == Speculation(2, 6, 5)
-
-
-def test_a_server_that_refuses_stream_options_is_measured_without() -> None:
-    def strict(body: dict[str, Any]) -> tuple[int, bytes]:
-        allowed = body.get("stream_options", {}).keys() <= {"include_usage"}
-        return (200, chat_stream(["a"], USAGE)) if allowed else (400, b'{"error": {"message": "unknown field"}}')
-
-    with connected(strict, api_key="secret") as (server, client):
-        client.warm_up({"temperature": 0})
-        assert client.answer(USER, {"max_tokens": 3}).tokens == 7
-    path, last = server.requests[-1]
-    assert path == "/v1/chat/completions" and last == {
-        "model": "toy", "stream": True, "max_tokens": 3, "messages": USER, "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    assert set(server.keys) == {"Bearer secret"}
-
-
-def test_completions_send_the_text() -> None:
-    with connected(lambda _: (200, event({"choices": [{"text": "a"}]})), chat=False, model="m") as (server, client):
-        client.answer(USER, {})
-    path, body = server.requests[0]
-    assert (path, body["prompt"], body["model"], "messages" in body) == ("/v1/completions", "hi", "m", False)
-
-
-FAILURES = {
-    "503 loading": (503, json.dumps({"error": {"message": "loading"}}).encode()),
-    "400 no\nsuch field": (400, json.dumps({"detail": "no\nsuch field"}).encode()),
-    "500 <html>": (500, b"<html>"),
-    "rank 1 is gone": (200, chat_stream(["a"], {"error": {"message": "rank 1 is gone"}})),
-    "the response contains no server-sent event": (200, b'{"choices": []}'),
-}
-
-
-@pytest.mark.parametrize("cause", FAILURES)
-def test_errors_name_server_and_cause_in_one_line(cause: str) -> None:
-    with connected(lambda _: FAILURES[cause]) as (server, client), pytest.raises(UserError) as caught:
-        client.warm_up({})
-    message = str(caught.value)
-    assert message.startswith(f"theirs ({server.url}): ") and message.endswith(cause.replace("\n", " "))
-
-
-def test_a_server_without_models_or_without_a_listener() -> None:
-    with connected(lambda _: (200, b"")) as (server, client):
-        server.pages.clear()
-        with pytest.raises(UserError, match=r"theirs .*/v1/models: 404"):
-            client.warm_up({})
-        server.pages["/v1/models"] = '{"data": []}'
-        with pytest.raises(UserError, match="lists no model; use --model"):
-            client.warm_up({})
-    with (
-        CompletionClient("gone", server.url, model="m", chat=True, api_key=None) as client,
-        pytest.raises(UserError, match=r"gone .*refused"),
-    ):
-        client.warm_up({})

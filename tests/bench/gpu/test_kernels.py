@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,6 @@ from bench.gpu.kernels import Findings, Run
 from bench.gpu.shapes import RankShape
 from bench.gpu.timing import Call, GpuLost
 from bench.gpu.watchdog import watch
-from swiftspec.lab import latency_model
 from tests.bench.baselines import fakes
 
 MAKE = Maker("cpu", BaselineKernels())
@@ -96,23 +94,6 @@ def fails(error: Exception) -> Any:
     return make
 
 
-def test_a_failing_baseline_is_named_and_does_not_fail_the_run(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    variants = {
-        "marlin": fails(ValueError("result differs from torch")),
-        "unfused": fails(RuntimeError("out of memory\nand more")),
-        "swiftspec": list,
-    }
-    one = run(file)
-    one.all(iter([case("o", variants), case("qkv", variants), case("down", variants), case("swiglu", variants)]))
-    found = Findings.read(file)
-    assert found.failed[0] == "Llama-3-70B TP4 o x8 unfused: out of memory" and len(found.failed) == 4
-    assert found.rivals[0] == "Llama-3-70B TP4 o x8 marlin: result differs from torch"
-    assert found.rivals[3:] == ["marlin: skipped after 3 failures"]
-    assert [r["op"] for r in found.results] == ["o", "qkv", "down", "swiglu"] and found.at is None
-    assert found.results[0]["quoted"] == {"SwiftSpec": 11.72, "vLLM": 16.9, "TensorRT-LLM": 15.5, "Table 3": 22.8}
-
-
 def test_a_failed_capture_ends_the_process_and_the_next_one_continues(tmp_path: Path) -> None:
     """Captures after it would be measured wrongly although the device works, so a new process measures the rest."""
     file = tmp_path / "found.json"
@@ -126,50 +107,6 @@ def test_a_failed_capture_ends_the_process_and_the_next_one_continues(tmp_path: 
     run(file).all(iter(several))
     found = Findings.read(file)
     assert [r["op"] for r in found.results] == ["qkv"] and len(found.rivals) == 1 and found.failed == []
-
-
-def test_recorded_results_are_not_measured_again(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    several = [case("o", {"swiftspec": list}), case("qkv", {"swiftspec": list})]
-    run(file).all(iter(several[:1]))
-    run(file, until=0.0).all(iter(several))
-    assert Findings.read(file).left_out == [several[0].name, several[1].name]
-    run(file).all(iter(several))
-    found = Findings.read(file)
-    assert [r["op"] for r in found.results] == ["o", "qkv"] and found.left_out == []
-
-
-def test_a_slow_baseline_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit counts the time that its cases take beyond the usual one."""
-    monkeypatch.setattr(kernels, "SLOW_START", 0.0)
-    for ordinary, measured, messages in ((1.0, 4, []), (0.0, 3, ["flexattention: skipped after 0 s of compiling"])):
-        monkeypatch.setattr(kernels, "ORDINARY", ordinary)
-        one = run(tmp_path / f"{ordinary}.json")
-        one.all(iter([case(op, {"flexattention": list, "swiftspec": list}) for op in ("o", "down")]))
-        assert one.found.rivals == messages and len(one.found.results) == measured
-
-
-def test_the_predictor_reads_what_the_bench_writes(tmp_path: Path) -> None:
-    """SwiftSpec's own operators at 8 rows, under `points`."""
-    file, times = tmp_path / "h200-kernels.json", iter([10.0, 20.0, 30.0, 99.0, 99.0])
-    sizes = [case(op, {"swiftspec": list}) for op in ("o", "qkv", "swiglu")]
-    more = [case("down", {"swiftspec": list}, rows=1), case("down", {"unfused": list})]
-    run(file, lambda calls: next(times)).all(iter([*sizes, *more]))
-    assert len(Findings.read(file).points) == 3
-    slow, _ = latency_model.fitted(file, latency_model.GPUS["h200"])
-    assert slow.origin == "measured"
-
-
-def test_the_lines_of_the_table(tmp_path: Path) -> None:
-    result = kernels.measure(case("qkv", {}), "swiftspec", list, ON, lambda calls: 12.5)
-    numbers = "12.50 885 0.89 1.43 18.38 15.37"
-    assert " ".join(kernels.line(result).split()) == f"Llama-3-70B TP4 qkv x8 swiftspec {numbers} Table 3 16.9"
-    more = kernels.measure(case("qkv", {}, rows=16), "swiftspec", list, ON, lambda calls: 12.5)
-    assert not more.quoted, "the paper's are for 8 rows"
-    assert "quoted" in kernels.head()
-    for op in ("draw", "attention of 8 particles"):
-        wanted = kernels.target_of(replace(case("o", {}), op=op), ON)
-        assert (wanted is None) == ("particles" in op)
 
 
 def test_a_time_is_the_median_replay_over_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,49 +206,3 @@ def test_a_lost_gpu_ends_the_process_after_all_results_are_written(
     found = Findings.read(file)
     assert [r["competitor"] for r in found.results] == ["unfused", "cublas bf16"]
     assert found.failed == ["Llama-3-70B TP4 o x8 swiftspec: an illegal memory access"]
-
-
-def test_a_complete_run_in_two_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a CPU under a GPU's name: what is printed and written, with measured constants, in two runs."""
-    fakes.install(monkeypatch, fakes.flashinfer())
-    monkeypatch.setitem(shapes.MODELS, "small", (256, 4, 2, 64, 512, 128))
-    small = Maker("cpu", BaselineKernels(), cold=1)
-    several = [small.linear("small", 2, "o", 8), small.attention("small", 1, 40, 8)]
-    monkeypatch.setattr(kernels, "cases", lambda make, rows, contexts: iter(several))
-    monkeypatch.setattr(kernels, "copy_speed", lambda device, size: 4000.0)
-    monkeypatch.setattr(kernels, "graph_timer", lambda calls: 5.0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    file, constants = tmp_path / "found.json", tmp_path / "constants.json"
-    constants.write_text(json.dumps({"constants": {"gap": 2.85, "read": 4300.0}}))
-    args = Namespace(json=file, only="", rows="8", budget=60.0, constants=constants)
-    args.device, args.contexts, args.competitors = "cuda", "1000", []
-    assert kernels.work(args) == 0
-    found = Findings.read(file)
-    assert found.machine["copy GB/s"] == 4000.0 and "H800" in found.machine["quoted"]
-    assert {r["competitor"] for r in found.results} == {"unfused", "cublas bf16", "torch int4", "sdpa"}
-    assert found.results[0]["accept"] == pytest.approx(3.5 + 2.0, abs=0.1), (
-        "two more microseconds from launch to launch"
-    )
-    assert len([line for line in found.rivals if line.startswith(("marlin: ", "flashinfer: ", "flexattention: "))]) == 3
-    printed = capsys.readouterr().out
-    assert "copy bandwidth 4000 GB/s" in printed and "small TP2 o x8" in printed and "0 cases skipped" in printed
-    assert kernels.work(args) == 0 and len(Findings.read(file).results) == len(found.results)
-
-
-def test_the_command_restarts_or_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, seen = tmp_path / "found.json", list[tuple[list[str], bool]]()
-
-    def watched(command: list[str], where: Path, budget: float, timeout_s: float, give_up: object) -> int:
-        seen.append((command, where.exists()))
-        return 0
-
-    monkeypatch.setattr(kernels, "watch", watched)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for more in ([], ["--resume"]):
-        file.write_text("{}")
-        monkeypatch.setattr(sys, "argv", ["kernels", "--json", str(file), "--only", "70B", *more])
-        assert kernels.main() == 0
-    assert [there for _, there in seen] == [False, True]
-    assert "--worker" in seen[0][0] and seen[0][0][-2:] == ["--json", str(file)] and "70B" in seen[0][0]

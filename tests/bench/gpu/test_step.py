@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from bench.data.heldout import DEMO, read_token_ids
 from bench.gpu import step
-from swiftspec.backends import unfused
+from bench.gpu.round_bytes import forward_bytes, round_share
+from bench.smc_groups import ABLATED
+from swiftspec.backends.unfused import unfused
+from swiftspec.builder.memory_estimate import MemoryEstimate
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
@@ -40,6 +44,7 @@ def arguments(**changed: Any) -> Namespace:
     usual: dict[str, Any] = {
         "prompts": 1, "tokens": 8, "context": 64, "device": "cpu", "ops": "auto", "steps": 2, "head": "auto",
         "kv_cache_dtype": "auto", "split": None, "modes": list(step.MODES), "rows": [], "trees": [],
+        "particles": None, "draft_tokens": 4, "ablate": False,
     }  # fmt: skip
     return Namespace(**usual | changed)
 
@@ -115,11 +120,26 @@ def test_particles_are_measured_after_a_warm_up_on_shared_models(monkeypatch: py
         return whole(*path, **options)
 
     monkeypatch.setattr(step, "load_model", counted)
-    args = Namespace(prompts=1, tokens=5, context=64, device="cpu", ops="auto", particles=[2, 3])
+    monkeypatch.setattr(step, "copy_speed", lambda device: 1.0)
+    args = arguments(tokens=5, particles=[2, 3], draft_tokens=1, ablate=True)
     calls: list[set[str]] = []
     found = step.measure_particles("demo", args, lambda result: calls.append(set(result)))
-    assert [found[f"smc {count}"]["tok/s"] > 0 for count in (2, 3)] == [True, True] and len(made) == 2
-    assert "smc 3" in calls[0] and "smc 2" not in calls[0] and found["rounds"] in ("native", "eager")
+    names = [f"smc {count}{end}" for count in (2, 3) for end in ("", *(f", without the {part}" for part in ABLATED))]
+    assert {*names} < {*found} and len(made) == 2
+    assert "smc 3" in calls[0] and "smc 2" not in calls[0]
+    assert all(found[name]["ratio to ar"] == found[name]["tok/s"] / found["ar"]["tok/s"] for name in names)
+    assert found["smc 2"]["round GB"] > found["ar"]["round GB"]
+
+
+def test_a_round_reads_weights_and_caches_once_per_forward() -> None:
+    size = MemoryEstimate(read_config(DEMO / "draft"), torch.bfloat16, 0)
+    stored = load_file(DEMO / "draft" / "model.safetensors")  # the embedding is tied, and read whole as the head
+    assert forward_bytes(size, 0) == pytest.approx(sum(tensor.nbytes for tensor in stored.values()), rel=0.01)
+    mixers = size.config.spec.attention_mixers
+    assert forward_bytes(size, 10) - forward_bytes(size, 0) == 10 * 2 * 2 * sum(mixer.kv_size for mixer in mixers)
+    share = round_share({"tok/s": 100.0, "tok/round": 2.0}, size, size, forwards=3, context=10, copy=1.0)
+    assert share["round GB"] == pytest.approx(4 * forward_bytes(size, 10) / 1e9)
+    assert share["of copy"] == pytest.approx(share["round GB"] * 50)
 
 
 def test_a_step_is_timed_as_a_graph_if_the_model_can_be_captured() -> None:

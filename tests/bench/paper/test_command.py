@@ -9,24 +9,21 @@ from pathlib import Path
 import pytest
 
 from bench.data.heldout import ROOT
-from bench.paper.__main__ import parse_pair, parse_task
+from bench.paper.__main__ import build_parser, check_servers
 from swiftspec.errors import UserError
 
 
-def test_pairs() -> None:
-    name, (target, draft) = parse_pair("demo")
-    assert name == "demo" and target.is_dir() and draft.is_dir()
-    assert parse_pair("a-b=big,small") == ("a-b", (Path("big"), Path("small")))
-    for text in ("other", "a=b", "a=b,", "../a=b,c"):
-        with pytest.raises(UserError, match="--pair"):
-            parse_pair(text)
-
-
-def test_tasks() -> None:
-    assert parse_task("gsm8k=test.jsonl") == ("gsm8k", Path("test.jsonl"))
-    for text in ("gsm8k", "poems=file"):
-        with pytest.raises(UserError, match="--tasks"):
-            parse_task(text)
+@pytest.mark.parametrize(
+    ("flags", "pairs", "cause"),
+    [
+        (["--server", "a=http://host", "--emulate", "paper"], 1, "emulated"),
+        (["--server", "a=http://host"], 2, "one --pair"),
+        (["--server", "all=http://host"], 1, "names of this project's systems"),
+    ],
+)
+def test_servers_that_cannot_be_compared(flags: list[str], pairs: int, cause: str) -> None:
+    with pytest.raises(UserError, match=cause):
+        check_servers(build_parser().parse_args(flags), pairs)
 
 
 @pytest.mark.slow

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from swiftspec.backends import cuda, unfused
+from swiftspec.backends.cuda import cuda
 from swiftspec.backends.cuda import linear as cuda_linear
 from swiftspec.backends.cuda import peers as cuda_peers
 from swiftspec.backends.cuda.peers import PeerAccessError
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.distributed.collectives import leave, peers
 from swiftspec.distributed.launch import supervisor

@@ -14,7 +14,7 @@ import transformers
 from swiftspec import _C
 from swiftspec.config import DEFAULT_DRAFT_STEPS, EngineConfig
 from swiftspec.llm_engine import LLMEngine
-from swiftspec.runtime.lookahead_drafter import EXPANSION_YIELD
+from swiftspec.tree.tree import EXPANSION_YIELD
 from tests.model.architectures.test_gemma4 import NATIVE as GEMMA4_E
 from tests.model.test_loader import quantise
 from tests.support import slow_reference

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.group.leader import FollowerGroup, LeaderDrafter
 from swiftspec.distributed.launch.supervision import Heartbeat
@@ -29,7 +29,7 @@ from swiftspec.errors import DrafterLost
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.model.loader import load_model
 from swiftspec.observe.recorder import Recorder
-from swiftspec.observe.round_records import RoundRecord
+from swiftspec.observe.trace_format import RoundRecord
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.tree.tree import DraftTree

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from swiftspec.backends import reference, unfused
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.cache.delta import DeltaCache
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
@@ -108,7 +109,7 @@ def new_cache(model: Transformer, ops: Any, capacity: int = CAPACITY) -> ModelCa
     kv, *further = (KVCache(*shape, capacity, ops.make_slot_mover, dtype=model.dtype) for shape in model.cache_shapes)
     delta = None
     if model.delta_shape is not None:
-        delta = DeltaCache(*model.delta_shape, capacity, ops, dtype=model.stream_dtype)
+        delta = DeltaCache(model.delta_shape, capacity, ops, dtype=model.stream_dtype)
     return ModelCache(kv, further=further, delta=delta)
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftspec.backends import cpu as host
-from swiftspec.backends import reference, unfused
+from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine

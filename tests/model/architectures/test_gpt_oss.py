@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swiftspec.backends import cpu, reference
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
 from swiftspec.backends.reference.linear import apply_gate
 from swiftspec.errors import UserError
 from swiftspec.file_io import Fields

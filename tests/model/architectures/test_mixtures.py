@@ -13,15 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swiftspec.backends import cpu, cuda, reference, unfused
+from bench.pair import parameters
+from bench.prediction.latency_model import GPUS, constants, forward
+from swiftspec.backends.cpu import cpu
 from swiftspec.backends.cpu.packed_weight_cache import PackedWeightCache
+from swiftspec.backends.cuda import cuda
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.builder.memory_estimate import MemoryEstimate
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
-from swiftspec.lab.latency_model import GPUS, constants, forward
-from swiftspec.lab.pair import parameters
 from swiftspec.lab.quantize import quantize
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.architectures import architecture_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends import cpu as host
-from swiftspec.backends import reference
+from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.reference import reference
 from swiftspec.cache.delta import DeltaCache
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
@@ -57,7 +57,7 @@ def new_cache(model: Transformer, ops: Any) -> ModelCache:
     kv, *further = (KVCache(*shape, CAPACITY, ops.make_slot_mover, dtype=model.dtype) for shape in model.cache_shapes)
     delta = None
     if model.delta_shape is not None:
-        delta = DeltaCache(*model.delta_shape, CAPACITY, ops, dtype=model.stream_dtype)
+        delta = DeltaCache(model.delta_shape, CAPACITY, ops, dtype=model.stream_dtype)
     return ModelCache(kv, further=further, delta=delta)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import cpu, cuda
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.cuda import cuda
 from swiftspec.builder.load_options import select_operators
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig

@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swiftspec.backends import cpu, reference
+from bench.exactness.__main__ import main
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
 from swiftspec.builder.memory_estimate import MemoryEstimate
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.lab.exactness.command import main
 from swiftspec.lab.quantize import quantize
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import Tensors, open_tensors, read_config

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftspec.backends import reference
+from bench.pair import parameters
+from swiftspec.backends.reference import reference
 from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
-from swiftspec.lab.pair import parameters
 from swiftspec.model.architectures import architecture_of, text_model_fields
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.spec import AttentionSpec, ExpertsSpec, GatedDeltaSpec, ModelSpec

@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftspec.backends import cpu, reference, unfused
+from bench.pair import parameters
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
-from swiftspec.lab.pair import parameters
 from swiftspec.model.architectures import ARCHITECTURES, architecture_of
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config_json import parse_config

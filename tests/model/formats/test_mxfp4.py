@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from swiftspec.backends import cpu, reference, unfused
+from swiftspec.backends.cpu import cpu
 from swiftspec.backends.cpu.packed_weight_cache import PackedWeightCache
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import open_tensors
 from swiftspec.model.formats.mxfp4 import Mxfp4, Mxfp4Weight

@@ -14,7 +14,8 @@ from gguf import GGUFWriter
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends import cpu, reference
+from swiftspec.backends.cpu import cpu
+from swiftspec.backends.reference import reference
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.checkpoint_files import open_tensors, read_config

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from swiftspec.backends import reference, unfused
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch, HostBatch
 from swiftspec.model.loader import load_model

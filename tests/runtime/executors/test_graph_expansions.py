@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends import unfused
 from swiftspec.backends.cuda import tree as cuda_tree
+from swiftspec.backends.unfused import unfused
 from swiftspec.config import EngineConfig
 from swiftspec.model.batch import Batch
 from swiftspec.model.loader import load_model

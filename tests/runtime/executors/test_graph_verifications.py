@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftspec.backends import unfused
+from swiftspec.backends.unfused import unfused
 from swiftspec.config import EngineConfig
 from swiftspec.messages import DraftProbs, Proposal
 from swiftspec.model.batch import HostBatch

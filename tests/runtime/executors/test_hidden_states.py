@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends import cpu as host
-from swiftspec.backends import reference, unfused
+from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.reference import reference
+from swiftspec.backends.unfused import unfused
 from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.loader import load_model

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from swiftspec import _C
-from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import cpu as host
 from swiftspec.backends.cpu import shm
 from swiftspec.backends.cpu.shm import ShmCollectives
 from swiftspec.config import EngineConfig
@@ -318,13 +318,20 @@ def test_invalid_arguments_are_refused(checkpoint: Path) -> None:
         with pytest.raises(ValueError, match=message):
             rounds.verify([([1, 2], [-1, 0], 0, 0, scoring, None, None, path)])
     with pytest.raises(ValueError, match="need noise"):
-        scoring.set_filter(5, 1.0, 0.0)
-    for values in ((-1, 1.0, 0.0), (0, 1.5, 0.0), (0, 0.5, -1.0)):
-        with pytest.raises(ValueError, match="out of range"):
-            rounds.scoring(VOCAB, 1.0, None, True, 0, 0).set_filter(*values)
+        scoring.set_filters({"top_k": 5, "top_p": 1.0, "min_p": 0.0})
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for value, message in (
+        ({"top_k": -1}, "out of range"),
+        ({"top_p": 1.5}, "out of range"),
+        ({"min_p": -1.0}, "out of range"),
+        ({"top_a": 0.5}, "expected the filters"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rounds.scoring(VOCAB, 1.0, None, True, 0, 0).set_filters(off | value)
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     for prompt, output in (([VOCAB], []), ([1], [-1])):
         with pytest.raises(ValueError, match="vocabulary"):
-            scoring.set_penalties(1.1, 0.0, 0.0, prompt, output)
+            scoring.set_penalties(penalties, prompt, output)
     with pytest.raises(ValueError, match="than were verified"):
         rounds.logits([0], np.zeros((1, model.fused.num_logits), np.float32))
     drafter = roles.make_drafter(runner, EngineConfig())

@@ -17,7 +17,7 @@ from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.batching.sequence_group import SequenceGroup
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm_engine import LLMEngine
-from swiftspec.params import SamplingParams
+from swiftspec.params import FILTERS, PENALTIES, SamplingParams
 from swiftspec.runtime.executors.native_population import NativePopulationExecutor
 from swiftspec.runtime.executors.population_rounds import EagerPopulationExecutor, SamplingSpan
 from swiftspec.smc.group_result import GroupResult
@@ -34,6 +34,7 @@ SHAPES: list[dict[str, Any]] = [
     {"presence_penalty": 0.6, "frequency_penalty": 0.4, "min_tokens": 6, "logit_bias": {7: 4.0, 11: 4.0}},
 ]  # fmt: skip
 SPAN = SamplingSpan(1, 0.8, None, None, None, 0)
+FILTERED, PENALISED = (SamplingParams(top_k=5, presence_penalty=1).values_of(names) for names in (FILTERS, PENALTIES))
 CONFIGS = {
     "smc": EngineConfig("smc", population=PopulationConfig(3, 3, 0.8, smc_groups=3)),
     "power": EngineConfig("smc", population=PopulationConfig(4, 2, 0.6, 2.0, smc_groups=3)),
@@ -196,9 +197,10 @@ def test_an_invalid_round_is_refused(bf16: tuple[Path, Path]) -> None:
     for changed, message in (
         ({"groups": 4}, "as many groups as there are"),
         ({"min_tokens": -1}, "a min_tokens of at least 0"),
-        ({"filters": (0, 1.5, 0.0)}, "a filter is out of range"),
-        ({"filters": (5, 1.0, 0.0), "temperature": 0.0}, "filters need a temperature above 0"),
-        ({"penalties": (0.0, 0.0, 0.0)}, "the repetition penalty must be above 0"),
+        ({"filters": FILTERED | {"top_p": 1.5}}, "a filter is out of range"),
+        ({"filters": FILTERED, "temperature": 0.0}, "filters need a temperature above 0"),
+        ({"filters": {"top_k": 5}}, "expected the filters"),
+        ({"penalties": PENALISED | {"repetition_penalty": 0.0}}, "the repetition penalty must be above 0"),
     ):
         with pytest.raises(ValueError, match=message):
             native._native.round([SPAN._replace(**changed)], head, None)

@@ -156,12 +156,29 @@ def test_worker_and_replay_are_those_of_serve(name: str, dispatched: list[list[s
     assert dispatched == [[name, "x"]]
 
 
-def test_profile_and_exactness_get_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr("swiftspec.lab.profile.main", lambda argv, prog: calls.append((argv, prog)) or 0)
-    monkeypatch.setattr("swiftspec.lab.exactness.command.main", lambda argv, prog: calls.append((argv, prog)) or 0)
-    assert main(["profile", "--dry-run"]) == main(["exactness", "--samples", "9"]) == 0
-    assert calls == [(["--dry-run"], "swiftspec profile"), (["--samples", "9"], "swiftspec exactness")]
+    assert main(["profile", "--dry-run"]) == 0
+    assert calls == [(["--dry-run"], "swiftspec profile")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "module", "code"),
+    [
+        (["pair", "x"], "bench.pair", 2),
+        (["exactness"], "bench.exactness", 2),
+        (["profile", "trace", "x"], "bench.timeline", 1),
+        (["profile", "report", "x"], "bench.profile_report", 1),
+        (["profile", "predict"], "bench.prediction", 1),
+    ],
+)
+def test_a_moved_command_names_its_module(
+    argv: list[str], module: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == code
+    error = capsys.readouterr().err
+    assert f"python -m {module}" in error and error.count("\n") == 1
 
 
 @pytest.mark.slow

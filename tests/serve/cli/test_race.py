@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-from typing import Any
 
 import pytest
 
 from swiftspec.config import EngineConfig
-from swiftspec.serve.cli.race import MAX_ANSWER_TOKENS, RaceResult, compare_results
+from swiftspec.serve.cli.race import MAX_ANSWER_TOKENS
 from swiftspec.settings.settings import Settings, env_name
 from swiftspec.text.codec import TextCodec
 from tests.serve.cli.test_chat import ChatRoom
@@ -93,22 +92,3 @@ def test_a_race_needs_a_tree(chat_room: ChatRoom, mode: str) -> None:
     chat_room.engine.config = EngineConfig(mode)
     assert f"error: /race is not supported in mode {mode}" in chat_room.run("/race one", EOFError)
     assert chat_room.engine.requests == []
-
-
-def test_the_verdict() -> None:
-    def run(name: str, seconds: float, tokens: int = 100, **more: Any) -> RaceResult:
-        return RaceResult(name, range(tokens), seconds, **{"tokens_per_round": 2.0, "drafter_lost": None, **more})
-
-    plain = run("plain", 2.0, tokens_per_round=1.0)
-    lines = compare_results(plain, run("speculative", 0.5), EngineConfig(), 120)
-    assert [line.count("█") for line in lines] == [10, 40, 0]
-    assert re.search(r"plain +█+ +50 tok/s  \(100 tok in 2\.00 s, 1\.0 tok/round\)", lines[0])
-    assert re.search(r"speculative +█+ +200 tok/s  \(100 tok in 0\.50 s, 2\.0 tok/round\)", lines[1])
-    assert lines[2] == "speculative is 4.00 times as fast; the text is the same: all 100 tokens are equal"
-    for width in (60, 70, 80, 90, 100):  # the bars are fitted to the terminal, down to 8 cells
-        bars = compare_results(plain, run("speculative", 0.5), EngineConfig(), width)[:2]
-        assert max(map(len, bars)) <= max(width, 74) and bars[1].count("█") >= 8
-    slower = run("speculative", 1.25, 90, drafter_lost="no memory")
-    lines = compare_results(run("plain", 1.0), slower, EngineConfig(), 120)
-    assert lines[2].startswith("plain is 1.39 times as fast; THE TEXTS DIFFER from token 91 on")
-    assert "the drafter was lost (no memory)" in lines[3]

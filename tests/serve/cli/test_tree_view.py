@@ -11,7 +11,7 @@ from rich.console import Console
 
 from swiftspec.errors import UserError
 from swiftspec.messages import VerifyResult
-from swiftspec.observe.round_records import RoundRecord
+from swiftspec.observe.trace_format import RoundRecord
 from swiftspec.serve.cli.tree_view import RoundHistory
 from tests.support.proposals import draft_proposal
 
@@ -59,13 +59,3 @@ def test_a_tree_is_shown() -> None:
         rounds.command("-1", console)
     rounds.command("off", console)
     assert lines[1] is None
-
-
-def test_without_the_draft_s_tree_the_proposal_is_shown() -> None:
-    lines: list[Any] = []
-    rounds, out = RoundHistory(lines.append, lambda token: "\x1b[31m" if token == 6 else str(token)), io.StringIO()
-    console = Console(file=out, width=100, color_system=None)
-    rounds.command("on", console)
-    lines[0]([round_record(0, (-1, 0, 1), (0,), (1,))])
-    rounds.command("", console)
-    assert out.getvalue().splitlines()[2:] == ["'3'", "└─ '5'  rejected", "   └─ '\\x1b[31m'  rejected"]

@@ -15,11 +15,13 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from swiftspec.backends import reference
+from bench import timeline
+from bench.prediction import latency_model
+from bench.prediction.simulation import RecordedAcceptance
+from swiftspec.backends.reference import reference
 from swiftspec.config import EngineConfig
-from swiftspec.lab import latency_model, results, timeline
+from swiftspec.lab import results, round_costs
 from swiftspec.lab.profile import read_prompts
-from swiftspec.lab.simulation import RecordedAcceptance
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.fingerprint import fingerprint
@@ -327,13 +329,6 @@ def _profile(text: bytes, folder: Path) -> None:
         )
 
 
-def _report(text: bytes, folder: Path) -> None:
-    from swiftspec.lab import html_report
-
-    (folder / "x.json").write_bytes(text)
-    html_report.html(store.load(folder / "x.json"))
-
-
 @st.composite
 def traces(draw: st.DrawFn) -> bytes:
     """Lines, one of which is damaged."""
@@ -346,7 +341,7 @@ def traces(draw: st.DrawFn) -> bytes:
 
 def _trace(data: bytes, folder: Path) -> None:
     (folder / "t.jsonl").write_bytes(data)
-    found = timeline.Trace.read(folder / "t.jsonl")
+    found = round_costs.Trace.read(folder / "t.jsonl")
     json.dumps(timeline.to_chrome_trace(found), allow_nan=False)
     timeline.summary(found)
 
@@ -419,7 +414,6 @@ TARGETS = [
     Target("tokenizer", tokenizers(), _tokenizer_files, cost=2),
     Target("safetensors index", texts({"metadata": {}, "weight_map": {"model.norm.weight": "a.safetensors"}}), _index),
     Target("profile", texts(PROFILE), _profile),
-    Target("report of a profile", texts(PROFILE), _report, cost=8),
     Target("trace", traces(), _trace),
     Target("emulated step times", texts(TABLE) | st.sampled_from(SPECS), _emulation),
     Target("measured operators", texts(POINTS), _kernels),

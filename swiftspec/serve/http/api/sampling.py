@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swiftspec.params import MIN_TEMPERATURE
+from swiftspec.params import FILTERS, MIN_TEMPERATURE, PENALTIES
 from swiftspec.sampling.grammar_process import ANY_OBJECT, lenient
 from swiftspec.serve.http.app_context import check_tokens
 from swiftspec.serve.http.engine_link.frames import EngineInfo
@@ -21,10 +21,17 @@ from swiftspec.serve.http.schema import (
 )
 
 PASSED_THROUGH = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "guidance_scale", "ignore_eos", "stop_token_ids", "allowed_token_ids", "verify_batch", "draft_steps",
+    "temperature",
+    *FILTERS,
+    *PENALTIES,
+    "guidance_scale",
+    "ignore_eos",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "verify_batch",
+    "draft_steps",
     "suffix_memory",
-)  # fmt: skip
+)
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keys of a JSON schema
 MAX_LISTED_KEYS = 16  # invalid keys of logit_bias that an error message names
 GrammarRequest = tuple[str, str, str]  # kind, text (see `build_grammar`), and the request field that contained it

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from swiftspec.errors import UserError
-from swiftspec.observe.round_records import TraceEntry, to_record
 from swiftspec.observe.rpc_latency import RpcRecord
-from swiftspec.observe.trace_format import to_json, tokens_in
+from swiftspec.observe.trace_format import TraceEntry, to_json, to_record, tokens_in
 from swiftspec.params import SamplingParams
 from swiftspec.serve import answer_stats
 from swiftspec.serve.http.engine_link import frames

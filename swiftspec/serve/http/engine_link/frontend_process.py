@@ -14,7 +14,7 @@ import msgspec
 
 from swiftspec.distributed.launch.supervised_process import Program
 from swiftspec.errors import UserError, truncated_repr
-from swiftspec.params import SamplingParams
+from swiftspec.params import FILTERS, PENALTIES, SamplingParams
 from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.kv_events.config import kv_events_config
 from swiftspec.serve.otel import exporter
@@ -28,10 +28,8 @@ BACKLOG_CONNECTIONS = 128  # connections that the kernel holds until the front e
 HEARTBEAT_TIMEOUT_S = 15.0  # without a heartbeat of the event loop for this long, the front end is restarted
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 ORIGIN_PATTERN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # "null": a page from a file
-DEFAULTABLE_FIELDS = (  # sampling flags that are valid as defaults of all requests
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "max_tokens", "stop_token_ids", "ignore_eos",
-)  # fmt: skip
+# sampling flags that are valid as defaults of all requests
+DEFAULTABLE_FIELDS = ("temperature", *FILTERS, *PENALTIES, "max_tokens", "stop_token_ids", "ignore_eos")
 
 
 def check_frontend_settings(settings: Settings) -> None:

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.types import Message
 
 from swiftspec.messages import RequestStart, VerifyResult
-from swiftspec.observe.round_records import RoundRecord
+from swiftspec.observe.trace_format import RoundRecord
 from swiftspec.params import SamplingParams
 from swiftspec.serve.http.api.events import trace_events_router
 from swiftspec.serve.http.engine_link import frames

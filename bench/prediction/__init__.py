@@ -1,0 +1,1 @@
+"""Predicted step times and speeds of model pairs on machines and networks that are not present."""

@@ -1,0 +1,89 @@
+"""Sampling and resampling of the CPU backend. Shapes as in reference/__init__.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from swiftspec import _C
+from swiftspec.backends.reference import sampling as reference
+from swiftspec.backends.reference.resampling import ResamplingState
+from swiftspec.backends.reference.sampling import DEFAULT_SCORES, Scores
+
+
+def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:
+    """Returns the standard Gumbel noise [rows, tokens] float32 of absolute positions [rows] (int64), within 1e-6 of
+    reference/."""
+    out = torch.empty(positions.shape[0], len(tokens))
+    _C.gumbel_rows(seed, stream, positions.to(torch.int32), tokens.start, out)
+    return out
+
+
+def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
+    """Returns the token [rows] with the highest score per row, the first one of ties; logits [rows, >= vocab]. tau is
+    ignored. The token is -1 if a score of the row is NaN or the highest is infinite."""
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return reference.draw(logits, vocab, scores)
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    scores = _with_numbers(scores)
+    _C.draw(logits, vocab, scores.bias, *_noise(scores), scores.temperature, tokens)
+    return tokens
+
+
+def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
+    """Returns `log_top_k` of the scores of logits [rows, >= vocab]: tokens and log-probabilities, each [rows, k]."""
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return reference.children(logits, vocab, k, scores)
+    count = logits.shape[0]
+    tokens, values = torch.empty(count, k, dtype=torch.int64), torch.empty(count, k)
+    scores = _with_numbers(scores)
+    _C.children(logits, vocab, scores.bias, *_noise(scores), scores.temperature, scores.tau, tokens, values)
+    return tokens, values
+
+
+def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAULT_SCORES) -> Tensor:
+    """Returns the log-probabilities [rows] of `tokens` [rows] under softmax((logits + bias) / temperature).
+
+    `scores`: bias and temperature; its noise and calibration are ignored. Logits: [rows, >= vocab].
+    """
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return reference.log_probs(logits, vocab, tokens, scores)
+    out = torch.empty(logits.shape[0])
+    _C.log_probs(logits, vocab, scores.bias, scores.temperature, tokens.contiguous(), out)
+    return out
+
+
+def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
+    """Draws a token per row of logits [rows, >= vocab] with the Gumbel noise of `keys` [rows] (int32, see
+    `noise.row_keys`). Returns the tokens [rows], -1 as in `draw`, and their log-probabilities [rows] without the noise,
+    NaN if the token is -1. Skips the noise of tokens that cannot have the highest score."""
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return reference.draw_keyed(logits, vocab, keys, scores)
+    tokens, out = torch.empty(logits.shape[0], dtype=torch.int64), torch.empty(logits.shape[0])
+    _C.draw_keyed(logits, vocab, scores.bias, scores.temperature, keys.contiguous(), tokens, out)
+    return tokens, out
+
+
+def resample(groups: ResamplingState, uniform: Tensor, threshold: float, width: int) -> None:
+    """As `reference.resampling.resample`, in native code."""
+    _C.resample(**groups.fields(), uniform=uniform, threshold=threshold, width=width)
+
+
+def _with_numbers(scores: Scores) -> Scores:
+    """Returns the same scores with `Scores.scalars` as Python numbers."""
+    if scores.scalars is None:
+        return scores
+    temperature, tau, factor = scores.scalars.tolist()
+    noise, rows = (scores.noise, scores.rows) if factor else (None, None)
+    return Scores(temperature, scores.bias, noise, rows, tau)
+
+
+def _noise(scores: Scores) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Returns the noise and the noise row of each row of logits, or (None, None) if the scores have no noise."""
+    return (None, None) if scores.noise is None or scores.rows is None else (scores.noise, scores.rows)
+
+
+def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Returns the k largest of log_softmax(scores): tokens [rows, k] and log-probabilities [rows, k], most likely
+    first; scores [rows, vocab]. Log-probabilities are at most 0 and never NaN."""
+    return children(scores, scores.shape[1], k)

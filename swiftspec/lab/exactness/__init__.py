@@ -1,1 +1,0 @@
-"""`python -m swiftspec.exactness`: tests on the user's own models whether speculation changes the target's output."""

@@ -1,0 +1,93 @@
+"""The rules by which options become a configuration: any combination gives a configuration that the same rules leave as
+it is, or one line of error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftspec.builder.rules import RULES, Choices, Resolution, resolve_config
+from swiftspec.config import GRAFTED, MODES, MTP_HEAD, SUFFIX_LOOKUP, EngineConfig
+from swiftspec.errors import UserError
+from swiftspec.settings.settings import Settings, UsageError, flag_name
+
+SETTINGS: dict[str, Any] = {
+    "mode": st.sampled_from(MODES),
+    "draft_model": st.sampled_from([SUFFIX_LOOKUP, MTP_HEAD, "draft"]),
+    "draft_url": st.just("host:7071"),
+    "target_url": st.just("host:7070"),
+    "target_tp": st.integers(1, 4),
+    "draft_tp": st.integers(1, 4),
+    "verify": st.sampled_from(["match", "reject"]),
+    "proposal": st.sampled_from(["top", "coupled", "sample"]),
+    "verify_batch": st.integers(1, 64),
+    "draft_leaves": st.integers(1, 64),
+    "draft_steps": st.integers(1, 64),
+    "max_num_seqs": st.integers(1, 3),
+    "synthetic_acceptance_length": st.floats(1, 9),
+    "self_switch": st.booleans(),
+    "adapt": st.booleans(),
+    "graft_suffix": st.booleans(),
+    "particles": st.integers(1, 8),
+}
+GIVEN = st.sets(st.sampled_from([*SETTINGS]), max_size=5).flatmap(
+    lambda names: st.fixed_dictionaries({name: SETTINGS[name] for name in sorted(names)})
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    chosen=GIVEN,
+    ranks=st.integers(1, 4),
+    device=st.sampled_from(["cpu", "cuda"]),
+    block=st.none() | st.integers(1, 6),
+)
+def test_a_resolved_configuration_stays_as_it_is(
+    chosen: dict[str, Any], ranks: int, device: Any, block: int | None
+) -> None:
+    try:
+        options = Settings.create({**chosen, "device": device}, flag_name)
+        draft = chosen.get("draft_model")
+        options.make_plan(draft is not None or "draft_url" in chosen, ranks)
+        choices = options.choices(draft is not None or "draft_url" in chosen, ranks)
+        resolution = Resolution(choices, device, block)
+        config = resolution.config()
+    except UserError as error:
+        assert "\n" not in str(error) and "{" not in str(error)
+        return
+    assert config.mode in MODES and config.drafter in ("model", SUFFIX_LOOKUP, GRAFTED)
+    assert config.num_ranks == ranks
+    again = Resolution(Choices.of(config, draft), device, block)
+    assert again.config() == config
+    for option in RULES.keys() - {"time_rows"}:
+        value = getattr(config, option)
+        assert option not in again.reasons or again.reasons[option].value == value
+    for option, reason in resolution.reasons.items():
+        assert reason.rule and getattr(config, option) == reason.value
+
+
+def test_a_given_value_precedes_that_of_a_profile() -> None:
+    profile = {"mode": "serial", "draft_steps": 5, "draft_leaves": 2}
+    options = Settings.create({"draft_model": "draft", "draft_leaves": 3}, flag_name)
+    resolution = Resolution(options.choices(True, 1, profile, "best.json"))
+    config = resolution.config()
+    assert (config.mode, config.draft_steps, config.draft_leaves) == ("serial", 5, 3)
+    assert config.adapt_steps, "a value of a profile may be adapted"
+    rules = {name: resolution.reasons[name].rule for name in profile}
+    assert rules == {"mode": "profile", "draft_steps": "profile", "draft_leaves": "given"}
+    assert resolution.reasons["mode"].why == "best.json"
+
+
+@pytest.mark.parametrize(("given_", "steps"), [(None, 4), (2, 2), (9, 4)])
+def test_a_block_head_limits_the_draft_steps(given_: int | None, steps: int) -> None:
+    config = EngineConfig("serial", draft_steps=given_, adapt_steps=True, self_switch=True)
+    resolved = resolve_config(config, "head", "cpu", block_size=4)
+    assert (resolved.draft_steps, resolved.adapt_steps, resolved.time_rows) == (steps, False, False)
+
+
+def test_the_flags_are_named_in_errors() -> None:
+    with pytest.raises(UsageError, match="--draft-model, or use --mode ar"):
+        Settings(mode="serial").make_plan(False)
