@@ -44,8 +44,7 @@ from bench.large_report import FIRST, OURS, PEER, SECOND, Row
 from bench.width_expanded import Model, check_room, warm
 from bench.workload import Measured, Task, Work
 from swiftspec.errors import UserError
-from swiftspec.settings.flags import FLAGS
-from swiftspec.settings.settings import flag_name
+from swiftspec.settings.flags import SETTINGS, flag_name
 
 PARTS = ("starts", "decode", "llama", "server")
 KINDS = ("q4_1", "q4_0")  # weight types of llama.cpp's files
@@ -95,7 +94,7 @@ class Bench:
         """Measures the first and the second start of the pair, with one short request each."""
         work, cache = replace(self.work.less(1), long=[]), self.folder / "packed"
         shutil.rmtree(cache, ignore_errors=True)
-        if CACHE not in FLAGS:
+        if CACHE not in SETTINGS:
             self._skip(f"{SECOND}: this version has no {flag_name(CACHE)}, so it equals the first start")
         for name in (FIRST, SECOND):
             self._ours(Options(name, "start", {"mode": "serial"}), work, cache)
@@ -138,7 +137,7 @@ class Bench:
 
     def _ours(self, options: Options, work: Work, cache: Path | None) -> None:
         """Measures one run of SwiftSpec, or records why it was skipped."""
-        settings, known = dict(options.settings), FLAGS
+        settings, known = dict(options.settings), SETTINGS
         settings |= {"model": str(self.target.folder), "plan": "none"}
         if settings["mode"] != "ar":
             settings["draft_model"] = str(self.draft.folder)
@@ -151,9 +150,8 @@ class Bench:
             self._skip(f"{OURS} {options.name}: this version has no {' and no '.join(lacking)}")
             return
         files = self.target.files() + (self.draft.files() if "draft_model" in settings else [])
-        flags = ["--raw", *(word for name, value in settings.items() for word in (flag_name(name), value))]
         kept = None if cache is None or CACHE not in known else str(cache)
-        what = {"flags": flags, "cache": kept, "sampled": options.sampled}
+        what = {"settings": settings, "cache": kept, "sampled": options.sampled}
         with self._measured(OURS, options.name, options.kind, files) as add:
             add(self._child([sys.executable, "-m", "bench.startup"], Task(what, work)))
 
@@ -283,7 +281,7 @@ def prepared(args: argparse.Namespace, folder: Path) -> Bench:
     plain = "llama" in args.only and (args.llama_python or server) is not None
     spoken = "server" in args.only and server is not None
     kinds, theirs = KINDS if plain or spoken else (), ("q4_1",) if spoken else ()
-    packed = target.bytes_grown + draft.bytes_grown if "starts" in args.only and CACHE in FLAGS else 0
+    packed = target.bytes_grown + draft.bytes_grown if "starts" in args.only and CACHE in SETTINGS else 0
     check_room(folder, packed + target.bytes_missing(kinds) + draft.bytes_missing(theirs), say)
     target.make(kinds, say)
     draft.make(theirs, say)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.cpu.linear import CpuNorm
 from swiftspec.backends.cpu.packing import PackedLinear
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
@@ -48,7 +49,7 @@ class RandomMixture:
     """A model of random weights, and its KV cache with CONTEXT tokens."""
 
     def __init__(self, layers: int, hidden: int, inner: int, experts: ExpertsSpec) -> None:
-        def norm(*shape: int) -> host.CpuNorm:
+        def norm(*shape: int) -> CpuNorm:
             return host.pack_norm(torch.ones(shape), 1e-6, BF16, "cpu")
 
         def layer(index: int) -> PackedLayer:

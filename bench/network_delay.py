@@ -44,7 +44,10 @@ def measure(mode: str, urls: dict[str, str], tokens: int) -> dict[str, float]:
     starts."""
     flags = ["--target-url", urls["target"], "--draft-url", urls["draft"], "--mode", mode, "--raw", *SHAPE]
     flags += ["--temperature", "0", "--ignore-eos", "--max-tokens", str(tokens)]
-    flags += ["--no-self-switch"]  # self-switch tries plain rounds, which are a large share of such a short request
+    flags += [
+        "--speculative-config.self_switch",
+        "false",
+    ]  # self-switch tries plain rounds, which are a large share of such a short request
     settings = parse_command(flags).settings
     session = open_local_or_remote(settings, StartupProgress(quiet=True))
     made = rounds = seconds = 0.0

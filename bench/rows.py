@@ -43,8 +43,8 @@ from swiftspec import _C
 from swiftspec.backends.cpu import cpu as host
 from swiftspec.backends.cpu.packing import PackedLinear
 from swiftspec.builder.load_options import HeadName, LoadOptions, Side
-from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.models import Models
+from swiftspec.builder.plan import Plan
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.model.batch import Batch
@@ -236,12 +236,12 @@ def load(args: argparse.Namespace) -> Iterator[MeasuredModel]:
         "device": "cpu", "threads": args.threads, "head": args.head, "max_model_len": args.context + rows + 1,
         "prefix_cache_memory": 0,
     }  # fmt: skip
-    pair = ModelPair.create(args.model, draft, plan, None, options)
+    pair = Plan.create(args.model, draft, plan, None, options)
     models = Models.of(pair)
     models.set_thread_counts(plan)
-    sides: dict[Side, Path] = {"target": pair.target}
-    if pair.draft is not None:
-        sides["draft"] = pair.draft
+    sides: dict[Side, Path] = {"target": pair.checkpoints.target}
+    if pair.checkpoints.draft is not None:
+        sides["draft"] = pair.checkpoints.draft
     for side, folder in sides.items():
         loaded = models.load_side(side, plan, None, None)
         if loaded.model.fused is None or loaded.ops is not host:

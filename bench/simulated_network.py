@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from bench.data.heldout import texts
 from bench.workers import NODES, PACES
 from swiftspec.builder.drafters import build_drafter
-from swiftspec.builder.model_pair import ModelPair, draft_tree_slots
 from swiftspec.builder.models import Models
+from swiftspec.builder.plan import Plan, draft_tree_slots
 from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
@@ -47,7 +47,7 @@ class CountedLink:
     def __init__(self, config: EngineConfig, delay: float, expansion: float) -> None:
         path = DEMO_MODELS.draft
         shape = EngineConfig(verify_batch=NODES, draft_leaves=config.draft_leaves, adapt_steps=True)
-        models = Models.of(ModelPair.create(path, path, shape, None, {"only": "draft", "device": "cpu"}))
+        models = Models.of(Plan.create(path, path, shape, None, {"only": "draft", "device": "cpu"}))
         drafter = build_drafter(
             *models.load_side("draft", config, None, None).runner(draft_tree_slots(config), CancelCheck()), config
         )

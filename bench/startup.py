@@ -12,8 +12,8 @@ from typing import Any
 
 from bench.workload import COMMON_SAMPLING, WARM_UP, Measured, Task, answer, peak_of
 from swiftspec.errors import UserError
+from swiftspec.llm import llm_settings
 from swiftspec.params import SamplingParams
-from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.startup.session import Session, open_session
 
@@ -23,7 +23,8 @@ QUIET, LONGEST = 3.0, 300.0  # seconds without a change after which a folder cou
 def main() -> None:
     """Runs a task and prints its measurements."""
     task = Task.given()
-    settings = parse_command(task.what["flags"]).settings
+    settings = llm_settings(task.what["settings"])
+    settings.raw = True  # prompts are token ids
     import swiftspec.llm_engine  # noqa: F401 # torch, and all that the models need: what comes after is loading
 
     began = time.monotonic()

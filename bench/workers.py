@@ -50,5 +50,5 @@ def workers() -> Iterator[dict[str, str]]:
 
 
 def _command(side: str, seconds: float) -> list[str]:
-    pace = ["--emulate", f"{side}={1e3 * seconds:g}ms", "--threads", "1"]
+    pace = ["--speculative-config.emulate", f"{side}={1e3 * seconds:g}ms", "--threads", "1"]
     return [*SERVE, "worker", side, "--listen", "127.0.0.1:0", *pace, *SHAPE]

@@ -13,6 +13,35 @@ cuda_archs: tuple[int, ...]
 ROW_GROUP_WORDS: int
 MAX_MATCH_TOKENS: int
 
+class AttentionRows:
+    """The rows of one sequence in a forward, with `length` slots in use, for all attention layers of one kind; see
+    AttentionArgs in kernels_host.h. Keeps all arguments alive."""
+    def __init__(
+        self,
+        cos: Array,
+        sin: Array,
+        slots: Array,
+        mask: Array,
+        cache: Cache,
+        sequence: int,
+        length: int,
+        options: tuple[int | None, float | None, float | None, Array | None, bool],
+    ) -> None:
+        """`options`: window, scale of scores, soft cap, scale of queries [rows], whether the norm of heads comes after
+        RoPE."""
+    def attend(
+        self,
+        qkv: Array,
+        layer: int,
+        out: Array,
+        norm: tuple[Array, float] | None,
+        sums: tuple[Array, int, int] | None,
+        sinks: Array | None,
+    ) -> None:
+        """RoPE, KV append and masked attention. With queries only, qkv [rows, heads * head_dim], nothing is appended.
+        `norm`: weight and epsilon of the norm of heads. `sums`: of a norm of whole projections the sums of squares
+        [rows, 2] and the elements of all query and of all key heads."""
+
 class Cache:
     """A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], which it keeps alive."""
     def __init__(self, k: Array, v: Array) -> None: ...
@@ -29,11 +58,7 @@ class Decoder:
             tuple[
                 Array,
                 Array,
-                int | None,
-                float | None,
-                float | None,
-                Array | None,
-                bool,
+                tuple[int | None, float | None, float | None, Array | None, bool],
                 int,
                 int,
                 Array | None,
@@ -84,18 +109,18 @@ class Decoder:
         per_layer: tuple[Array, float, Weights, Array, float] | None,
     ) -> None:
         """The tables `cos` and `sin` have the type of the residual stream, which `embedding` has as well unless it is
-        bfloat16. `kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, whether the
-        norm of heads comes after RoPE, sizes of the projections that a norm covers or zeros, key heads that count,
-        whether the output has a gate, heads, KV heads, index of the KV cache. Each of `layers`: input norm, qkv, o,
-        norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP, residual multiplier,
-        scale of the output, attention sinks, layer of its cache, and of a delta layer its rates, convolution, factor
-        and bias of the decay, and norm, otherwise None; the gate, projection, norm and activation of per-layer
-        embeddings, or None. Each MLP: gate_up, down, gate, and of a mixture of experts its router, number of experts
-        per token and norm_topk_prob, otherwise None, 0, False; gate_up and down of its shared expert, or None; of
-        sigmoid scores the correction bias, groups, groups per token and multiplier, or None. `hidden_layers`: the
-        layers whose hidden states each forward keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the
-        delta layers, or None. `per_layer`: of per-layer embeddings the table, its multiplier, the projection, its norm
-        and the epsilon of that, or None. Keeps all arguments alive."""
+        bfloat16. `kinds`: of attention, each cos, sin, options (as of `AttentionRows`, the scale of queries by
+        position), sizes of the projections that a norm covers or zeros, key heads that count, whether the output has a
+        gate, heads, KV heads, index of the KV cache. Each of `layers`: input norm, qkv, o, norm before the MLP, MLP,
+        kind, norm of heads, norms of the outputs of attention and MLP, residual multiplier, scale of the output,
+        attention sinks, layer of its cache, and of a delta layer its rates, convolution, factor and bias of the decay,
+        and norm, otherwise None; the gate, projection, norm and activation of per-layer embeddings, or None. Each MLP:
+        gate_up, down, gate, and of a mixture of experts its router, number of experts per token and norm_topk_prob,
+        otherwise None, 0, False; gate_up and down of its shared expert, or None; of sigmoid scores the correction bias,
+        groups, groups per token and multiplier, or None. `hidden_layers`: the layers whose hidden states each forward
+        keeps. `delta`: k_heads, v_heads, k_dim, v_dim and conv_width of the delta layers, or None. `per_layer`: of per-
+        layer embeddings the table, its multiplier, the projection, its norm and the epsilon of that, or None. Keeps all
+        arguments alive."""
     def forward(
         self,
         tokens: Array,
@@ -117,6 +142,24 @@ class DeltaCache:
     def __init__(
         self, state: Array, keys: Array, updates: Array, decays: Array, inputs: Array, folded: Array, conv_width: int
     ) -> None: ...
+
+class DeltaRows:
+    """The rows of one sequence in a forward, with `length` slots in use, for all delta layers. Keeps the cache
+    alive."""
+    def __init__(self, slots: Array, mask: Array, cache: DeltaCache, sequence: int, length: int) -> None: ...
+    def gated_delta(
+        self,
+        projected: Array,
+        rates: Array,
+        layer: int,
+        conv: Array,
+        decay_factor: Array,
+        decay_bias: Array,
+        norm: Array,
+        eps: float,
+        out: Array,
+    ) -> None:
+        """Convolution, gated delta rule, norm and gate of the rows; see DeltaArgs in kernels_host.h."""
 
 class FastReply:
     """The state from which a draft replies without Python; see host/decoder/fast_reply.h."""
@@ -298,32 +341,6 @@ def apply_gates(x: Array, gate: str, gates: Array) -> None:
     """gates = activation(gates) * x [rows, n], where `gate` names the activation; only the rows of `x` must be
     contiguous."""
 
-def attention(
-    qkv: Array,
-    cos: Array,
-    sin: Array,
-    slots: Array,
-    mask: Array,
-    cache: Cache,
-    layer: int,
-    sequence: int,
-    length: int,
-    out: Array,
-    qk_norm: Array | None,
-    eps: float,
-    window: int | None,
-    scale: float | None,
-    softcap: float | None,
-    query_scale: Array | None,
-    norm_after_rope: bool,
-    norm_sums: Array | None,
-    q_size: int,
-    k_size: int,
-    sinks: Array | None,
-) -> None:
-    """RoPE, KV append and masked attention of the rows of one sequence with `length` slots in use; see AttentionArgs in
-    kernels_host.h. With queries only, qkv [rows, heads * head_dim], nothing is appended."""
-
 def checksums(data: Array) -> bytes:
     """One 8-byte checksum per started MiB of `data` [n] uint8. Every bit of the data changes it."""
 
@@ -366,25 +383,6 @@ def filter_scores(logits: Array, vocab: int, bias: Array | None, temperature: fl
 
 def fold_delta(state: Array, keys: Array, updates: Array, decays: Array) -> None:
     """Folds 32 slots of one layer and sequence into its state, in place."""
-
-def gated_delta(
-    projected: Array,
-    rates: Array,
-    slots: Array,
-    mask: Array,
-    cache: DeltaCache,
-    layer: int,
-    sequence: int,
-    length: int,
-    conv: Array,
-    decay_factor: Array,
-    decay_bias: Array,
-    norm: Array,
-    eps: float,
-    out: Array,
-) -> None:
-    """Convolution, gated delta rule, norm and gate of the rows of one sequence with `length` slots in use; see
-    DeltaArgs in kernels_host.h."""
 
 def gumbel_keyed(keys: Array, first: int, out: Array) -> None:
     """As gumbel_rows, for the row keys [rows] int32."""

@@ -175,6 +175,10 @@ SETTING_FEATURES = {  # the first four: given settings of a part of the engine (
     "draft forwards": Feature("settings of trees that a draft model expands", REMOVE_THEM, plural=True),
     "tree size": Feature("{verify_batch} and {draft_leaves}", REMOVE_THEM, plural=True),
     "draft group": Feature("{draft_tp}"),
+    "target group": Feature("{target_tp} below the number of ranks"),
+    "revision": Feature("{revision}"),
+    "negative prompt": Feature("{negative_prompt}"),
+    "no guidance": Feature("no guidance", where="at {guidance_scale} 1"),
     "profile": Feature("{plan}"),
     "adaptation": Feature("{adapt}"),
     "given shape": Feature("{draft_steps} and {verify_batch}", REMOVE_THEM, plural=True),
@@ -182,7 +186,7 @@ SETTING_FEATURES = {  # the first four: given settings of a part of the engine (
     "local draft": Feature("{draft_model}"),
     "shared GPUs": Feature("{share_gpus}"),
     "server": Feature("{port}", where="by a server"),
-    "KV events": Feature("{kv_events_endpoint}"),
+    "KV events": Feature("{kv_events_config}"),
     "no prefix cache": Feature("{prefix_cache_memory} 0"),
     "rounded activations": Feature("{activations} int8 or int16"),
     "exact activations": Feature("{activations} native"),
@@ -194,8 +198,8 @@ COMMAND_FEATURES = {
     "command generate": Feature("`swiftspec generate`", where="by `swiftspec generate`"),
     "worker": Feature("a worker", where="by a worker"),
     "local command": Feature("a command that runs the target", where="by a command that runs the target"),
+    "profile sweep": Feature("a profile", where="by a sweep of profiles"),
     "exactness test": Feature("the exactness test", where="by the exactness test"),
-    "race": Feature("/race"),
     "prompt flags": Feature("--prompt, --prompt-file and --json", REMOVE_THEM, plural=True),
     "JSON output": Feature("--json"),
     "pair settings": Feature("settings of the other model", plural=True),
@@ -213,6 +217,7 @@ MACHINE_FEATURES = {
 MODEL_FEATURES = {
     "delta layers": Feature("gated delta layers"),
     "shared KV layers": Feature("shared KV layers"),
+    "model on disk": Feature("a model on this machine"),
     "norms after layers": Feature("no norm before attention", where="without a norm before attention"),
 }
 FEATURES: Mapping[str, Feature] = {
@@ -221,6 +226,7 @@ FEATURES: Mapping[str, Feature] = {
 
 
 NO_TREE = "which has no draft tree"
+NO_TARGET_GROUP = Conflict("whose target uses all ranks", REMOVE)
 NO_POPULATION = Conflict("which has no population", REMOVE)
 NEEDS_DRAFT = Conflict(fix="specify one with {draft_model}, or use {mode} ar")
 EXCLUDED = Conflict("since tokens that are excluded would be accepted", REMOVE)
@@ -257,7 +263,7 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "profile": Conflict(NO_TREE, REMOVE),
         "population": NO_POPULATION,
         "draft group": Conflict("which has no draft group", REMOVE),
-        "race": Conflict(fix="start with a draft in mode serial or async"),
+        "target group": NO_TARGET_GROUP,
         "draft": Conflict("which has no draft", ignored=True),
         "draft tree": Conflict(NO_TREE, ignored=True),
         "tree that grows during a verification": Conflict(NO_TREE, ignored=True),
@@ -265,6 +271,7 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
     "mode serial": {
         "population": NO_POPULATION,
         "draft group": Conflict("which has no draft group", REMOVE),
+        "target group": NO_TARGET_GROUP,
         "tree that grows during a verification": Conflict(
             "whose tree does not grow during a verification", ignored=True
         ),
@@ -280,11 +287,11 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         **SEQUENCE_GROUPS,
         "greedy": Conflict(),
         "guidance": Conflict(),
-        "race": Conflict(fix="start with a draft in mode serial or async"),
         "several requests": Conflict(fix="use {smc_groups}"),
         "draft tree": Conflict(NO_TREE, REMOVE),
         "tree that grows during a verification": Conflict(NO_TREE, REMOVE),
         "draft group": Conflict("which has no draft group", REMOVE),
+        "target group": NO_TARGET_GROUP,
     },
     "several requests": {
         "profile": Conflict("since it holds the tree of a single request", REMOVE),
@@ -351,6 +358,10 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "synthetic acceptance": Conflict(fix="set it on the clients"),
     },
     "local command": {"target worker": Conflict(fix="specify {model}, or use `swiftspec chat` or `generate`")},
+    "profile sweep": {
+        "suffix lookup": Conflict("which measures a draft model", "use a draft model"),
+        "no draft": Conflict("which measures a draft model", "specify one with {draft_model}"),
+    },
     "exactness test": {
         "mode ar": Conflict("since it does not use speculation"),
         "mode smc": Conflict("since it is approximate by design"),
@@ -373,6 +384,8 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
     "shared KV layers": {"float8 cache": Conflict(fix="remove {kv_cache_dtype}")},
     "norms after layers": {"float8 cache": Conflict(fix="remove {kv_cache_dtype}")},
     "guidance": {"prompt log-probabilities": Conflict()},
+    "no guidance": {"negative prompt": Conflict(ignored=True)},
+    "model on disk": {"revision": Conflict("which has one version", REMOVE)},
     "no text": {"stop strings": Conflict()},
     "structured outputs": {"grammar": Conflict(fix="remove one of them")},
     "no log-probabilities": {"listed log-probabilities": Conflict(), "top log-probabilities": Conflict()},

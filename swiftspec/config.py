@@ -29,6 +29,7 @@ DEFAULT_CALIBRATION = {"greedy": 0.6, "top": 1.0, "coupled": 0.7, "sample": 0.2}
 
 # first line: headings of --help; second line: values of `applies_to`
 SPECULATION, PARTICLES = "speculation", "mode smc: a population of particles, approximate"
+SPECULATIVE_CONFIG = "speculative_config"  # the JSON flag for what only experiments set
 DRAFT, TREE, LOOKAHEAD, POPULATION = "draft", "draft tree", "tree that grows during a verification", "population"
 
 
@@ -94,6 +95,7 @@ class PopulationConfig:
         ge=0,
         le=1,
         applies_to=POPULATION,
+        json_flag=SPECULATIVE_CONFIG,
     )
     power: float = setting(  # alpha in smc/weights.py
         1.0,
@@ -103,6 +105,7 @@ class PopulationConfig:
         gt=0,
         le=100,
         applies_to=POPULATION,
+        json_flag=SPECULATIVE_CONFIG,
     )
     smc_exact: int = setting(  # the first tokens of a round; all K of them, with power 1: exact output
         0,
@@ -112,6 +115,7 @@ class PopulationConfig:
         rule="lie in 0..smc_draft_tokens",
         depends_on="smc_draft_tokens",
         applies_to=POPULATION,
+        json_flag=SPECULATIVE_CONFIG,
     )
     smc_groups: int = setting(
         1,
@@ -195,6 +199,7 @@ class EngineConfig:
         default_text="coupled; sample with --verify reject",
         choices=PROPOSAL_METHODS,
         applies_to=TREE,
+        json_flag=SPECULATIVE_CONFIG,
     )
     calibration: float | None = setting(  # None: DEFAULT_CALIBRATION; see `calibration_for`
         None,
@@ -205,12 +210,14 @@ class EngineConfig:
         ge=0.05,
         le=20,
         applies_to=TREE,
+        json_flag=SPECULATIVE_CONFIG,
     )
     catch_up: bool = setting(
         True,
         "Mode async: after a result, expand while that is worthwhile; off: only below bs nodes, as in the paper.",
         SPECULATION,
         applies_to=LOOKAHEAD,
+        json_flag=SPECULATIVE_CONFIG,
     )
     synthetic_acceptance_length: float | None = setting(  # tree/synthetic_acceptance.py
         None,
@@ -222,6 +229,7 @@ class EngineConfig:
         finite=True,
         rule="lie in 1..verify_batch",
         depends_on="verify_batch",
+        json_flag=SPECULATIVE_CONFIG,
     )
     max_num_seqs: int = setting(
         1,

@@ -23,9 +23,9 @@ from swiftspec.engine import Stats
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.llm_engine import TokenEngine
 from swiftspec.params import SamplingParams
-from swiftspec.settings.flags import FLAGS, MODELS, NETWORK, RENAMED_SETTINGS
+from swiftspec.settings.flags import MODELS, NETWORK, SETTINGS, flag_name
 from swiftspec.settings.other_flags import flag_hint
-from swiftspec.settings.settings import Settings, UsageError, flag_name
+from swiftspec.settings.settings import Settings, UsageError
 from swiftspec.settings_schema import require
 from swiftspec.startup.remote_session import open_local_or_remote
 from swiftspec.startup.reporter import LOG, LogReporter
@@ -35,10 +35,10 @@ from swiftspec.text.messages import template_messages
 from swiftspec.text.outputs import DecodedTokens, OutputBuilder, RequestOutput, TextChunk, TextRequest
 
 MIN_PROGRESS_PROMPTS = 4  # with fewer, no progress bar is shown
-COMMAND_ONLY = ("raw", "system_prompt", "listen", "max_sessions", "session_idle", "tls_cert", "tls_key")
+COMMAND_ONLY = ("raw", "system_prompt", "listen", "max_sessions", "tls_cert", "tls_key")
 LLM_OPTIONS = [  # names of the options, in the order of --help
     name
-    for name, flag in FLAGS.items()
+    for name, flag in SETTINGS.items()
     if name == "seed" or (flag.setting.group in (MODELS, NETWORK, SPECULATION, PARTICLES) and name not in COMMAND_ONLY)
 ]
 
@@ -364,10 +364,9 @@ def _plain(value: Any) -> Any:
 
 def _option_hint(name: str) -> str:
     """Returns a clause about an unknown option."""
-    if name in FLAGS and FLAGS[name].config is SamplingParams:
+    if name in SETTINGS and SETTINGS[name].config is SamplingParams:
         return f": pass it as SamplingParams({name}=...)"
-    if name in FLAGS:
+    if name in SETTINGS:
         return ": it is an option of `swiftspec serve` only"
-    new = RENAMED_SETTINGS.get(name)
-    hint = f"{name} was renamed to {new}" if new else flag_hint(flag_name(name), [*map(flag_name, LLM_OPTIONS)])
+    hint = flag_hint(flag_name(name), [*map(flag_name, LLM_OPTIONS)])
     return "" if hint is None else ": " + re.sub("--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), hint)

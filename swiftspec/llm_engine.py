@@ -16,15 +16,13 @@ import torch
 
 from swiftspec.backends.cpu.packed_weight_cache import BackgroundWriter
 from swiftspec.batching.decoding import BatchRequest
-from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.builder.locked_engine import LockedEngine
-from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.models import Models
-from swiftspec.builder.plan import block_size
+from swiftspec.builder.plan import Plan
 from swiftspec.builder.ranks import run_rank, start_engine_rank
 from swiftspec.builder.roles import ConnectDraft, Roles, build_roles
-from swiftspec.builder.rules import Choices, resolve_config
+from swiftspec.builder.rules import Choices
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
@@ -221,9 +219,8 @@ class LLMEngine(TokenEngine):
         note = options.get("note") or _log
         options = {**options, "note": note}
         with report_startup_error(world):
-            config = _resolved(target, draft, config, options)
-            pair = ModelPair.create(target, draft, config, world, options)
-        models = Models.of(pair)
+            plan = Plan.create(target, draft, config, world, options)
+        self.plan, config, models = plan, plan.engine, Models.of(plan)
         models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
         began = time.perf_counter()
         with models.device_errors_recorded(config):
@@ -232,16 +229,8 @@ class LLMEngine(TokenEngine):
         super().__init__(roles, time.perf_counter() - began, writer, models.cancel_check, note)
         worker = options.get("draft_worker")
         self.model = Path(target)
-        self.dtype, self.threads = pair.dtype, pair.threads
+        self.dtype, self.threads = plan.dtype, plan.threads
         self.draft_model = worker.url if worker is not None else None if draft is None else str(draft)
-
-
-def _resolved(
-    target: str | Path, draft: str | Path | None, config: EngineConfig | Choices | None, options: LoadOptions
-) -> EngineConfig:
-    """Returns the configuration that follows from the choices, the models and the device."""
-    device = resolve_device(options.get("device", "auto"))
-    return resolve_config(config, draft, device.type, block_size(target, draft))
 
 
 def _drafter_elsewhere(options: LoadOptions) -> ConnectDraft | None:
@@ -272,9 +261,8 @@ def serve_rank(
     UserError if they are invalid or differ between ranks, and RankLost if rank 0 or the leader of this rank's group
     exits without shutting this rank down."""
     with report_startup_error(world):
-        config = _resolved(target, draft, config, options)
-        pair = ModelPair.create(target, draft, config, world, options)
-    models = Models.of(pair)
+        plan = Plan.create(target, draft, config, world, options)
+    config, models = plan.engine, Models.of(plan)
     models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
     with models.device_errors_recorded(config):
         _run_rank(world, config, models, options.get("progress"))
@@ -286,7 +274,7 @@ def _run_rank(world: World, config: EngineConfig, models: Models, progress: Prog
     try:
         if world.supervisor is not None:
             world.supervisor.on_ready()
-        run_rank(rank, traced=models.options.trace is not None)
+        run_rank(rank, traced=models.options.loading.trace is not None)
         if models.cache is not None:
             models.cache.writer.resume()
             models.cache.writer.close()

@@ -16,6 +16,7 @@ MAX_LOGPROB_VALUES = 2**20  # log-probabilities in one message, if those of the 
 MAX_LOGPROBS = 20  # most likely tokens per position; -1 stands for the whole vocabulary
 MAX_CHOICES = 512  # outputs of one request
 SAMPLING, STOPPING = "sampling", "length and stopping"  # headings of --help
+OVERRIDE_GENERATION_CONFIG = "override_generation_config"  # the JSON flag for rarely used sampling parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ class SamplingParams:
         le=2,
         finite=True,
         feature="penalties",
+        json_flag=OVERRIDE_GENERATION_CONFIG,
     )
     frequency_penalty: float = setting(
         0.0,
@@ -168,8 +170,16 @@ class SamplingParams:
         le=2,
         finite=True,
         feature="penalties",
+        json_flag=OVERRIDE_GENERATION_CONFIG,
     )
-    logit_bias: dict[int, float] = setting({}, 'Added to the logits, by token id: {"42": -5}.', SAMPLING, "JSON", "{}")  # noqa: RUF009
+    logit_bias: dict[int, float] = setting(  # noqa: RUF009
+        {},
+        'Added to the logits, by token id: {"42": -5}.',
+        SAMPLING,
+        "JSON",
+        "{}",
+        json_flag=OVERRIDE_GENERATION_CONFIG,
+    )
     guidance_scale: float = setting(  # s in l_u + s (l_c - l_u), l_c: prompt, l_u: negative prompt; 1: off
         1.0,
         "Classifier-free guidance: above 1 moves the logits away from those after --negative-prompt.",
@@ -204,7 +214,14 @@ class SamplingParams:
     stop: tuple[str, ...] = setting(
         (), "Stop before this text. May be given several times.", STOPPING, "TEXT", "none", feature="stop strings"
     )
-    stop_token_ids: tuple[int, ...] = setting((), "Stop after any of these tokens.", STOPPING, "ID[,ID]", "none")
+    stop_token_ids: tuple[int, ...] = setting(
+        (),
+        "Stop after any of these tokens.",
+        STOPPING,
+        "ID[,ID]",
+        "none",
+        json_flag=OVERRIDE_GENERATION_CONFIG,
+    )
     ignore_eos: bool = setting(False, "Continue after an end-of-text token.", STOPPING)
     logprobs: int | None = setting(
         None, ge=-1, le=MAX_LOGPROBS, rule=f"lie in 0..{MAX_LOGPROBS} (-1: all tokens)", feature="log-probabilities"

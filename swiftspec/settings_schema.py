@@ -2,7 +2,7 @@
 
     top_p: float = setting(1.0, "Keep the likeliest tokens that reach this mass.", SAMPLING, "P", gt=0, le=1)
 
-Validation, command-line flag, environment variable, YAML key and --help text are all derived from the declaration.
+Validation, command-line flag, YAML key and --help text are all derived from the declaration.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class Setting:
     feature: str | None = None  # row of the capability table that any value but the default uses (capabilities.py)
     applies_to: str | None = None  # the part that it configures; a mode without that part rejects or ignores it
     profile: bool = False  # also a flag of `python -m swiftspec.profile`
+    variable: bool = False  # can also be set by an environment variable
+    json_flag: str | None = None  # the flag with a JSON object of which it is a field, instead of a flag of its own
+    python_only: bool = False  # an option of `LLM`, without a flag
 
     choices: tuple[str, ...] = ()
     ge: float | None = None
@@ -55,6 +58,11 @@ class Setting:
     rule: str | None = None  # text of the rule, if `ge`, `gt` and `le` do not describe it completely
     finite: bool = False  # infinity and NaN are rejected, with their own error message
     depends_on: str | None = None  # another field that its check reads
+
+    @property
+    def has_flag(self) -> bool:
+        """Whether the command line has a flag of this name."""
+        return self.json_flag is None and not self.python_only
 
     @property
     def rule_text(self) -> str:

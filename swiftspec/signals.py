@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, Self
 
 SIGNAL_GRACE_S = 10.0  # time for a process to clean up after a signal
+DRAIN_TIMEOUT_S = 20.0  # time for running requests to finish after a signal; a second one ends them immediately
 TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -35,7 +35,8 @@ from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams, StructuredOutputsParams
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.serve.cli.config_sources import load_settings
-from swiftspec.settings.settings import UsageError, flag_name
+from swiftspec.settings.flags import flag_name
+from swiftspec.settings.settings import UsageError
 from tests.support.draft_heads import make_eagle3
 from tests.support.fake_cuda_graphs import Recorder
 from tests.support.roles import make_drafter, make_runner, make_verifier, request_start
@@ -116,14 +117,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "profile": {"plan": "profile.json"},
     "adaptation": {"adapt": True},
     "given shape": {"draft_steps": 2, "verify_batch": 4},
+    "target group": {"target_tp": 4},
     "server": {"port": 0},
-    "KV events": {"kv_events_endpoint": "tcp://*:5557"},
+    "KV events": {"kv_events_config": {"enable_kv_cache_events": True}},
     "no prefix cache": {"prefix_cache_memory": 0},
 }
 # features of the machine, of models and of commands, which only the tests of their own modules have
 ELSEWHERE = {
     *MACHINE_FEATURES, *MODEL_FEATURES, *COMMAND_FEATURES, "best_of", "draft head", "hidden states", "overlap",
     "stream", "suffix", "truncation", "population choices", "top log-probabilities", "echoed log-probabilities",
+    "revision", "no guidance", "negative prompt",
     "shared GPUs", "rounded activations", "exact activations", "int8 head", "float8 cache",
 }  # fmt: skip
 

@@ -102,7 +102,7 @@ def test_a_server_without_extras(variables: dict[str, str]) -> None:
         ("network", ("worker", "draft")),
         ("otel", ("generate", *PROMPT, "--otlp-endpoint", "http://127.0.0.1:9")),
         ("otel", ("serve", "--port", "0", "--otlp-endpoint", "http://127.0.0.1:9")),
-        ("kv-events", ("serve", "--port", "0", "--kv-events-endpoint", "tcp://*:5557")),
+        ("kv-events", ("serve", "--port", "0", "--kv-events-config.enable_kv_cache_events", "true")),
     ],
 )
 def test_what_needs_an_extra_ends_with_one_line(

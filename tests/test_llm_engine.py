@@ -194,18 +194,6 @@ def test_a_failed_allocation_is_one_line(pair: tuple[Path, Path], monkeypatch: p
     assert len(llm.generate(PROMPT, FREE).token_ids) == 24
 
 
-def test_a_gpu_expands_more_leaves_by_default(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models of this test stay on the CPU: only the device that selects the default is another one."""
-    options: Any = {"max_model_len": 64, "dtype": torch.float32}
-    assert LLMEngine(*pair, **options).config.draft_leaves == 4
-    for given in (None, 2):
-        monkeypatch.setattr("swiftspec.llm_engine.resolve_device", lambda device: torch.device("cuda"))
-        llm = LLMEngine(*pair, EngineConfig(draft_leaves=given), **options)
-        drafter: Any = llm.roles.inner_roles
-        assert (llm.config.draft_leaves, llm.config.leaves_per_expansion) == ((8, 8) if given is None else (2, 2))
-        assert drafter.drafter.runner.tree_slots == (4 * 3 + 1) * llm.config.leaves_per_expansion
-
-
 def test_a_draft_worker_gets_the_leaves_that_every_worker_accepts() -> None:
     apart = EngineConfig("async", draft_remote=True)
     assert {resolve_config(apart, "draft", device).draft_leaves for device in ("cuda", "cpu")} == {4}

@@ -18,8 +18,10 @@ from swiftspec import capabilities
 from swiftspec.runtime.executors.graph import CAPTURED_ROWS
 from swiftspec.sampling.noise import PositionNoise
 from swiftspec.serve.cli.arguments import PRECEDENCE, add_run_flags
-from swiftspec.settings.flags import FLAGS, GROUPS, Flag
-from swiftspec.settings.settings import env_name, flag_name
+from swiftspec.settings.flags import GROUPS, SETTINGS, Flag, flag_name
+from swiftspec.settings.json_flags import FIELDS, JSON_FLAGS
+from swiftspec.settings.kv_events_config import KvEventsConfig
+from swiftspec.settings.settings import env_name
 from tools import execution_paths, operator_support, python_reference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,11 +29,26 @@ FLAGS_HEAD = f"""\
 <!-- Made by `python -m tools.docs`: do not edit. -->
 # The flags of `python -m swiftspec.serve`
 
-Every flag but those of a single run is a setting: it can also be given by its environment variable, or in the YAML file
-that `--config` names, where its key is the flag without the dashes in front, such as `top-p: 0.9`.
-{PRECEDENCE}
+Every flag but those of a single run is a setting: it can also be given in the YAML file that `--config` names, where
+its key is the flag without the dashes in front, such as `top-p: 0.9`. What a container or a secret store sets has an
+environment variable, too. {PRECEDENCE}
+The flags with a JSON object take single fields as well, such as `--speculative-config.power 2`.
 """
 
+JSON_NOTES = {  # text in front of the fields of a JSON flag
+    "kv_events_config": f"""\
+vLLM's object: {", ".join(f"`{name}`" for name in KvEventsConfig.model_fields)}.
+`endpoint` and `replay_endpoint` are ZeroMQ addresses: `tcp://*:5557` listens, `tcp://HOST:5557` connects. llm-d
+requires the topic `kv@POD_IP:PORT@MODEL`, and prefix-aware routers a `block_size` equal to theirs.
+""",
+    "speculative_config": f"""\
+vLLM's object: `method`, {", ".join(f"`{name}`" for name in FIELDS)} and `num_speculative_tokens`. The other fields are
+for experiments.
+""",
+    "override_generation_config": """\
+vLLM's object: all sampling parameters by their names or those of generation_config.json. These have no flag:
+""",
+}
 PATHS_HEAD = """\
 <!-- Made by `python -m tools.docs`: do not edit. -->
 # Which executor runs which request
@@ -126,17 +143,28 @@ def flags_page() -> str:
         for action in add_run_flags(argparse.ArgumentParser(add_help=False))
     ]
     parts = [FLAGS_HEAD, "## a single run\n", table(("flag", "what it does"), once)]
-    head = ("flag", "what it does", "values", "default", "environment variable")
+    head = ("flag", "what it does", "values", "default")
     for group in GROUPS:
-        rows = [_row(flag) for flag in FLAGS.values() if flag.setting.group == group]
+        rows = [_row(flag) for flag in SETTINGS.values() if flag.setting.group == group and flag.setting.has_flag]
         parts += [f"## {group}\n", table(head, rows)]
+    for name in JSON_FLAGS:
+        rows = [_row(flag) for flag in SETTINGS.values() if flag.setting.json_flag == name]
+        parts += [
+            f"## fields of {flag_name(name)}\n",
+            JSON_NOTES[name],
+            table(("field", *head[1:]), rows) if rows else "",
+        ]
+    rows = [_row(flag) for flag in SETTINGS.values() if flag.setting.python_only]
+    parts += ["## options of `swiftspec.LLM` without a flag\n", table(("option", *head[1:]), rows)]
     return "\n".join(parts)
 
 
 def _row(flag: Flag) -> tuple[str, ...]:
-    name, variable = flag_name(flag.name), _code(env_name(flag.name))
+    name = flag_name(flag.name) if flag.setting.has_flag else flag.name
     if flag.is_boolean:
-        shown, values = f"{_code(name)}, {_code('--no-' + name[2:])}", "on or off"
+        shown, values = _code(name), "on or off"
+        if flag.setting.has_flag:
+            shown += f", {_code('--no-' + name[2:])}"
     elif flag.choices:
         shown, values = _code(name), ", ".join(map(_code, flag.choices))
     else:
@@ -144,7 +172,10 @@ def _row(flag: Flag) -> tuple[str, ...]:
             _code(f"{name} {flag.metavar}"),
             f"must {flag.setting.rule_text}" if flag.setting.rule_text else "",
         )
-    return shown, str(flag.setting.help), values, flag.default_text, variable
+    about = str(flag.setting.help)
+    if flag.setting.variable:
+        about += f" Environment variable: {_code(env_name(flag.name))}."
+    return shown, about, values, flag.default_text
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

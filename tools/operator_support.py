@@ -89,8 +89,14 @@ def format_rows() -> Iterator[list[str]]:
     """Yields the rows of the second table: a format, and how three kinds of operators keep it."""
     for name, weight in _matrices().items():
         on_gpu = "int4" if cuda_linear.int4_group_size(weight) else "bf16"
-        in_torch = "int4" if unfused.keeps_int4(weight, torch.bfloat16, "cpu") else "bf16"
+        in_torch = "int4" if _kept_by_torch(weight) else "bf16"
         yield [name, _native_storage(weight), on_gpu, in_torch]
+
+
+def _kept_by_torch(weight: Weight) -> bool:
+    """Returns whether torch's own operators keep the codes of a matrix."""
+    is_int4 = isinstance(weight, Int4Weight)
+    return is_int4 and unfused.kept_int4_group(weight.shape[1], weight.group_size, torch.bfloat16) > 0
 
 
 def _native_storage(weight: Weight) -> str:

@@ -25,7 +25,7 @@ FOLDER = ROOT / "swiftspec" / "serve" / "page" / "traces"
 REQUEST = {"prompt": "def read_lines(path):\n", "max_tokens": 128, "temperature": 0.6, "seed": 5}
 TRACES = {  # server flags by name of the trace
     "pair": ["--mode", "serial", "--draft-steps", "4"],
-    "large": ["--mode", "async", "--draft-steps", "3", "--emulate", "target=10.48ms,draft=3.25ms"],
+    "large": ["--mode", "async", "--draft-steps", "3", "--speculative-config.emulate", "target=10.48ms,draft=3.25ms"],
 }
 MAX_FILE_BYTES = 300_000
 
@@ -50,7 +50,7 @@ def record_race(flags: Sequence[str]) -> list[str]:
         ranks = [] if "async" not in flags else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = [
             sys.executable, *ranks, "-m", "swiftspec.serve", "--port", "0", "--plan", "none", "--no-adapt",
-            "--trace", str(file), *flags,
+            "--speculative-config.self_switch", "true", "--trace", str(file), *flags,
         ]  # fmt: skip
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
             assert server.stderr is not None

@@ -12,6 +12,8 @@ from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
 
+EMULATE = "--speculative-config.emulate"
+
 
 def options(doc: str | None) -> argparse.ArgumentParser:
     """Returns a parser with the flags --steps, --requests, --tokens and --json. `doc`: its description."""
@@ -28,8 +30,8 @@ def flags(steps: str) -> list[str]:
 
     `steps`: milliseconds of a target step; a draft step takes a twentieth of that. "full" disables the emulation.
     """
-    fixed = ["--plan", "none", "--threads", "1", "--prefix-cache-memory", "0", "--no-adapt", "--no-self-switch"]
-    return fixed if steps == "full" else [*fixed, "--emulate", f"target={steps}ms,draft={float(steps) / 20:g}ms"]
+    fixed = ["--plan", "none", "--threads", "1", "--prefix-cache-memory", "0", "--no-adapt"]
+    return fixed if steps == "full" else [*fixed, EMULATE, f"target={steps}ms,draft={float(steps) / 20:g}ms"]
 
 
 def prompts(requests: int) -> list[list[int]]:

@@ -27,9 +27,9 @@ Tests with your own models that speculation is lossless: samples many short answ
 the distributions of each token and of each two successive tokens (chi-square test with Holm's correction; total
 variation with its 95 % interval), then compares greedy answers token by token. The false-positive rate is 1 in 1,000
 runs. All other flags are those of `python -m swiftspec.serve`, such as --model, --draft-model, --mode, --verify,
---proposal and --temperature. --self-switch is off by default, since rounds without the draft would test nothing.
---no-graft-suffix tests the draft model alone: answers to one prompt resemble each other, so that suffix lookup proposes
-many of their tokens."""
+and --temperature. Decoding without the draft (--speculative-config.self_switch) is off by default, since it would test
+nothing. --speculative-config.graft_suffix false tests the draft model alone: answers to one prompt resemble each other,
+so that suffix lookup proposes many of their tokens."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,7 +28,6 @@ from bench.gpu import cases
 from bench.gpu.cases import BF16, OURS, Cache, random_int4
 from bench.gpu.shapes import GROUP, LAYERS, RankShape
 from bench.gpu.timing import Call, eager_sequence_timer, sequence_timer
-from swiftspec.backends.cuda import cuda, enable_weight_prefetch
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import PackedLayer, PackedMlp, PackedModel
 
@@ -73,9 +72,7 @@ class Chain:
 
     def prefetching(self) -> None:
         """Enables weight prefetch as in a model; the last layer prefetches the first one's QKV instead of the head."""
-        if self.ops is cuda:
-            first = self.layers[0]
-            enable_weight_prefetch(PackedModel(torch.empty(0), self.layers, None, first.qkv, (), None))
+        self.ops.fuse(PackedModel(torch.empty(0), self.layers, None, self.layers[0].qkv, (), None))
 
     def calls(self, total: int, left_out: str | None = None) -> list[Call]:
         """Returns the calls of `total` layers, which use the packed ones cyclically, without the operator

@@ -46,7 +46,7 @@ from bench.data.heldout import DEMO, ROOT, read_token_ids
 from bench.gpu.round_bytes import round_share
 from bench.gpu.timing import copy_speed
 from bench.smc_groups import ABLATED, leave_out
-from swiftspec.backends.cuda import cuda, enable_weight_prefetch
+from swiftspec.backends.cuda import cuda
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder.load_options import CacheName, HeadName, LoadModel, LoadOptions
 from swiftspec.builder.memory_estimate import MemoryEstimate
@@ -176,7 +176,7 @@ def asking_ahead(role: Role, on: bool) -> Role:
     """Enables or disables weight prefetch, in which a projection loads tiles of the next one. Returns `role`."""
     model = role.runner.model
     assert isinstance(model, Transformer)
-    enable_weight_prefetch(model.stack, on)
+    cuda.enable_weight_prefetch(model.stack, on)
     for steps in role.executors:
         if isinstance(steps, GraphForwardExecutor):
             steps.graphs.evict(FORWARD_GRAPHS)  # captured graphs contain the previous setting
@@ -333,7 +333,7 @@ def _close(llm: LLMEngine) -> None:
 def operators_of(llm: LLMEngine) -> list[str]:
     """Returns the names of the operators of target and draft of an engine in mode serial."""
     drafter, verifier = local_roles(llm)
-    return [type(role.runner.ops).__module__.rpartition(".")[2] for role in (verifier, drafter)]
+    return [role.runner.ops.name for role in (verifier, drafter)]
 
 
 def step_times(llm: LLMEngine, names: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:

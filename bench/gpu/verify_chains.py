@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.timing import copy_speed, graph_timer
-from swiftspec.backends.cuda import cuda
+from swiftspec.backends.cuda import chains as cuda_chains
 from swiftspec.backends.reference import chains
 from swiftspec.backends.reference.noise import counters, gumbel, row_bits
 from swiftspec.backends.reference.sampling import Scores
@@ -44,12 +44,12 @@ def main() -> None:
     first, plain = keys[:, 0].contiguous(), Scores()
     calls: list[tuple[str, int, Callable[[], object], Callable[[], object]]] = [
         (
-            "match", target.nbytes, lambda: cuda.match_chains(target, vocab, tokens, keys, plain),
+            "match", target.nbytes, lambda: cuda_chains.match_chains(target, vocab, tokens, keys, plain),
             lambda: chains.accept_matching_prefix((target + noise_of(keys, vocab)).argmax(-1), tokens),
         ),
         (
             "reject", target.nbytes + draft.nbytes,
-            lambda: cuda.reject_chains(target, draft, tokens, uniforms, first),
+            lambda: cuda_chains.reject_chains(target, draft, tokens, uniforms, first),
             lambda: chains.verify_by_rejection(target, draft, tokens, uniforms, noise_of(first, vocab)),
         ),
     ]  # fmt: skip

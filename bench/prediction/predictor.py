@@ -202,7 +202,7 @@ def build_predict_parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--kernels", type=Path, help="file of measured operator times (default: profiles/GPU-kernels.json if present)"
     )
-    made.add_argument("--emulate", metavar="SPEC", help="step times as in `serve --emulate`, instead of --hardware")
+    made.add_argument("--emulate", metavar="SPEC", help="step times of models, instead of --hardware")
     made.add_argument(
         "--ranks", type=int, help="number of ranks, with --emulate (default: those of --against, otherwise 4)"
     )

@@ -76,10 +76,12 @@ inline void check_head_dim(int64_t dim) {
   check(dim % 16 == 0 && dim >= 16 && dim <= host::kMaxHeadDim, "head_dim must be a multiple of 16 up to 512");
 }
 
-// `query_scale`: [count] float32.
-inline host::AttentionOptions attention_options(std::optional<int64_t> window, std::optional<float> scale,
-                                                std::optional<float> softcap, const MaybeArray& query_scale,
-                                                bool norm_after_rope, int64_t count) {
+// window, scale of scores, soft cap, scale of queries, whether the norm of heads comes after RoPE
+using OptionArgs = std::tuple<std::optional<int64_t>, std::optional<float>, std::optional<float>, MaybeArray, bool>;
+
+// The scale of queries has shape [count].
+inline host::AttentionOptions attention_options(const OptionArgs& args, int64_t count) {
+  const auto& [window, scale, softcap, query_scale, norm_after_rope] = args;
   check(!window || *window >= 1, "a sliding window must be at least 1");
   check(!scale || (std::isfinite(*scale) && *scale > 0.0f), "the scale of scores must be above 0");
   check(!softcap || (std::isfinite(*softcap) && *softcap > 0.0f), "a soft cap must be above 0");
@@ -87,7 +89,7 @@ inline host::AttentionOptions attention_options(std::optional<int64_t> window, s
           at_or_null<float>(query_scale, kCpu, "query_scale", {count}), norm_after_rope};
 }
 
-// `weight`: [heads + kv_heads, dim] float32, or [heads + 2 kv_heads, dim]. `kv_heads`: 0 if keys are shared.
+// `weight`: [heads + kv_heads, dim] float32, or [heads + 2 kv_heads, dim]; or none. `kv_heads`: 0 if keys are shared.
 inline host::HeadNorm head_norm(const MaybeArray& weight, float eps, int64_t heads, int64_t kv_heads, int64_t dim) {
   if (!weight) return {};
   const bool values = kv_heads > 0 && weight->size(0) == heads + 2 * kv_heads;

@@ -36,11 +36,9 @@ using PerLayerArgs = std::tuple<Array, float, const Weights*, Array, float>;
 using LayerArgs = std::tuple<MaybeArray, const Weights*, const Weights*, MaybeArray, MlpArgs, int64_t, MaybeArray,
                              MaybeArray, MaybeArray, float, float, MaybeArray, int64_t, std::optional<DeltaArgs>,
                              std::optional<PerLayerPartArgs>>;
-// cos, sin, window, scale of scores, soft cap, scale of queries, whether the norm of heads comes after RoPE, sizes of
-// the projections that a norm covers or zeros, key heads that count, whether the output has a gate, heads, KV heads,
-// index of the KV cache
-using KindArgs = std::tuple<Array, Array, std::optional<int64_t>, std::optional<float>, std::optional<float>, MaybeArray,
-                            bool, int64_t, int64_t, MaybeArray, bool, int64_t, int64_t, int64_t>;
+// cos, sin, options, sizes of the projections that a norm covers or zeros, key heads that count, whether the output has a
+// gate, heads, KV heads, index of the KV cache
+using KindArgs = std::tuple<Array, Array, OptionArgs, int64_t, int64_t, MaybeArray, bool, int64_t, int64_t, int64_t>;
 // k_heads, v_heads, k_dim, v_dim, conv_width
 using DeltaShapeArgs = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
 using Copies = std::list<std::vector<uint8_t>>;
@@ -135,8 +133,8 @@ void check_cache_layers(const host::PackedModel& s, const std::vector<host::Pack
 }
 
 host::AttentionKind kind_of(const KindArgs& args, Type type, int64_t positions) {
-  const auto& [cos, sin, window, scale, softcap, query_scale, norm_after_rope, q_size, k_size, counted, output_gate,
-               heads, kv_heads, cache] = args;
+  const auto& [cos, sin, options, q_size, k_size, counted, output_gate, heads, kv_heads, cache] = args;
+  const bool norm_after_rope = std::get<4>(options);
   const int64_t dim = cos.size(1);
   check(kv_heads >= 1 && heads >= kv_heads && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
   check_head_dim(dim);
@@ -149,7 +147,7 @@ host::AttentionKind kind_of(const KindArgs& args, Type type, int64_t positions) 
           cache,
           cos.at(type, kCpu, "cos", {positions, dim}),
           sin.at(type, kCpu, "sin", {positions, dim}),
-          attention_options(window, scale, softcap, query_scale, norm_after_rope, positions),
+          attention_options(options, positions),
           q_size,
           k_size,
           at_or_null<bool>(counted, kCpu, "counted", {kv_heads}),
@@ -293,9 +291,8 @@ void bind_decoder(py::module_& m) {
            py::arg("per_layer"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(),
            py::keep_alive<1, 7>(), py::keep_alive<1, 10>(), py::keep_alive<1, 11>(), py::keep_alive<1, 15>(),
            "The tables `cos` and `sin` have the type of the residual stream, which `embedding` has as well unless it is "
-           "bfloat16. `kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, whether "
-           "the norm of heads comes after RoPE, sizes of the projections that a norm covers or zeros, key heads that "
-           "count, whether the output has a gate, heads, KV heads, index of the KV cache. Each of `layers`: "
+           "bfloat16. `kinds`: of attention, each cos, sin, options (as of `AttentionRows`, the scale of queries by "
+           "position), sizes of the projections that a norm covers or zeros, key heads that count, whether the output has a gate, heads, KV heads, index of the KV cache. Each of `layers`: "
            "input norm, qkv, o, norm before the MLP, MLP, kind, norm of heads, norms of the outputs of attention and MLP, "
            "residual multiplier, scale of the output, attention sinks, layer of its cache, and of a delta layer its rates, "
            "convolution, factor and bias of the decay, and norm, otherwise None; the gate, projection, norm and "

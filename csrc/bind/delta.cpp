@@ -1,6 +1,7 @@
 // Delta layers on the CPU.
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <vector>
 
 #include "bind/delta_cache.h"
@@ -29,33 +30,45 @@ host::DeltaCache make_delta_cache(const Array& state, const Array& keys, const A
   return cache;
 }
 
-void gated_delta(const Array& projected, const Array& rates, const Array& slots, const Array& mask,
-                 const host::DeltaCache& cache, int64_t layer, int64_t sequence, int64_t length, const Array& conv,
-                 const Array& decay_factor, const Array& decay_bias, const Array& norm, float eps, const Array& out) {
-  const host::DeltaShape& shape = cache.shape;
-  const int64_t rows = projected.size(0), width = mask.size(1);
-  const bool is_f32 = cache.input_bytes == sizeof(float);
-  const Type type = model_type(is_f32);
-  check(layer >= 0 && layer < cache.layers && sequence >= 0 && sequence < cache.sequences,
-        "a region that the delta cache lacks");
+// The rows of one sequence in a forward, for all delta layers.
+struct DeltaRows {
+  const host::DeltaCache& cache;
+  int64_t sequence, rows;
+  host::DeltaPlan plan;
+};
+
+std::unique_ptr<DeltaRows> make_rows(const Array& slots, const Array& mask, const host::DeltaCache& cache,
+                                     int64_t sequence, int64_t length) {
+  const int64_t rows = slots.size(0), width = mask.size(1);
+  check(sequence >= 0 && sequence < cache.sequences, "a region that the delta cache lacks");
   const int64_t folded = cache.folded[sequence];
   check(length - folded <= cache.slots && width <= length && folded <= length, "the slots do not fit the delta cache");
   const auto* own = slots.at<int64_t>(kCpu, "slots", {rows});
   for (int64_t i = 0; i < rows; ++i) check(own[i] >= folded && own[i] < length, "a slot is not in use");
-  const host::DeltaPlan plan =
-      host::plan_delta(own, mask.at<bool>(kCpu, "mask", {rows, kAny}), rows, width, length, folded);
+  const auto* visible = mask.at<bool>(kCpu, "mask", {rows, kAny});
+  return std::make_unique<DeltaRows>(
+      DeltaRows{cache, sequence, rows, host::plan_delta(own, visible, rows, width, length, folded)});
+}
+
+void gated_delta(const DeltaRows& rows, const Array& projected, const Array& rates, int64_t layer, const Array& conv,
+                 const Array& decay_factor, const Array& decay_bias, const Array& norm, float eps, const Array& out) {
+  const host::DeltaCache& cache = rows.cache;
+  const host::DeltaShape& shape = cache.shape;
+  const bool is_f32 = cache.input_bytes == sizeof(float);
+  const Type type = model_type(is_f32);
+  check(layer >= 0 && layer < cache.layers, "a region that the delta cache lacks");
   const host::DeltaArgs args{
-      .projected = projected.at(type, kCpu, "projected", {rows, shape.conv_size() + shape.v_size()}),
-      .rates = rates.at(type, kCpu, "rates", {rows, 2 * shape.v_heads}),
+      .projected = projected.at(type, kCpu, "projected", {rows.rows, shape.conv_size() + shape.v_size()}),
+      .rates = rates.at(type, kCpu, "rates", {rows.rows, 2 * shape.v_heads}),
       .shape = shape,
-      .slots = cache.at(layer, sequence),
-      .plan = &plan,
+      .slots = cache.at(layer, rows.sequence),
+      .plan = &rows.plan,
       .conv = conv.at<float>(kCpu, "conv", {shape.conv_width, shape.conv_size()}),
       .decay_factor = decay_factor.at<float>(kCpu, "decay_factor", {shape.v_heads}),
       .decay_bias = decay_bias.at<float>(kCpu, "decay_bias", {shape.v_heads}),
       .norm = norm.at<float>(kCpu, "norm", {shape.v_dim}),
       .eps = eps,
-      .out = out.at(type, kCpu, "out", {rows, shape.v_size()})};
+      .out = out.at(type, kCpu, "out", {rows.rows, shape.v_size()})};
   py::gil_scoped_release unlocked;
   host::gated_delta(args, is_f32);
 }
@@ -91,11 +104,14 @@ void bind_delta(py::module_& m) {
            py::arg("inputs"), py::arg("folded"), py::arg("conv_width"), py::keep_alive<1, 2>(),
            py::keep_alive<1, 3>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
            py::keep_alive<1, 7>());
-  m.def("gated_delta", &gated_delta, py::arg("projected"), py::arg("rates"), py::arg("slots"), py::arg("mask"),
-        py::arg("cache"), py::arg("layer"), py::arg("sequence"), py::arg("length"), py::arg("conv"),
-        py::arg("decay_factor"), py::arg("decay_bias"), py::arg("norm"), py::arg("eps"), py::arg("out"),
-        "Convolution, gated delta rule, norm and gate of the rows of one sequence with `length` slots in use; see "
-        "DeltaArgs in kernels_host.h.");
+  py::class_<DeltaRows>(m, "DeltaRows",
+                        "The rows of one sequence in a forward, with `length` slots in use, for all delta layers. Keeps "
+                        "the cache alive.")
+      .def(py::init(&make_rows), py::arg("slots"), py::arg("mask"), py::arg("cache"), py::arg("sequence"),
+           py::arg("length"), py::keep_alive<1, 4>())
+      .def("gated_delta", &gated_delta, py::arg("projected"), py::arg("rates"), py::arg("layer"), py::arg("conv"),
+           py::arg("decay_factor"), py::arg("decay_bias"), py::arg("norm"), py::arg("eps"), py::arg("out"),
+           "Convolution, gated delta rule, norm and gate of the rows; see DeltaArgs in kernels_host.h.");
   m.def("fold_delta", &fold_delta, py::arg("state"), py::arg("keys"), py::arg("updates"), py::arg("decays"),
         "Folds 32 slots of one layer and sequence into its state, in place.");
   m.def("multiply_sigmoid", &multiply_sigmoid, py::arg("gate"), py::arg("into"),

@@ -30,7 +30,7 @@ FAMILIES: dict[Family, tuple[str, ...]] = {
     ),
     "embedding": ("embed",),
     "sampling": (
-        "children", "draw", "draw_keyed", "log_probs", "log_top_k", "gumbel_rows", "match_chains", "reject_chains",
+        "children", "draw", "draw_keyed", "log_probs", "gumbel_rows", "match_chains", "reject_chains",
     ),
     "tree": ("device_tree",),
     "cache": ("make_slot_mover",),

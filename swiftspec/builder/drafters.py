@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from swiftspec.builder.model_pair import draft_tree_slots
+from swiftspec.builder.plan import draft_tree_slots
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
 from swiftspec.control.row_times import RowTimes

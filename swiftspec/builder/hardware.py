@@ -11,6 +11,7 @@ import torch
 
 from swiftspec.backends.cpu import cpu as host
 from swiftspec.backends.cuda.devices import why_no_gpu
+from swiftspec.builder.rules import GIVEN, Reason
 from swiftspec.config import MAX_THREADS
 from swiftspec.distributed.launch.world import available_cores
 from swiftspec.errors import UserError, truncated_repr
@@ -58,16 +59,20 @@ def resolve_device(device: torch.device | str) -> torch.device:
     return found
 
 
-def resolve_dtype(dtype: torch.dtype | str | None, own: str, ops: str, device: torch.device) -> torch.dtype:
-    """Returns the dtype for a torch dtype or its name. For "auto" and None this is bfloat16 if the checkpoint has
-    16-bit weights and bfloat16 is fast on the device, otherwise the checkpoint's own. Raises UserError on anything
-    else.
+def dtype_reason(dtype: torch.dtype | str | None, own: str, ops: str, device: torch.device) -> Reason:
+    """Returns the dtype of the models, as `resolve_dtype` takes it, and why. `dtype`: the option; None and "auto" leave
+    it open. `own`: name of the checkpoint's dtype. `ops`: name of the operators, as in `LoadOptions`."""
+    if dtype is not None and dtype != "auto":
+        return Reason(dtype, GIVEN)
+    fast = device.type == "cuda" or (ops == "auto" and host.level() != "none") or _cpu_has_bf16()
+    if own in ("bfloat16", "float16") and fast:
+        return Reason("bfloat16", "fast bfloat16", "the weights have 16 bits, and the device computes in bfloat16 fast")
+    return Reason(own, "checkpoint", "it is that of the weights")
 
-    `own`: name of the checkpoint's dtype. `ops`: name of the operators, as in `LoadOptions`.
-    """
-    if dtype is None or dtype == "auto":
-        fast = device.type == "cuda" or (ops == "auto" and host.level() != "none") or _cpu_has_bf16()
-        dtype = "bfloat16" if own in ("bfloat16", "float16") and fast else own
+
+def resolve_dtype(dtype: torch.dtype | str | None, own: str, ops: str, device: torch.device) -> torch.dtype:
+    """Returns the dtype for a torch dtype or its name; see `dtype_reason`. Raises UserError if it is not supported."""
+    dtype = dtype_reason(dtype, own, ops, device).value
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES or not isinstance(dtype, torch.dtype | str):
         raise UserError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {truncated_repr(dtype)}")

@@ -134,8 +134,8 @@ class LoadModel(Protocol):
 def select_operators(
     name: OpsName, spec: ModelSpec, dtype: torch.dtype, device: torch.device, verdict: GpuVerdict = NO_FALLBACKS
 ) -> Backend:
-    """Returns the backend that a model runs on; the CUDA operators as the verdict of a GPU trial changes them.
-    Raises UserError if the CUDA operators are requested and cannot run the model."""
+    """Returns the backend that a model runs on; the CUDA operators as the verdict of a GPU trial changes them. Raises
+    UserError if the CUDA operators are requested and cannot run the model."""
     if name == "cuda":
         cuda.check_supported(spec, dtype, device)
         return cuda_operators(verdict)

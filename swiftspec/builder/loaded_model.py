@@ -46,7 +46,6 @@ class LoadedModel:
             runner = Runner(self.model, self.ops, self.vocab, **sizes)
         runner.make_constraint, runner.cancel_check = self.make_constraint, cancel_check
         runner.eos_token_ids = self.eos_token_ids
-        runner.prefill_chunk_rows = self.ops.PREFILL_CHUNK_ROWS
         if self.hook is not None:
             runner.hooks.append(self.hook)
         return runner, ExecutorDeps(self.ops, self.model.fused, None if self.capture is None else self.capture())

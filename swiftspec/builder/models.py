@@ -19,7 +19,7 @@ from swiftspec.builder import hardware
 from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, local_drafter_kind
 from swiftspec.builder.load_options import Side, select_operators
 from swiftspec.builder.loaded_model import LoadedModel
-from swiftspec.builder.model_pair import ModelPair, rank_count
+from swiftspec.builder.plan import Plan, rank_count
 from swiftspec.builder.verdict_file import VerdictRecord
 from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
 from swiftspec.control.measurement_file import M, MeasurementFile
@@ -81,7 +81,7 @@ class Models:
     `captures`: those of the runners of this process.
     """
 
-    options: ModelPair
+    options: Plan
     cache: PackedWeightCache | None
     record: VerdictRecord | None
     cancel_check: CancelCheck = field(default_factory=CancelCheck)
@@ -89,29 +89,30 @@ class Models:
     captures: WeakSet[CudaCapture] = field(default_factory=WeakSet)
 
     @staticmethod
-    def of(options: ModelPair) -> Models:
+    def of(options: Plan) -> Models:
         """Returns the models that `options` name, none of which is loaded yet."""
-        folder, file = options.packed_cache, options.verdict_file
+        folder, file = options.loading.packed_cache, options.gpu.verdict_file
         return Models(
             options,
             None if folder is None else PackedWeightCache(folder / CACHE_FOLDER),
-            None if file is None else VerdictRecord(file, options.verdict),
+            None if file is None else VerdictRecord(file, options.gpu.verdict),
         )
 
     @property
     def draft_head(self) -> DraftHeadSpec | None:
         """What makes the draft a draft head; None if it is a model."""
-        return None if self.options.draft is None else self.options.config_of("draft").spec.draft_head
+        paths = self.options.checkpoints
+        return None if paths.draft is None else paths.config("draft").spec.draft_head
 
     def with_vocab(self, vocab_size: int, masked_tokens: tuple[int, ...]) -> Models:
-        """Returns a copy with the vocabulary of rank 0; see `ModelPair.with_vocab`."""
+        """Returns a copy with the vocabulary of rank 0; see `Plan.with_vocab`."""
         return replace(self, options=self.options.with_vocab(vocab_size, masked_tokens))
 
     def with_common_verdict(self, exchange: Callable[[str], Sequence[str]]) -> Models:
-        """Returns a copy with the verdict of this rank's group; see `ModelPair.with_common_verdict`."""
+        """Returns a copy with the verdict of this rank's group; see `Plan.with_common_verdict`."""
         options = self.options.with_common_verdict(exchange)
         if self.record is not None:
-            self.record.verdict = options.verdict
+            self.record.verdict = options.gpu.verdict
         return replace(self, options=options)
 
     def record_device_error(self, error: Exception, plan: EngineConfig) -> None:
@@ -222,11 +223,11 @@ class Models:
         options = self.options
         if group is not None and self.record is not None:
             self.record.groups.append(group)
-        path = options.target if side == "target" else options.draft
-        times = options.emulate.target if side == "target" else options.emulate.draft
+        path = options.checkpoints.target if side == "target" else options.checkpoints.draft
+        times = options.loading.emulate.target if side == "target" else options.loading.emulate.draft
         assert path is not None
-        context, config = options.context(plan), options.config_of(side)
-        ops = select_operators(options.ops, config.spec, options.dtype, options.device, options.verdict)
+        context, config = options.context(plan), options.checkpoints.config(side)
+        ops = select_operators(options.ops, config.spec, options.dtype, options.device, options.gpu.verdict)
         how: Any = {
             "dtype": options.dtype,
             "device": options.device,
@@ -238,20 +239,22 @@ class Models:
             "quantization": options.quantization(side, ops),
         }
         if config.spec.draft_head is not None:
-            model = load_draft_head(None if options.draft_is_mtp else path, options.target, **how)
+            model = load_draft_head(
+                None if options.checkpoints.draft_is_mtp else path, options.checkpoints.target, **how
+            )
         else:
-            model = options.load(
+            model = options.loading.load(
                 path,
-                cache_dtype=options.cache_dtype,
+                cache_dtype=options.formats.cache_dtype,
                 packed_cache=self.cache if ops.PACKED_CACHE else None,
-                hidden_layers=options.hidden_layers if side == "target" else (),
+                hidden_layers=options.checkpoints.hidden_layers if side == "target" else (),
                 vocab_rows=options.vocab_size if side == "draft" else 0,
                 **how,
             )
         if side == "draft":
-            model = model.with_masked_tokens(options.masked_tokens)
+            model = model.with_masked_tokens(options.vocabulary.masked_tokens)
         hook = None if times is None else step_time_emulation.make_hook(times, 1 if group is None else group.size)
-        captures = options.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0 and options.verdict.graphs
+        captures = options.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0 and options.gpu.verdict.graphs
         priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
         capture = partial(self._new_capture, priority) if captures else None
         prefix_tokens = options.prefix_cache_tokens(plan) // options.sessions if plan.num_sequences == 1 else 0

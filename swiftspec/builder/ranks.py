@@ -71,7 +71,7 @@ class Rank:
 
     def load(self, width: Mapping[str, bool], load: Load) -> str | None:
         """Joins the group of this rank and loads its models, as all ranks of the group do. Returns why one of them
-        failed, or None. `width`: see `ModelPair.peer_all_reduce_width`."""
+        failed, or None. `width`: see `Plan.peer_all_reduce_width`."""
         error = None
         try:
             self.models = agree_on_operators(self.models, self.world, self.role)
@@ -95,7 +95,7 @@ class Rank:
                 self.role.group_rank,
                 self.role.group_size,
                 device=options.device,
-                share_device=options.share_device,
+                share_device=options.gpu.share_device,
                 width=options.peer_all_reduce_width(**width),
             )
 
@@ -235,7 +235,7 @@ def _connect(world: World, config: EngineConfig, models: Models, facts: RankConf
     table = RankTable((lambda members: None) if supervisor is None else supervisor.on_ranks_changed)
     table.update(check_consistent(world, config, facts))
     connections = Connections.connect(world, config)
-    vocab, *masked = connections.broadcast_vocab(models.options.vocab_size, models.options.masked_tokens)
+    vocab, *masked = connections.broadcast_vocab(models.options.vocab_size, models.options.vocabulary.masked_tokens)
     limits = ModelLimits(vocab, models.options.max_model_len, config.verify_batch)
     heartbeat = Heartbeat() if supervisor is None else supervisor.heartbeat
     role = RankRole.of(world.rank, config)

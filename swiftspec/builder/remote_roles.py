@@ -11,8 +11,8 @@ from typing import Unpack
 from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, drafter_kind
 from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions, WorkerAddress
-from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.models import LocalRoles, Models
+from swiftspec.builder.plan import Plan
 from swiftspec.builder.roles import EngineLimits, Roles, TreeRoles, check_request, make_recorder, tree_engine
 from swiftspec.builder.rules import Choices, resolve_config
 from swiftspec.config import EngineConfig
@@ -160,7 +160,7 @@ def build_remote_roles(
     models, held, remote = None, LocalRoles(), None
     if draft is not None:
         options |= {"only": "draft", "max_model_len": length, "vocab_size": info.vocab_size}
-        models = Models.of(ModelPair.create(draft, draft, config, None, options))
+        models = Models.of(Plan.create(draft, draft, config, None, options))
         held = _load_draft(models, config, options)
     elif worker is not None and config.mode != "ar":
         note = options.get("note") or (lambda line: None)

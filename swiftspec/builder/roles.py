@@ -185,9 +185,10 @@ def build_roles(
     """Loads the models and builds the roles of rank 0, or of a single process. `world`: the ranks of the job; None for
     a single process. `connect_draft`: connects to the worker of a remote draft."""
     options = models.options
-    recorder = make_recorder(options.trace)
+    recorder = make_recorder(options.loading.trace)
     check = partial(check_request, config, options.grammars)  # before d is measured, when the config allows a larger d
-    limits = EngineLimits(options.max_model_len, options.vocab_size, options.eos_token_ids, check, config.max_nodes)
+    vocabulary = options.vocabulary
+    limits = EngineLimits(options.max_model_len, vocabulary.size, vocabulary.eos_token_ids, check, config.max_nodes)
     rank = None if world is None else start_engine_rank(world, config, models, progress)
     if config.group_shape is not None:
         scheduler, decoding = _groups(models, config, rank, recorder, progress)

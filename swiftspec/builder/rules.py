@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from swiftspec.capabilities import check_features
+from swiftspec.capabilities import check_features, features_in
 from swiftspec.config import (
     DEFAULT_DRAFT_LEAVES,
     DEFAULT_DRAFT_STEPS,
@@ -28,6 +28,7 @@ from swiftspec.settings_schema import require
 ENGINE_FIELDS = {item.name: item.default for item in fields(EngineConfig)}
 POPULATION_FIELDS = {item.name: item.default for item in fields(PopulationConfig)}
 AUTO = "auto"
+GIVEN = "given"  # name of the rule that sets what the user has chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,7 @@ class Chosen:
     def reason(self, at: Resolution, option: str) -> Reason | None:
         """Returns the choice, or None if there is none."""
         if at.is_given(option):
-            return Reason(at.choices.given[option], "given")
+            return Reason(at.choices.given[option], GIVEN)
         if option in at.choices.profile:
             return Reason(at.choices.profile[option], "profile", at.choices.profile_file)
         return None
@@ -217,8 +218,9 @@ CHOSEN = Chosen()
 ONE_FORWARD = "one forward drafts a whole block"
 FIXED_ROUNDS = "with verify reject, synthetic acceptance or chains, rounds do not depend on the clock"
 MEASURED = "measured times decide"
+NO_ADAPTATION = Rule("no adaptation", "adapt is off", False, lambda at: at.chosen("adapt") is False)
 ADAPTATION = (
-    Rule("no adaptation", "adapt is off", False, lambda at: at.chosen("adapt") is False),
+    NO_ADAPTATION,
     Rule("fixed rounds", FIXED_ROUNDS, False, lambda at: at.fixed_rounds and not at.is_given("adapt")),
     Rule("adaptation", MEASURED, True, lambda at: at.speculates),
 )
@@ -277,6 +279,7 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
     ),
     "self_switch": (
         CHOSEN,
+        NO_ADAPTATION,
         Rule("fixed rounds", FIXED_ROUNDS, False, lambda at: at.fixed_rounds),
         Rule("adaptation", MEASURED, True, lambda at: at.speculates),
     ),
@@ -362,12 +365,9 @@ def check_choices(at: Resolution) -> None:
         return
     target, draft = at.chosen("target_tp"), at.chosen("draft_tp")
     if mode != "async":
-        require(
-            target in (None, ranks),
-            f"mode {mode} uses all {ranks} ranks for the target, not {target}: remove --target-tp",
-        )
-        if draft not in (None, 0 if mode == "ar" else ranks):
-            check_features({"draft group", f"mode {mode}"})
+        groups = {"target group": target not in (None, ranks)}
+        groups["draft group"] = draft not in (None, 0 if mode == "ar" else ranks)
+        check_features(features_in(groups) | {f"mode {mode}"})
         return
     if at.on_one_rank:
         return
@@ -382,6 +382,13 @@ def check_choices(at: Resolution) -> None:
     for name, given in (("target", target), ("draft", draft)):
         fits = given is None or 1 <= given < ranks
         require(fits, f"--{name}-tp {given} leaves none of the {ranks} ranks for the other model: use 1..{ranks - 1}")
+
+
+def default_reason(name: str) -> Reason:
+    """Returns the default of a field of EngineConfig."""
+    item = next(each for each in fields(EngineConfig) if each.name == name)
+    declared = item.metadata.get("setting")
+    return Reason(item.default, "default", "" if declared is None else declared.default_text or "")
 
 
 def resolve_config(

@@ -9,13 +9,11 @@ from pathlib import Path
 
 from swiftspec.backends.cuda.devices import is_device_error
 from swiftspec.builder.drafters import build_drafter
-from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions, Side
 from swiftspec.builder.loaded_model import LoadedModel
-from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.models import LocalRoles, Models, build_verifier
+from swiftspec.builder.plan import Plan
 from swiftspec.builder.ranks import Rank, start_worker_rank
-from swiftspec.builder.rules import resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives.join import RankGroup
 from swiftspec.distributed.group.command_stream import CommandStream
@@ -84,11 +82,9 @@ class WorkerModel:
         options = {**options, "only": side, "sessions": limits.sessions}
         self.side: Side = side
         with report_startup_error(world):
-            device = resolve_device(options.get("device", "auto"))
-            limits = replace(limits, shape=resolve_config(limits.shape, model, device.type))
-            self.limits, self.path = limits, model
-            pair = ModelPair.create(model, model if side == "draft" else None, limits.shape, world, options)
-        models = Models.of(pair)
+            plan = Plan.create(model, model if side == "draft" else None, limits.shape, world, options)
+        self.limits, self.path = replace(limits, shape=plan.engine), model
+        limits, models = self.limits, Models.of(plan)
         models.set_thread_counts(limits.shape, set_torch_threads=options.get("set_torch_threads", True))
         self.rank: Rank | None = None
         self._progress = options.get("progress")
@@ -191,7 +187,7 @@ def make_worker(
         name,
         models.options.vocab_size,
         models.options.max_model_len,
-        models.options.eos_token_ids,
+        models.options.vocabulary.eos_token_ids,
         str(model.loaded.model.dtype).removeprefix("torch."),
         vocabulary.added,
     )

@@ -77,8 +77,8 @@ class DeltaCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`slots`: largest number of slots of a sequence that are in use and not folded. `dtype`: that of the model,
-        for `inputs`; the other buffers are float32, or float64 in a float64 model."""
+        """`slots`: most slots of a sequence that are in use and not folded. `dtype`: that of the model, for `inputs`;
+        the other buffers are float32, or float64 in a float64 model."""
         self.shape, self._slots, self._ops = shape, slots, ops
         self._dtype, self._device = dtype, device
         self.folded = np.zeros(0, np.int64)  # [sequences], read by native code

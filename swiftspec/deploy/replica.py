@@ -19,9 +19,12 @@ from swiftspec.llm import LLM
 from swiftspec.serve.async_engine import AsyncEngine
 from swiftspec.serve.cli.config_sources import load_settings
 from swiftspec.serve.http.app import create_app
-from swiftspec.serve.http.engine_link.frontend_process import default_served_name, sampling_defaults
+from swiftspec.serve.http.engine_link.frames import QUEUE_TIMEOUT_S
+from swiftspec.serve.http.engine_link.frontend_process import sampling_defaults
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.settings.settings import Settings, UsageError
+from swiftspec.signals import DRAIN_TIMEOUT_S
+from swiftspec.startup.built_in_models import served_model_names
 from swiftspec.startup.session import open_session, run_follower_rank
 
 LOCALHOST = "127.0.0.1"
@@ -44,7 +47,6 @@ class EngineReplica:
         loaded.
         """
         settings = replica_settings(values)
-        self._drain_timeout_s = settings.drain_timeout
         address = free_address()
         self._followers = [start_replica_rank(values, rank, ranks, address) for rank in range(1, ranks)]
         try:
@@ -57,12 +59,11 @@ class EngineReplica:
         self.engine = AsyncEngine(
             LLM.from_session(self._session),
             max_queue=settings.max_queue,
-            queue_timeout_s=settings.queue_timeout,
+            queue_timeout_s=QUEUE_TIMEOUT_S,
             request_timeout_s=settings.request_timeout,
             sampling_defaults=sampling_defaults(settings),
         )
-        names = list(settings.served_model_name) or [default_served_name(settings.model)]
-        self.app: ASGIApp = create_app(self.engine, lambda: self._session.codec, names)
+        self.app: ASGIApp = create_app(self.engine, lambda: self._session.codec, served_model_names(settings))
 
     def check_health(self) -> None:
         """Raises UserError if the engine has failed. It does not recover: the scheduler has to replace the replica."""
@@ -72,7 +73,7 @@ class EngineReplica:
 
     async def close(self) -> None:
         """Lets running requests finish, closes the engine and ends the other ranks."""
-        await self.engine.close(self._drain_timeout_s)
+        await self.engine.close(DRAIN_TIMEOUT_S)
         self._session.codec.close()
         await asyncio.to_thread(self._end_followers)
 
@@ -92,8 +93,8 @@ def replica_settings(values: Mapping[str, Any]) -> Settings:
         raise UsageError(
             "a replica checks no API key: remove api_key, and authenticate in front of the scheduler's proxy"
         )
-    if settings.kv_events_endpoint is not None:
-        raise UsageError("a replica publishes no KV events, as Ray selects replicas itself: remove kv_events_endpoint")
+    if settings.kv_events_config.enabled:
+        raise UsageError("a replica publishes no KV events, as Ray selects replicas itself: remove kv_events_config")
     return settings
 
 

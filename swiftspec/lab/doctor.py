@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import shutil
@@ -212,9 +213,46 @@ def main(argv: Sequence[str] | None = None, prog: str = "swiftspec doctor") -> i
     return run_guarded(lambda first: _run(list(sys.argv[1:] if argv is None else argv), prog))
 
 
+@dataclass(frozen=True, slots=True)
+class OneMachine:
+    """The first of several ranks, all on this machine."""
+
+    size: int
+    local_rank: int = 0
+
+    @property
+    def local_size(self) -> int:
+        return self.size
+
+
+def plan_lines(argv: Sequence[str]) -> list[str]:
+    """Returns the lines of the plan that `swiftspec serve` with the flags `argv` would run. Reads the configurations of
+    the models. Raises UserError as that command does."""
+    from swiftspec.builder.plan import Plan
+    from swiftspec.serve.cli.arguments import parse_command
+    from swiftspec.startup.built_in_models import requested_ranks_of
+    from swiftspec.startup.model_resolution import ResolvedModels
+    from swiftspec.startup.reporter import LogReporter
+    from swiftspec.startup.session import load_options
+
+    settings = parse_command(argv).settings
+    ranks = requested_ranks_of(settings)
+    found = ResolvedModels.resolve(settings, ranks, LogReporter())
+    options = load_options(settings)
+    options["gpu_trial"] = "off"
+    layout = None if ranks == 1 else OneMachine(ranks)
+    return Plan.create(found.target, found.draft, found.choices, layout, options).describe()
+
+
 def _run(argv: Sequence[str], prog: str) -> int:
     from swiftspec.serve.cli.arguments import CommandParser
 
-    CommandParser(prog, description=__doc__).parse_args(argv)
+    if argv[:1] == ["--plan"]:
+        print("\n".join(plan_lines(argv[1:])))
+        return 0
+    parser = CommandParser(prog, description=__doc__)
+    text = "Show every option as `swiftspec serve` with these flags would resolve it, and why. Must be the first flag."
+    parser.add_argument("--plan", nargs=argparse.REMAINDER, metavar="FLAGS", help=text)
+    parser.parse_args(argv)
     print(examine())
     return 0

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 from swiftspec import file_io
 from swiftspec.builder.rules import resolve_config
 from swiftspec.capabilities import check_features
-from swiftspec.config import SUFFIX_LOOKUP
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.serve.__main__ import join_launched_world, run_guarded
-from swiftspec.settings.flags import FLAGS
+from swiftspec.settings.flags import SETTINGS
 
 if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World
@@ -86,7 +85,7 @@ def build_profile_parser(prog: str = "python -m swiftspec.profile") -> argparse.
 
 def model_settings() -> list[str]:
     """Returns the names of the `serve` settings that a sweep also accepts."""
-    return [name for name, flag in FLAGS.items() if flag.setting.profile]
+    return [name for name, flag in SETTINGS.items() if flag.setting.profile]
 
 
 def sweep(args: argparse.Namespace) -> int:
@@ -97,19 +96,19 @@ def sweep(args: argparse.Namespace) -> int:
     from swiftspec.lab.worker_pool import Pair, RankPool
     from swiftspec.serve.cli.config_sources import load_settings
     from swiftspec.serve.terminal import StartupProgress
+    from swiftspec.settings.settings import check_usage
     from swiftspec.startup.model_resolution import ResolvedModels
     from swiftspec.startup.session import load_options
 
     given = {name: getattr(args, name) for name in model_settings() if getattr(args, name) is not None}
     settings = load_settings({**given, "plan": "none"})
     if settings.drafts_by_lookup:
-        raise UserError(
-            f"--draft-model {SUFFIX_LOOKUP} has no draft to profile: specify a draft model, or serve without a profile"
-        )
+        check_usage({"profile sweep", "suffix lookup"})
     world = join_launched_world()
     found = ResolvedModels.resolve(settings, 1, StartupProgress(quiet=True))
     if found.draft is None:
-        raise UserError("a sweep requires a draft model: specify one with --draft-model")
+        check_usage({"profile sweep", "no draft"})
+    assert found.draft is not None
     pool = RankPool(Pair(found.target, found.draft, load_options(settings), settings.threads), world)
     if world is not None and world.rank > 0:
         pool.follow()

@@ -51,7 +51,10 @@ class RopeSpec:
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Causal attention with RoPE, as the token mixer of a layer. Query heads share key-value heads in equal groups
-    (GQA)."""
+    (GQA).
+
+    Each field is a trait that an architecture sets, and that a backend implements or not (`unknown_fields`).
+    """
 
     num_heads: int
     num_kv_heads: int

@@ -43,8 +43,8 @@ class ModelOps(Protocol):
     of it. The docstring of a backend names the operators that keep it only up to rounding.
     """
 
-    FLOAT32_STREAM: bool  # bfloat16 models have a residual stream in float32
-
+    @property
+    def FLOAT32_STREAM(self) -> bool: ...  # bfloat16 models have a residual stream in float32
     def pack(self, weight: Weight, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
     def pack_norm(self, weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
     def rope_tables(
@@ -148,7 +148,6 @@ class Transformer:
         self.group, self._ops, self.cache_dtype = group, ops, cache_dtype or dtype
         self.stream_dtype = stream_dtype or dtype
         self.hidden_layers, self._shard = hidden_layers, shard
-        self.delta_shape = self._delta_shape()  # None: no layer is a delta layer
         kinds = list(dict.fromkeys(mixer.kind for mixer in spec.attention_mixers))
         attention = [self._attention(kind) for kind in kinds]
         # by layer: index of its kind of attention; of a delta layer -1
@@ -173,7 +172,7 @@ class Transformer:
             embedding_multiplier=float(torch.tensor(spec.embedding_multiplier, dtype=dtype)),
             logit_multiplier=spec.logit_multiplier,
             logit_softcap=spec.logit_softcap,
-            delta=self.delta_shape,
+            delta=self._delta_shape(),
             per_layer=None if weights.per_layer is None else self._pack_per_layer(weights.per_layer),
         )
         self.fused: Any = self._fuse()  # a `FusedModel` or None; native executors call further methods of it
@@ -212,6 +211,11 @@ class Transformer:
     def kv_heads(self) -> int:
         """KV heads of this rank in the layers of the first cache, including padding."""
         return self.stack.attention[0].kv_heads
+
+    @property
+    def delta_shape(self) -> DeltaShape | None:
+        """Sizes of the delta layers of this rank; None if no layer is one."""
+        return self.stack.delta
 
     def _delta_shape(self) -> DeltaShape | None:
         mixers = self.spec.delta_mixers

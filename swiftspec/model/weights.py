@@ -121,7 +121,10 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Weights of one layer, or of one rank's shard of it. A norm is None if the layer does not have it."""
+    """Weights of one layer, or of one rank's shard of it. A norm is None if the layer does not have it.
+
+    The fields are one flat table: sharding, quantisation at load and the cache of packed weights choose them by name.
+    """
 
     input_norm: Tensor | None  # [hidden]
     # [(num_heads + 2 * kv_heads) * head_dim, hidden], and num_heads * head_dim further rows with an output gate; of a

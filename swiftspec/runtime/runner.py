@@ -69,7 +69,6 @@ class Runner:
         self.make_constraint: Callable[[str], TokenConstraint] | None = None  # compiles a grammar
         self.eos_token_ids: tuple[int, ...] = ()  # end-of-text tokens, which `min_tokens` excludes
         self.guidance: Guidance | None = None
-        self.prefill_chunk_rows = PREFILL_CHUNK_TOKENS  # tokens per prefill chunk if no logits are needed
         # receives the logits of the prompt's tokens, one prefill chunk at a time
         self.on_prompt_logits: Callable[[Tensor], None] | None = None
         # receives the hidden states of the prompt's tokens that are prefilled, one chunk at a time, after the position
@@ -126,7 +125,7 @@ class Runner:
             self._prefill_sequence(tokens, sequence)
 
     def _prefill_sequence(self, tokens: Sequence[int], sequence: int) -> None:
-        rows = self.prefill_chunk_rows if self.on_prompt_logits is None else PREFILL_CHUNK_TOKENS
+        rows = self.ops.PREFILL_CHUNK_ROWS if self.on_prompt_logits is None else PREFILL_CHUNK_TOKENS
         for start in range(0, len(tokens), rows):
             self.cancel_check()
             self._prefill_chunk(np.array(tokens[start : start + rows]), sequence)
@@ -211,7 +210,9 @@ class Runner:
         chain = None
         if depths is None and not several:
             chain = Chain(int(sequence[0]), int(kv_len[sequence[0]]))
-        return HostBatch(token, position, slot, mask, sequence, kv_len, chain)
+        return HostBatch(
+            tokens=token, positions=position, slots=slot, mask=mask, sequence=sequence, kv_len=kv_len, chain=chain
+        )
 
     def _rows(
         self, sequence: int, start: int, tokens: Ints, depths: Ints | None, first: int

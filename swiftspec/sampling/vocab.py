@@ -54,7 +54,7 @@ class VocabShard:
 
     def argmax(self, scores: Tensor) -> Tensor:
         """Returns the token [n] with the highest score over the `scores` [n, m] of all ranks, as
-        `backends.reference.argmax_token` does for whole rows: -1 if that score is not finite."""
+        `backends.reference.sampling.argmax_token` does for whole rows: -1 if that score is not finite."""
         scores = _not_empty(scores)
         best = scores.argmax(-1, keepdim=True)
         message = torch.cat((scores.gather(-1, best).double(), (best + self.tokens.start).double()), -1)
@@ -64,7 +64,7 @@ class VocabShard:
 
     def log_top_k(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Returns the `k` largest of log_softmax over the `scores` [n, m] of all ranks, as
-        `backends.reference.log_top_k` does for whole rows: tokens [n, k] and log-probabilities [n, k]."""
+        `backends.reference.sampling.log_top_k` does for whole rows: tokens [n, k] and log-probabilities [n, k]."""
         scores = _not_empty(scores)
         best = scores.topk(min(k, scores.shape[-1]))
         missing = (0, k - best.values.shape[-1])

@@ -130,7 +130,8 @@ def _warn_of_unknown_variables() -> None:
 def _report_error(error: UserError, rank: int) -> int:
     """Prints an error that the user can fix as one line. Returns the exit code."""
     from swiftspec.capabilities import NotSupported
-    from swiftspec.settings.settings import UsageError, flag_name
+    from swiftspec.settings.flags import flag_name
+    from swiftspec.settings.settings import UsageError
 
     message = error.shown(flag_name) if isinstance(error, NotSupported) else str(error)
     if rank == 0:
@@ -161,17 +162,12 @@ def _dispatch(argv: Sequence[str], first: bool) -> int:
 
         return replay.replay_main(argv[1:])
     from swiftspec.serve.cli.arguments import parse_command
-    from swiftspec.settings.rank_plan import requested_ranks
-    from swiftspec.startup.built_in_models import built_in_models
+    from swiftspec.startup.built_in_models import requested_ranks_of
 
     command = parse_command(argv)
     settings, ranks = command.settings, 1
     if here is None:
-        drafts = built_in_models(settings.model) is not None or settings.draft_model is not None
-        has_draft = drafts and not settings.drafts_by_lookup  # whether a draft model could use ranks of its own
-        ranks = requested_ranks(
-            settings.mode, settings.target_tp, settings.draft_tp, has_draft=has_draft, runs_on_gpu=settings.runs_on_gpu
-        )
+        ranks = requested_ranks_of(settings)
     if settings.port is not None:
         return _supervise_server(command, here, ranks, argv)
     if here is None and ranks == 1:
@@ -222,8 +218,6 @@ def run_rank(command: ParsedCommand, first: bool, supervisor: SupervisorClient |
     `supervisor`: connection to the supervisor that has started this process; None without one.
     """
     serving = command.settings.port is not None
-    if supervisor is not None and supervisor.incarnation > 0 and command.settings.gpu_trial == "again":
-        command.settings.gpu_trial = "auto"  # an error of the GPU may have changed the verdict
     if not first:
         from swiftspec.startup.session import run_follower_rank
 

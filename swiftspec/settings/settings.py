@@ -12,30 +12,39 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
 from swiftspec.builder.rules import Choices, Resolution
-from swiftspec.capabilities import NotSupported, check_features, ignored_features
+from swiftspec.capabilities import NotSupported, check_features, features_in, ignored_features
 from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig, PopulationConfig
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import expand_user, parse_json
 from swiftspec.params import SamplingParams
-from swiftspec.settings.flags import FLAGS, CommandSettings
-from swiftspec.settings.speculative_config import expand_speculative_config
+from swiftspec.settings.flags import (
+    COMMAND_SETTINGS,
+    SETTINGS,
+    ModelSettings,
+    PlanSettings,
+    PromptSettings,
+    ServerSettings,
+    WorkerSettings,
+    flag_name,
+)
+from swiftspec.settings.json_flags import JSON_FLAGS, expand_json_flags, json_object
 
 ENV_PREFIX = "SWIFTSPEC_"
 CHOICE_NAMES = {"mode", "target_tp", "draft_tp", "self_switch", "adapt"} | {
-    flag.name for flag in FLAGS.values() if flag.config in (EngineConfig, PopulationConfig)
+    flag.name for flag in SETTINGS.values() if flag.config in (EngineConfig, PopulationConfig)
 }
 MODEL_TREE_SETTINGS = ("draft_leaves", "draft_steps", "proposal", "calibration")  # of trees that a draft model expands
 
 if TYPE_CHECKING:
 
-    class SettingsFields(CommandSettings, BaseModel):
+    class SettingsFields(ModelSettings, PromptSettings, ServerSettings, WorkerSettings, PlanSettings, BaseModel):
         """Type declarations of the fields. Fields of the engine have type Any."""
 
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 else:
     SettingsFields = create_model(
-        "SettingsFields", **{flag.name: (flag.value_type, Field(flag.default)) for flag in FLAGS.values()}
+        "SettingsFields", **{flag.name: (flag.value_type, Field(flag.default)) for flag in SETTINGS.values()}
     )
 
 
@@ -54,7 +63,7 @@ class Settings(SettingsFields):
         """Creates the settings from the given values by name. Raises a UsageError that names the offending value.
         `label`: returns the name under which a message shows a setting."""
         try:
-            return cls.model_validate(expand_speculative_config(values))
+            return cls.model_validate(expand_json_flags(values))
         except ValidationError as error:
             raise UsageError(describe_validation_error(error, label)) from None
         except UserError as error:
@@ -65,7 +74,13 @@ class Settings(SettingsFields):
     def _from_text(cls, value: object, info: ValidationInfo) -> object:
         """Converts the text of a list or dict field: from JSON, and for a list also from one text or numbers separated
         by commas."""
-        kind = FLAGS[str(info.field_name)].value_type
+        name = str(info.field_name)
+        kind = SETTINGS[name].value_type
+        if name in JSON_FLAGS and isinstance(value, str):
+            try:
+                return json_object(name, value)
+            except UserError as error:  # pydantic expects a ValueError
+                raise ValueError(str(error)) from None
         if get_origin(kind) is list:
             return _as_list(value, of_text=get_args(kind)[0] is str)
         if get_origin(kind) is dict and isinstance(value, str):
@@ -77,14 +92,14 @@ class Settings(SettingsFields):
     @classmethod
     def _check(cls, value: Any, info: ValidationInfo) -> Any:
         """Checks a value: an engine setting by creating the dataclass that declares it, any other one by its rule."""
-        flag = FLAGS[str(info.field_name)]
+        flag = SETTINGS[str(info.field_name)]
         if value is None:
             return None
         values = {flag.name: _for_config(value)}
         if flag.setting.depends_on in info.data:
             values[flag.setting.depends_on] = info.data[flag.setting.depends_on]
         try:
-            if flag.config is CommandSettings:
+            if flag.config in COMMAND_SETTINGS:
                 flag.setting.check(flag.name, value)
             else:
                 flag.config(**values)
@@ -143,13 +158,13 @@ class Settings(SettingsFields):
             "local draft": self.draft_model is not None,
             "profile": self.plan not in ("auto", "none") and (self.mode is None or "mode" in given),
             "server": self.port is not None,
-            "KV events": self.kv_events_endpoint is not None,
+            "KV events": self.kv_events_config.enabled,
             "no prefix cache": self.prefix_cache_memory == 0,
             "shared GPUs": self.share_gpus,
             "CPU": device == "cpu",
         }
         groups = {"tree size": ["verify_batch", "draft_leaves"], "draft forwards": [*MODEL_TREE_SETTINGS]}
-        for name, flag in FLAGS.items():
+        for name, flag in SETTINGS.items():
             if flag.setting.applies_to is not None:
                 groups.setdefault(flag.setting.applies_to, []).append(name)
         shown = {part: ", ".join(f"{{{name}}}" for name in names if name in given) for part, names in groups.items()}
@@ -182,23 +197,18 @@ class Settings(SettingsFields):
         """The file of --chat-template. Raises UserError if its `~` cannot be expanded."""
         return None if self.chat_template is None else expand_user(self.chat_template)
 
-    def _config_values(self, config: type) -> dict[str, Any]:
-        """Returns the settings that are not None and that the engine dataclass `config` declares."""
-        mine = {name: getattr(self, name) for name, flag in FLAGS.items() if flag.config is config}
-        return {name: _for_config(value) for name, value in mine.items() if value is not None}
-
     def guidance_note(self) -> str | None:
         """Returns a note on guidance settings that may be unintended; None if there is none."""
         if self.guidance_scale != 1 and self.negative_prompt is None:
             return "guidance without a negative prompt uses an empty one"
-        if self.guidance_scale == 1 and self.negative_prompt is not None:
-            return "a negative prompt has no effect at guidance scale 1"
-        return None
+        found = {"no guidance": self.guidance_scale == 1, "negative prompt": self.negative_prompt is not None}
+        return next(iter(ignored_features(features_in(found), flag_name)), None)
 
     def sampling_params(self, model_defaults: Mapping[str, Any], negative: Sequence[int] = ()) -> SamplingParams:
         """Creates the sampling parameters. `model_defaults`: values for settings that are not set, see
         `generation_defaults`. `negative`: tokens of the negative prompt."""
-        values = {**model_defaults, **self._config_values(SamplingParams)}
+        mine = {name: getattr(self, name) for name, flag in SETTINGS.items() if flag.config is SamplingParams}
+        values = {**model_defaults, **{name: _for_config(value) for name, value in mine.items() if value is not None}}
         return SamplingParams(**values, negative_prompt_ids=tuple(negative))
 
 
@@ -253,13 +263,8 @@ def _from_json(text: str) -> Any:
         return None
 
 
-def flag_name(name: str) -> str:
-    """Returns the flag of a setting: top_p -> --top-p."""
-    return "--" + name.replace("_", "-")
-
-
 def env_name(name: str) -> str:
-    """Returns the environment variable of a setting: top_p -> SWIFTSPEC_TOP_P."""
+    """Returns the environment variable of a setting: port -> SWIFTSPEC_PORT."""
     return ENV_PREFIX + name.upper()
 
 
@@ -267,10 +272,16 @@ def describe_validation_error(error: ValidationError, label: Callable[[str], str
     """Describes the first error in one line: `--top-p must be a number, not 'much'`. `label`: returns the name under
     which a field is shown."""
     first = error.errors(include_url=False)[0]
-    name = str(first["loc"][0]) if first["loc"] else "a value"
+    name, *field = [str(part) for part in first["loc"]] or ["a value"]
     kind, context = first["type"], first.get("ctx", {})
-    if kind == "value_error":  # a message of the engine, which begins with the name of the field
+    if kind == "extra_forbidden" and field:
+        known = ", ".join(sorted(SETTINGS[name].value_type.model_fields))
+        return f"{label(name)}: unknown field {truncated_repr(field[0])}; known are {known}"
+    shown = ".".join([label(name), *field]) if name in JSON_FLAGS else label(name)
+    if kind == "value_error":  # a message of the engine, which begins with the name of the field, or a rule
         message = str(context["error"])
+        if message.startswith("must "):
+            return f"{shown} {message}, not {truncated_repr(first['input'])}"
         return label(name) + message.removeprefix(name) if message.startswith(name) else f"{label(name)}: {message}"
     wanted = {
         "float": "be a number",
@@ -278,7 +289,8 @@ def describe_validation_error(error: ValidationError, label: Callable[[str], str
         "bool": "be true or false",
         "string": "be text",
         "dict": "be a JSON object from token id to number",
+        "model": "be a JSON object",
         "list": "be a list",
         "literal": f"be one of {context.get('expected', '')}".replace("'", "").replace(" or ", ", "),
     }.get(kind.partition("_")[0], f"be valid ({first['msg']})")
-    return f"{label(name)} must {wanted}, not {truncated_repr(first['input'])}"
+    return f"{shown} must {wanted}, not {truncated_repr(first['input'])}"

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from swiftspec.errors import UserError
+from swiftspec.settings.rank_plan import requested_ranks
+from swiftspec.settings.settings import Settings
 
 DEMO_DIR = Path(__file__).resolve().parent.parent / "demo"
 DEMO_NAME = "demo"
@@ -77,6 +79,18 @@ def built_in_models(model: str | None) -> BuiltInModels | None:
     return DEMO_MODELS
 
 
+def requested_ranks_of(settings: Settings) -> int:
+    """Returns the number of ranks that a command starts itself; see `requested_ranks`."""
+    drafts = built_in_models(settings.model) is not None or settings.draft_model is not None
+    return requested_ranks(
+        settings.mode,
+        settings.target_tp,
+        settings.draft_tp,
+        has_draft=drafts and not settings.drafts_by_lookup,  # whether a draft model could use ranks of its own
+        runs_on_gpu=settings.runs_on_gpu,
+    )
+
+
 def chat_template_file(model: str | None, given: Path | None) -> Path | None:
     """Returns the file of the chat template that replaces the target's; None: it is not replaced. `model`: value of
     --model. `given`: file of --chat-template."""
@@ -84,13 +98,11 @@ def chat_template_file(model: str | None, given: Path | None) -> Path | None:
     return given if given is not None or found is None else found.chat_template
 
 
-def default_served_name(model: str | None) -> str:
-    """Returns the name of the target in the HTTP APIs if --served-model-name is not set. `model`: value of --model."""
-    found = built_in_models(model)
-    if found is not None:
-        return found.served_name
-    assert model is not None
-    return model
+def served_model_names(settings: Settings) -> list[str]:
+    """Returns the names of the target in the HTTP APIs, the default first: those of --served-model-name, otherwise that
+    of the model."""
+    found = built_in_models(settings.model)
+    return list(settings.served_model_name) or [str(settings.model) if found is None else found.served_name]
 
 
 def smollm2_file() -> Path | None:

@@ -15,8 +15,8 @@ from swiftspec.extras import require_extra
 from swiftspec.file_io import Fields, expand_user, is_file, is_folder, read_object
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
-from swiftspec.settings.flags import FLAGS
-from swiftspec.settings.settings import Settings, UsageError, check_usage, flag_name, plan_of
+from swiftspec.settings.flags import SETTINGS, flag_name
+from swiftspec.settings.settings import Settings, UsageError, check_usage, plan_of
 from swiftspec.startup.built_in_models import BuiltInModels, built_in_models
 from swiftspec.startup.reporter import DOWNLOAD, StartupReporter
 from swiftspec.text.codec import TextCodec, has_tokenizer
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from swiftspec.profiles.store import ProfileKey
 
 GENERATION_CONFIG_NAMES = {  # name in generation_config.json: name of the setting
-    flag.setting.from_model: flag.name for flag in FLAGS.values() if flag.setting.from_model is not None
+    flag.setting.from_model: flag.name for flag in SETTINGS.values() if flag.setting.from_model is not None
 }
 
 
@@ -84,8 +84,7 @@ class ResolvedModels:
         path_name = None if draft_model in (SUFFIX_LOOKUP, MTP_HEAD) else draft_model
         local = expand_user(model)
         if settings.revision is not None and (is_folder(local) or is_file(local)):
-            kind = "directory" if is_folder(local) else "file"
-            raise UsageError(f"--revision {settings.revision} applies to a hub id, but {model} is a {kind}; remove it")
+            check_usage({"revision", "model on disk"})
         drafts = draft_model is not None or settings.draft_url is not None
         choices = settings.choices(drafts, ranks)
         plan = plan_of(choices)  # reports invalid settings before a download
@@ -227,7 +226,7 @@ def generation_defaults(path: Path) -> dict[str, Any]:
     fields = Fields(read_object(file))
     try:
         given = {name: ours for name, ours in GENERATION_CONFIG_NAMES.items() if fields.data.get(name) is not None}
-        whole = {name for name, ours in given.items() if FLAGS[ours].value_type in (int, int | None)}
+        whole = {name for name, ours in given.items() if SETTINGS[ours].value_type in (int, int | None)}
         values: dict[str, Any] = {ours: fields.integer(name) for name, ours in given.items() if name in whole}
         values |= {given[name]: fields.number(name, ge=-1e9, le=1e9) for name in given if name not in whole}
         if not fields.boolean("do_sample", True):

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from swiftspec.builder.rules import Choices, resolve_config
+from swiftspec.builder.rules import Choices
 from swiftspec.config import MTP_HEAD, EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.file_io import expand_user
@@ -106,7 +106,7 @@ class Session:
                 self.tokenizer_folder.cleanup()
         writer = self.llm.writer
         if writer is not None and writer.error is not None and self.packed_cache is not None:
-            self.warn(f"--packed-cache {self.packed_cache} is incomplete; the next start packs again: {writer.error}")
+            self.warn(f"packed_cache {self.packed_cache} is incomplete; the next start packs again: {writer.error}")
         trace = self.llm.roles.recorder.file
         if trace is not None and trace.error is not None:
             self.warn(f"--trace {trace.path} is incomplete: {trace.error}")
@@ -172,14 +172,14 @@ class MemoryCheck:
         return resolve_device(self.settings.device).type == "cuda"
 
     def __call__(self, target: Path, draft: Path | None, config: EngineConfig | Choices) -> None:
-        from swiftspec.builder.model_pair import ModelPair
+        from swiftspec.builder.plan import Plan
 
         options = load_options(self.settings)
         options["gpu_trial"] = "off"  # runs once the weights are here
         if self.side is not None:
             options |= {"only": self.side, "sessions": self.settings.max_sessions}
             draft = target if self.side == "draft" else None
-        ModelPair.create(target, draft, resolve_config(config, draft, "cuda"), self.world, options)
+        Plan.create(target, draft, config, self.world, options)
 
 
 def _startup_errors_reported(world: World) -> AbstractContextManager[None]:
@@ -333,7 +333,7 @@ def load_options(settings: Settings) -> LoadOptions:
 
 
 def _packed_cache_folder(settings: Settings) -> Path | None:
-    """Returns the directory below which packed weights are stored; None if they are not stored (`--packed-cache off`,
+    """Returns the directory below which packed weights are stored; None if they are not stored (`packed_cache="off"`,
     or no home directory)."""
     if settings.packed_cache is not None:
         return None if settings.packed_cache == "off" else expand_user(settings.packed_cache)

@@ -212,7 +212,13 @@ class TextCodec:
             accepted = self._accepted_system_messages(template or self.template_source(tools))
             messages = with_fitting_system_messages(messages, accepted)
         text = self.render_chat(
-            messages, context, tools, variables, continue_final_message, add_generation_prompt, template
+            messages=messages,
+            context=context,
+            tools=tools,
+            variables=variables,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            template=template,
         )
         return self._encode(text, context, False, truncation)
 
@@ -253,13 +259,13 @@ class TextCodec:
         }
         known = {**(variables or {}), **special}
         text = self._renderer.render(
-            template,
-            messages,
-            known,
-            self.max_text_bytes(context),
-            tools,
-            continue_final_message,
-            add_generation_prompt and not continue_final_message,
+            template=template,
+            messages=messages,
+            variables=known,
+            max_bytes=self.max_text_bytes(context),
+            tools=tools,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
         )
         self._check_roles(messages, text)
         return text

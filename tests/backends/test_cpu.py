@@ -190,7 +190,8 @@ def check_attention(
     ours, theirs = (Cache(sequences, kv_heads, 128, dim, dtype) for _ in range(2))
     qkv, (cos, sin) = random(len(batch), (heads + 2 * kv_heads) * dim, seed=4, dtype=dtype), tables(dim, dtype)
     weight = 1 + 0.3 * random(normed, dim, seed=5)
-    mine, exact = (ops.pack_norm(weight, 1e-5, dtype, "cpu") if normed else None for ops in (host, reference))
+    mine = host.pack_norm(weight, 1e-5, dtype, "cpu") if normed else None
+    exact = reference.pack_norm(weight, 1e-5, dtype, "cpu") if normed else None
     got = host.tree_attention(qkv, host.prepare(batch, ours, cos, sin, heads, options), 1, mine, sinks)
     plan = reference.prepare(batch, theirs, cos, sin, heads, options)
     close(got, reference.tree_attention(qkv, plan, 1, exact, sinks))
@@ -444,7 +445,8 @@ def lm_heads() -> dict[str, Any]:
 @pytest.mark.parametrize("name", lm_heads())
 def test_masked_outputs_are_impossible_and_the_others_keep_their_bits(name: str, softcap: float | None) -> None:
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
-    for ops in (host, reference):
+    backends: tuple[Any, ...] = (host, reference)
+    for ops in backends:
         head, norm = ops.pack(lm_heads()[name], F32, "cpu"), ops.pack_norm(torch.ones(256), 1e-6, F32, "cpu")
         plain = ops.norm_head(x, norm, head, 1.0, softcap)
         masked = ops.norm_head(x, norm, ops.mask_outputs(head, [3, 39], "cpu"), 1.0, softcap)

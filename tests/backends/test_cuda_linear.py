@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.backends.cuda import cuda, enable_weight_prefetch, large_m
+from swiftspec.backends.cuda import cuda, large_m
 from swiftspec.backends.cuda import linear as cuda_linear
 from swiftspec.errors import UserError
 from swiftspec.model.packed_model import PackedLayer, PackedMlp
@@ -63,7 +63,7 @@ def test_each_projection_prefetches_the_tiles_of_the_next() -> None:
         "down 1": cuda.PREFETCH_BYTES
     }
     assert {name: tiles.shape[0] for name, tiles in named.items()} == expected, "qkv for all of o"
-    enable_weight_prefetch(stack, enabled=False)
+    cuda.enable_weight_prefetch(stack, enabled=False)
     assert {tiles.shape[0] for tiles in named.values()} == {0}
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 import swiftspec
 from swiftspec import _C
 from swiftspec.backends.cpu import cpu as host
+from swiftspec.backends.cpu.linear import CpuNorm
+from swiftspec.backends.cpu.packing import PackedLinear
 from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.formats.activation_quantization import quantize_rows
@@ -90,9 +92,7 @@ def test_rows_are_independent(level: str, parts: int) -> None:
         packed, norm = host.pack(weight, BF16, "cpu"), host.pack_norm(torch.ones(256), 1e-5, BF16, "cpu")
         x = random(21, 256, seed=1)
 
-        def run(
-            part: slice, x: Tensor = x, packed: host.PackedLinear = packed, norm: host.CpuNorm = norm
-        ) -> list[Tensor]:
+        def run(part: slice, x: Tensor = x, packed: PackedLinear = packed, norm: CpuNorm = norm) -> list[Tensor]:
             mine = x[part].contiguous()
             return [op(mine, norm, packed) for op in (host.norm_linear, host.norm_swiglu, host.norm_head)]
 

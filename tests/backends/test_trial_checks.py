@@ -49,7 +49,7 @@ def reasons(ops: Any, at: TrialDevice = AT, *names: str) -> dict[str, str]:
 
 
 def broken(**functions: Callable[..., Any]) -> Any:
-    return SimpleNamespace(**{**vars(unfused), **functions})
+    return unfused.with_operators(**functions)
 
 
 def test_all_checks_pass_and_cover_every_family() -> None:

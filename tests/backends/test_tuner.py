@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from swiftspec.backends.cuda.linear import ProjectionTiling, shape_name
 from swiftspec.backends.cuda.trial import TUNING, TrialRequest, run_checks
 from swiftspec.backends.cuda.trial_checks import AttentionShape, LayerShape, ProjectionShape, TrialDevice, TrialPlan
 from swiftspec.backends.cuda.tuner import TuningBench
-from swiftspec.backends.unfused import unfused
+from swiftspec.backends.unfused import UnfusedBackend, unfused
 from tests.support.fake_cuda_graphs import Rerun
 
 LAYER = LayerShape(
@@ -41,6 +41,18 @@ class TunedMatrix:
     tiles: Tensor = field(default_factory=lambda: torch.zeros(100, dtype=torch.uint8))
 
 
+class TunedBackend(UnfusedBackend):
+    """Packs matrices with `tilings`."""
+
+    TILINGS = True
+    tilings: Mapping[str, ProjectionTiling] = MappingProxyType({})
+
+    def pack(self, weight: Any, dtype: torch.dtype, device: Any) -> Any:
+        outputs, inputs = weight.dequantize(dtype).shape
+        name = shape_name(inputs, outputs, getattr(weight, "group_size", 0))
+        return TunedMatrix(unfused.pack(weight, dtype, device), name, self.tilings.get(name, DEFAULT))
+
+
 @dataclass
 class TunedOperators:
     """torch's operators with tilings. `costs`: seconds per row of x of a call. `wrong`: with more rows than this, a
@@ -54,15 +66,7 @@ class TunedOperators:
     def operators(self) -> Any:
         names = ("norm_linear", "norm_swiglu", "norm_head", "linear_residual")
         products = {name: self._product(getattr(unfused, name)) for name in names}
-        own = {"pack": self.pack, "tilings_of": self.tilings_of, "with_tiling": self.with_tiling}
-        return SimpleNamespace(**{**vars(unfused), **products, **own})
-
-    def pack(
-        self, weight: Any, dtype: torch.dtype, device: Any, tilings: Mapping[str, ProjectionTiling] | None = None
-    ) -> TunedMatrix:
-        outputs, inputs = weight.dequantize(dtype).shape
-        name = shape_name(inputs, outputs, getattr(weight, "group_size", 0))
-        return TunedMatrix(unfused.pack(weight, dtype, device), name, (tilings or {}).get(name, DEFAULT))
+        return TunedBackend().with_operators(**products, tilings_of=self.tilings_of, with_tiling=self.with_tiling)
 
     def tilings_of(self, packed: TunedMatrix, each: int) -> list[ProjectionTiling]:
         return [DEFAULT, *self.costs][: 1 + each]

@@ -135,13 +135,15 @@ def test_buckets_of_captured_forwards() -> None:
 
 def test_int4_weights_that_torch_cannot_multiply_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = int4(96, 256, 64)
-    assert unfused.keeps_int4(weight, BF16, "cpu") and not unfused.keeps_int4(weight, torch.float16, "cpu")
-    assert not unfused.keeps_int4(int4(96, 192, 64), BF16, "cpu")  # no whole block of the layout
-    assert not unfused.keeps_int4(weight.regroup(16), BF16, "cpu")  # as in a shard with small heads
+    assert unfused.kept_int4_group(256, 64, BF16) == 64 and unfused.int4_needs(BF16, "cpu") is None
+    assert unfused.kept_int4_group(256, 64, torch.float16) == 0
+    assert unfused.int4_needs(torch.float16, "cuda") == "dtype bfloat16"
+    assert unfused.kept_int4_group(192, 64, BF16) == 0  # no whole block of the layout
+    assert unfused.kept_int4_group(256, 16, BF16) == 0  # as in a shard with small heads
     assert unfused.pack(weight.regroup(16), BF16, "cpu")(torch.ones(1, 256, dtype=BF16)).isfinite().all()
     for capability, kept in (((7, 5), False), ((8, 6), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert unfused.keeps_int4(weight, BF16, "cuda") == kept
+        assert (unfused.int4_needs(BF16, "cuda") is None) == kept
 
 
 def test_a_whole_forward_has_no_host_reads() -> None:

@@ -102,7 +102,7 @@ def test_the_command(pair: list[str], capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_synthetic_acceptance_is_refused(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*pair, "--synthetic-acceptance-length", "2"]) == 2
+    assert main([*pair, "--speculative-config.synthetic_acceptance_length", "2"]) == 2
     assert "not supported by the exactness test, since its output is" in capsys.readouterr().err
 
 
@@ -158,7 +158,10 @@ def test_the_demo_models_pass() -> None:
         (["--json"], "--json is not supported by the exactness test"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt-file", "/nowhere"], "--prompt-file /nowhere cannot be read"),
-        (["--verify", "reject", "--proposal", "top"], "with --verify reject; use --proposal sample"),
+        (
+            ["--verify", "reject", "--speculative-config.proposal", "top"],
+            "with --verify reject; use --speculative-config.proposal sample",
+        ),
         (["--verify", "reject", "--temperature", "0"], "temperature 0 is not supported with"),
     ],
 )

@@ -13,7 +13,7 @@ from bench.large import Bench, arguments
 from bench.large_report import Row
 from bench.width_expanded import Model, pad_tokenizer, warm
 from bench.workload import Measured, Task, Work
-from swiftspec.settings.flags import FLAGS
+from swiftspec.settings.flags import SETTINGS
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
@@ -40,12 +40,12 @@ def row(system: str, name: str, kind: str, rates: list[float], **found: object) 
 
 
 def test_this_version_has_all_settings_of_the_option_sets() -> None:
-    assert {name for one in large.OUR_OPTIONS for name in one.settings} <= FLAGS.keys()
+    assert {name for one in large.OUR_OPTIONS for name in one.settings} <= SETTINGS.keys()
 
 
 def test_one_start_serves_the_whole_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo models, opened as the command does."""
-    Task({"flags": ["--raw", "--mode", "serial"], "cache": None, "sampled": True}, WORK).write(tmp_path / "task.json")
+    Task({"settings": {"mode": "serial"}, "cache": None, "sampled": True}, WORK).write(tmp_path / "task.json")
     monkeypatch.setattr(sys, "argv", ["one_start", str(tmp_path / "task.json")])
     answers: list[Measured] = []
     monkeypatch.setattr(startup, "answer", answers.append)

@@ -11,10 +11,10 @@ import torch
 
 from swiftspec.backends.cuda import cuda
 from swiftspec.backends.unfused import unfused
-from swiftspec.builder import model_pair as assembled
+from swiftspec.builder import plan as assembled
 from swiftspec.builder.load_options import select_operators
 from swiftspec.builder.memory_estimate import BYTES_PER_GB
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.plan import Plan
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.model.config_json import parse_config
@@ -46,7 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    monkeypatch.setattr(cuda, "require_usable", torch.device)
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", torch.device)
 
 
 def test_unsupported_models_use_torch_operators_with_a_message(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_unsupported_models_use_torch_operators_with_a_message(pair: Path, monke
     def messages(**options: Any) -> list[str]:
         lines: list[str] = []
         wanted: Any = {"device": "cuda:0", "note": lines.append, **options}
-        ModelPair.create(pair, None, EngineConfig("ar"), None, wanted)
+        Plan.create(pair, None, EngineConfig("ar"), None, wanted)
         return lines
 
     assert messages(dtype=torch.float32) == [
@@ -72,7 +72,7 @@ def test_unsupported_models_use_torch_operators_with_a_message(pair: Path, monke
 
     large = parse_config(LLAMA_8B).spec
     assert select_operators("auto", large, BF16, GPU) is cuda
-    monkeypatch.setattr(cuda, "require_usable", too_old)
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", too_old)
     assert select_operators("auto", large, BF16, GPU) is unfused
     with pytest.raises(UserError, match="T4 has 7"):
         select_operators("cuda", large, BF16, GPU)
@@ -87,7 +87,7 @@ def test_auto_that_ends_on_the_cpu_of_a_machine_with_a_gpu_is_reported(
     for device, count in (("auto", 1), ("cpu", 0)):
         lines: list[str] = []
         wanted: Any = {"device": device, "ops": "reference", "note": lines.append}
-        assert ModelPair.create(pair, None, EngineConfig("ar"), None, wanted).device.type == "cpu"
+        assert Plan.create(pair, None, EngineConfig("ar"), None, wanted).device.type == "cpu"
         assert lines == ["the models run on the CPU although this machine has a GPU: the driver is too old"] * count
 
 
@@ -100,4 +100,4 @@ def test_awq_runs_in_bfloat16_on_a_gpu(pair: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | AWQ | {"torch_dtype": "float16"}))
     for dtype in (None, "auto"):
         options: Any = {"device": "cuda:0", "dtype": dtype, "ops": "unfused"}
-        assert ModelPair.create(tmp_path, None, EngineConfig("ar"), None, options).dtype == BF16
+        assert Plan.create(tmp_path, None, EngineConfig("ar"), None, options).dtype == BF16

@@ -36,8 +36,8 @@ from swiftspec.backends.unfused import unfused
 from swiftspec.builder import gpu_trial
 from swiftspec.builder.gpu_trial import CheckProcess, GpuVerdict, TrialRunner, run_trial, search_rungs
 from swiftspec.builder.locked_engine import LockedEngine
-from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.models import Models
+from swiftspec.builder.plan import Loading, Plan
 from swiftspec.builder.ranks import agree_on_operators
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile
@@ -431,7 +431,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H100")
     set_uuid(monkeypatch, "GPU-1")
-    monkeypatch.setattr(cuda, "require_usable", torch.device)
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", torch.device)
     monkeypatch.setattr(devices, "DRIVER_FILE", Path("/nonexistent"))
     monkeypatch.setenv("SWIFTSPEC_EARLY_STARTS", "")
 
@@ -456,11 +456,11 @@ class Trials:
         return self.verdict, self.problem
 
 
-def created(model: Path, folder: Path, plan: EngineConfig | None = None, **more: Any) -> tuple[ModelPair, list[str]]:
+def created(model: Path, folder: Path, plan: EngineConfig | None = None, **more: Any) -> tuple[Plan, list[str]]:
     notes: list[str] = []
     options: Any = {"device": "cuda", "trial_cache": folder, "note": notes.append, **more}
     plan = plan or EngineConfig("serial")
-    return ModelPair.create(model, model if plan.mode != "ar" else None, plan, None, options), notes
+    return Plan.create(model, model if plan.mode != "ar" else None, plan, None, options), notes
 
 
 @pytest.mark.usefixtures("gpu")
@@ -470,7 +470,7 @@ def test_a_verdict_is_found_again(model: Path, tmp_path: Path, monkeypatch: pyte
     line = "GPU: attention by torch's operators (it is off); all else runs on the CUDA operators"
     for hint in ("", "; the verdict of an earlier start, --gpu-trial again repeats the trial"):
         pair, notes = created(model, folder)
-        assert pair.verdict == trials.verdict and notes == [f"{line}{hint}"]
+        assert pair.gpu.verdict == trials.verdict and notes == [f"{line}{hint}"]
     assert len(trials.plans) == 1 and trials.plans[0].tree is not None and trials.plans[0].particles == 0
     created(model, folder, gpu_trial="again")
     created(model, folder, EngineConfig("smc"))
@@ -482,7 +482,7 @@ def test_a_verdict_is_found_again(model: Path, tmp_path: Path, monkeypatch: pyte
     assert len(trials.plans) == 4, "a damaged file is written again"
     others: list[dict[str, Any]] = [{"gpu_trial": "off"}, {"ops": "unfused"}, {"dtype": torch.float32}]
     for options in others:
-        assert created(model, folder, **options)[0].verdict == GpuVerdict()
+        assert created(model, folder, **options)[0].gpu.verdict == GpuVerdict()
     assert len(trials.plans) == 4
 
 
@@ -492,12 +492,12 @@ def test_gpus_of_one_model_have_their_own_verdicts(
 ) -> None:
     trials = Trials(monkeypatch)
     trials.verdict = GpuVerdict({"attention": "it is off"})
-    first = created(model, tmp_path / "verdicts")[0].verdict
+    first = created(model, tmp_path / "verdicts")[0].gpu.verdict
     set_uuid(monkeypatch, "GPU-2")
     trials.verdict = GpuVerdict()
-    assert created(model, tmp_path / "verdicts")[0].verdict == GpuVerdict() != first
+    assert created(model, tmp_path / "verdicts")[0].gpu.verdict == GpuVerdict() != first
     set_uuid(monkeypatch, "GPU-1")
-    assert created(model, tmp_path / "verdicts")[0].verdict == first and len(trials.plans) == 2
+    assert created(model, tmp_path / "verdicts")[0].gpu.verdict == first and len(trials.plans) == 2
 
 
 @pytest.mark.usefixtures("gpu")
@@ -518,15 +518,15 @@ def test_what_a_model_pair_does_with_a_verdict(model: Path, tmp_path: Path, monk
         trials.verdict = GpuVerdict(dict.fromkeys(fallbacks, "why"), trials.tilings)
         pair, _ = created(model, tmp_path, gpu_trial="again")
         found: list[Any] = []
-        loaded = Models.of(replace(pair, load=partial(load, found))).load_side(
+        loaded = Models.of(replace(pair, loading=Loading(partial(load, found)))).load_side(
             "target", EngineConfig("serial"), None, None
         )
         return found[0], loaded.capture is not None, pair.peer_all_reduce_width(target=True, draft=True)
 
     trials.tilings = TILINGS
     ops, captured, width = used()
-    assert (ops.pack.func, ops.pack.keywords, ops.mlp) == (cuda.pack, {"tilings": TILINGS}, cuda.mlp) and captured
-    assert used("projections")[0].pack is unfused.pack
+    assert (ops.tilings, ops.mlp) == (TILINGS, cuda.mlp) and captured
+    assert used("projections")[0].pack == unfused.pack
     trials.tilings = {}
     assert used() == (cuda, True, 256) and os.environ["SWIFTSPEC_EARLY_STARTS"] == ""
     assert used("graphs") == (cuda, False, 256)
@@ -558,19 +558,19 @@ def test_an_error_of_the_gpu_lowers_the_next_start(
     trials, plan, history = Trials(monkeypatch), EngineConfig("serial"), list[set[str]]()
     for _ in range(4):
         pair, _ = created(model, tmp_path)
-        history.append({*pair.verdict.fallbacks})
+        history.append({*pair.gpu.verdict.fallbacks})
         error = RuntimeError("CUDA error: an illegal memory access was encountered\nFor debugging ...")
         with pytest.raises(RuntimeError), Models.of(pair).device_errors_recorded(plan):
             raise error
     assert history == [set(), {"early_starts"}, {"early_starts", "graphs"}, {"early_starts", "graphs", *FAMILIES}]
     assert len(trials.plans) == 1
-    line = created(model, tmp_path)[0].verdict.fallbacks["graphs"]
+    line = created(model, tmp_path)[0].gpu.verdict.fallbacks["graphs"]
     assert line.startswith("the GPU failed at run time: CUDA error: an illegal memory access") and "\n" not in line
     created(model, tmp_path, gpu_trial="again")
     for other in (RuntimeError("CUDA out of memory"), ValueError("CUDA error"), KeyError(1)):
         with pytest.raises(type(other)), Models.of(created(model, tmp_path)[0]).device_errors_recorded(plan):
             raise other
-    assert created(model, tmp_path)[0].verdict == GpuVerdict(), "tried again, and other errors are not the GPU's"
+    assert created(model, tmp_path)[0].gpu.verdict == GpuVerdict(), "tried again, and other errors are not the GPU's"
 
 
 def test_an_engine_reports_an_error_of_its_gpu() -> None:
@@ -614,7 +614,7 @@ def test_the_ranks_of_a_group_use_the_same_operators(
         thread.start()
     for thread in threads:
         thread.join()
-    fallbacks = [agreed[rank].options.verdict.fallbacks for rank in range(3)]
+    fallbacks = [agreed[rank].options.gpu.verdict.fallbacks for rank in range(3)]
     assert fallbacks == [{"attention": "why", "early_starts": "why"}] * 3
     alone: Any = World()
     assert agree_on_operators(pairs[2], alone, RankRole("draft", 0, 1)) is pairs[2]
@@ -626,18 +626,18 @@ def test_an_error_lowers_the_verdict_of_the_group(model: Path, tmp_path: Path, m
     caused it."""
     Trials(monkeypatch)
     plan, theirs = EngineConfig("serial"), GpuVerdict({"early_starts": "it is off on rank 1"})
-    pair = replace(created(model, tmp_path)[0], load=lambda path, **how: None)  # type: ignore[arg-type]
+    pair = replace(created(model, tmp_path)[0], loading=Loading(lambda path, **how: None))  # type: ignore[arg-type]
     models = Models.of(pair)
     agreed = models.with_common_verdict(lambda mine: [mine, json.dumps(theirs.to_json())])
-    assert agreed.options.verdict == theirs
+    assert agreed.options.gpu.verdict == theirs
     found: list[RankLost | None] = [RankLost("GPU rank 0 waited too long for rank 1"), None]
     group: Any = SimpleNamespace(lost=lambda error: found[0], rank=0, size=2)
     agreed.load_side("target", plan, group, None)
     models.record_device_error(RuntimeError("CUDA error: unspecified launch failure"), plan)
-    assert not created(model, tmp_path)[0].verdict.fallbacks
+    assert not created(model, tmp_path)[0].gpu.verdict.fallbacks
     found.pop(0)
     models.record_device_error(RuntimeError("CUDA error: unspecified launch failure"), plan)
-    assert {*created(model, tmp_path)[0].verdict.fallbacks} == {"early_starts", "graphs"}
+    assert {*created(model, tmp_path)[0].gpu.verdict.fallbacks} == {"early_starts", "graphs"}
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from swiftspec.builder.load_options import Side
-from swiftspec.builder.model_pair import MAX_INT16_HIDDEN_SIZE, ModelPair
 from swiftspec.builder.models import Models
+from swiftspec.builder.plan import MAX_INT16_HIDDEN_SIZE, Plan
 from swiftspec.config import EngineConfig
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 
@@ -62,7 +62,7 @@ def test_quantisation_at_load(
     plan = EngineConfig("ar" if side == "target" else "serial")
     draft = tmp_path if side == "draft" else None
     given: Any = {"device": "cpu", "dtype": torch.bfloat16, "load": load, **options}
-    models = Models.of(ModelPair.create(tmp_path, draft, plan, None, given))
+    models = Models.of(Plan.create(tmp_path, draft, plan, None, given))
     with pytest.raises(LoadedError) as caught:
         models.load_side(side, plan, None, None)
     found = caught.value.quantization

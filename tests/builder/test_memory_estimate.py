@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,11 +13,11 @@ import torch
 
 from swiftspec.backends.cuda import cuda
 from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory
-from swiftspec.backends.reference import reference
+from swiftspec.backends.reference import Backend, reference
 from swiftspec.backends.unfused import unfused
 from swiftspec.builder import memory_estimate
 from swiftspec.builder.memory_estimate import BYTES_PER_GB, MemoryEstimate, fit_context, memory_by_purpose
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.plan import Plan
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError, is_out_of_memory
 from swiftspec.model.config import ModelConfig
@@ -84,7 +83,7 @@ def stored_bytes(weight: Weight) -> float:
 @pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "awq"])
 @pytest.mark.parametrize("ops", [cuda, unfused], ids=["cuda", "unfused"])
 def test_weights_and_cache_are_those_of_the_shards(
-    size: int, fields: dict[str, Any], quantised: bool, ops: ModuleType
+    size: int, fields: dict[str, Any], quantised: bool, ops: Backend
 ) -> None:
     config = parse_config(fields | (AWQ if quantised else {}))
     last = size - 1  # has the most padding
@@ -179,7 +178,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "RTX 4090")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    monkeypatch.setattr(cuda, "require_usable", torch.device)
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", torch.device)
     set_free(23.5)
     return set_free
 
@@ -194,10 +193,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, draft
 
 
-def create(models: tuple[Path, Path], plan: EngineConfig, notes: list[str], **options: Any) -> ModelPair:
+def create(models: tuple[Path, Path], plan: EngineConfig, notes: list[str], **options: Any) -> Plan:
     ranks: Any = type("Ranks", (), {"size": plan.num_ranks, "local_rank": 0, "local_size": plan.num_ranks})
     given: Any = {"device": "cuda:0", "note": notes.append, "gpu_trial": "off", **options}
-    return ModelPair.create(*models, plan, None if plan.num_ranks == 1 else ranks, given)
+    return Plan.create(*models, plan, None if plan.num_ranks == 1 else ranks, given)
 
 
 def test_the_context_that_fits_is_selected(models: tuple[Path, Path], gpu: Callable[[float], None]) -> None:

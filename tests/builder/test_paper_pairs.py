@@ -18,7 +18,7 @@ from bench.prediction.predictor import demo_acceptance, modelled_step_times, pre
 from swiftspec.backends.cpu import cpu
 from swiftspec.backends.cuda import cuda
 from swiftspec.builder.load_options import LoadOptions, select_operators
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.plan import Plan
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
@@ -134,7 +134,7 @@ def test_the_pair_is_accepted_on_every_split(
     plans += [EngineConfig("async", target_tp=size, draft_tp=8 - size) for size in range(1, 8)]
     for plan in plans:
         ranks: Any = SimpleNamespace(size=plan.num_ranks, local_rank=0, local_size=plan.num_ranks)
-        pair = ModelPair.create(folder / target, folder / draft, plan, ranks if plan.num_ranks > 1 else None, options)
+        pair = Plan.create(folder / target, folder / draft, plan, ranks if plan.num_ranks > 1 else None, options)
         assert (pair.vocab_size, pair.masked_tokens) == (ours.size, masked)
         assert pair.with_vocab(ours.size, masked).masked_tokens == masked
 
@@ -170,7 +170,7 @@ def test_shards_cover_the_model(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_native_operators_fit(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = read_config(folder / name).spec
-    monkeypatch.setattr(cuda, "require_usable", lambda device: torch.device(device))
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", lambda device: torch.device(device))
     monkeypatch.setattr(cpu, "level", lambda: "avx2")
     for device, wanted in ((torch.device("cuda", 0), cuda), (torch.device("cpu"), cpu)):
         assert select_operators("auto", spec, torch.bfloat16, device) is wanted

@@ -89,6 +89,6 @@ def test_longrope_factors_follow_the_context(pairs: dict[str, tuple[Path, Path]]
     assert all(torch.equal(first, other) for other in others)
     factors = LONGROPE["short_factor" if context == TRAINED else "long_factor"]
     frequencies = [1e4 ** (-2 * pair / 6) / factor for pair, factor in enumerate(factors)]
-    factor = models.options.config_of("target").spec.layer.attention.rope.attention_factor
+    factor = models.options.checkpoints.config("target").spec.layer.attention.rope.attention_factor
     want = torch.tensor(frequencies, dtype=torch.float64).sin() * factor
     torch.testing.assert_close(first[1, 4:7], want, rtol=1e-5, atol=1e-6)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from swiftspec.builder.rules import RULES, Choices, Resolution, resolve_config
 from swiftspec.config import GRAFTED, MODES, MTP_HEAD, SUFFIX_LOOKUP, EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.settings.settings import Settings, UsageError, flag_name
+from swiftspec.settings.flags import flag_name
+from swiftspec.settings.settings import Settings, UsageError
 
 SETTINGS: dict[str, Any] = {
     "mode": st.sampled_from(MODES),

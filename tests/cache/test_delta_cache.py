@@ -316,7 +316,7 @@ class DeltaMachine(RuleBasedStateMachine):
         self.sequences.check()
 
 
-DeltaMachine.TestCase.settings = settings(max_examples=16, stateful_step_count=20, deadline=None)
+DeltaMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
 TestDeltaCache = DeltaMachine.TestCase
 
 
@@ -324,7 +324,7 @@ class NativeDeltaMachine(DeltaMachine):
     ops = cpu
 
 
-NativeDeltaMachine.TestCase.settings = settings(max_examples=16, stateful_step_count=20, deadline=None)
+NativeDeltaMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
 TestNativeDeltaCache = native(NativeDeltaMachine.TestCase)
 
 

@@ -298,7 +298,7 @@ def test_the_shape_converges_under_constant_conditions(
     assert sum(a != b for a, b in pairwise(shapes[400:])) <= 10
 
 
-@pytest.mark.parametrize("law", range(0, 600, 10))
+@pytest.mark.parametrize("law", range(0, 600, 30))
 def test_the_shape_converges_for_any_acceptance_and_step_times(law: int) -> None:
     """The same with random acceptance rates per depth and random step times."""
     draw = random.Random(law)

@@ -12,10 +12,12 @@ import yaml
 
 from swiftspec.deploy.ray import ray_application
 from swiftspec.serve.cli.arguments import parse_command
+from swiftspec.serve.cli.config_sources import VARIABLES
+from swiftspec.serve.http.engine_link.frontend_process import requested_kv_events
 from swiftspec.serve.http.middleware.security import PUBLIC_PATHS
-from swiftspec.serve.kv_events.config import kv_events_config
-from swiftspec.settings.flags import FLAGS
 from swiftspec.settings.settings import env_name
+from swiftspec.signals import DRAIN_TIMEOUT_S
+from swiftspec.startup.built_in_models import served_model_names
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "examples" / "deploy").iterdir())
@@ -28,7 +30,7 @@ def manifests() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_variables_exist(file: Path) -> None:
-    known = {env_name(name) for name in FLAGS} | BUILD_VARIABLES
+    known = {env_name(name) for name in VARIABLES} | BUILD_VARIABLES
     assert {*re.findall(r"\bSWIFTSPEC_[A-Z_]+", file.read_text(encoding="utf-8"))} <= known
 
 
@@ -38,7 +40,7 @@ def test_the_server_of_the_manifest() -> None:
     server = deployment["spec"]["template"]["spec"]["containers"][0]
     command = parse_command(["--port", "8000", *server["args"]])
     assert (command.settings.target_tp, command.settings.draft_tp) == (6, 2)
-    assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > command.settings.drain_timeout
+    assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > DRAIN_TIMEOUT_S
     probes = [server[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
     assert {*probes} <= {*PUBLIC_PATHS}
 
@@ -52,7 +54,8 @@ def test_the_gateway_fits_the_server() -> None:
     assert [each["number"] for each in pool["spec"]["targetPorts"]] == [8000]
     comment = re.sub(r"^# ?", "", text.partition("apiVersion")[0], flags=re.MULTILINE)
     args = yaml.safe_load(re.findall(r"args: (\[.*?\])$", comment, re.DOTALL | re.MULTILINE)[0])
-    config = kv_events_config(parse_command(["--port", "8000", *args]).settings)
+    settings = parse_command(["--port", "8000", *args]).settings
+    config = requested_kv_events(settings)
     assert config is not None and config.binds and config.topic == "kv@$(POD_IP):8000@MODEL"
     plugins = {each["type"]: each for each in yaml.safe_load(picker["data"]["config.yaml"])["plugins"]}
     events = plugins["precise-prefix-cache-producer"]["parameters"]
@@ -60,7 +63,7 @@ def test_the_gateway_fits_the_server() -> None:
     assert config.endpoint.endswith(f":{ports['socketPort']}")
     assert config.replay_endpoint is not None and config.replay_endpoint.endswith(f":{ports['replaySocketPort']}")
     assert events["tokenProcessorConfig"]["blockSizeTokens"] == config.block_size
-    assert plugins["token-producer"]["parameters"]["modelName"] == config.model_name
+    assert plugins["token-producer"]["parameters"]["modelName"] == served_model_names(settings)[0]
 
 
 def test_the_dashboard_of_the_compose_file_exists() -> None:

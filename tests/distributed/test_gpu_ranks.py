@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.builder import model_pair, ranks
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder import plan as plan_module
+from swiftspec.builder import ranks
 from swiftspec.builder.models import Models
+from swiftspec.builder.plan import Plan
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives import leave
 from swiftspec.distributed.launch.world import World
@@ -60,7 +61,7 @@ def run_rank(world: World, pair: tuple[Path, Path], config: EngineConfig, act: C
     """Rank 0 acts on its LLMEngine, the others run until it ends."""
     if world.rank == 0:
         return act(LLMEngine(*pair, config, world=world, **OPTIONS))
-    models = Models.of(ModelPair.create(*pair, config, world, OPTIONS))
+    models = Models.of(Plan.create(*pair, config, world, OPTIONS))
     return ranks.run_rank(ranks.start_engine_rank(world, config, models, None), traced=False)
 
 
@@ -221,7 +222,7 @@ def test_a_gpu_has_an_index(monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, P
     gpus = FakeGpus(monkeypatch, 2)
     gpus.select(1)
     with gpus.rank(1):
-        assert ModelPair.create(*pair, EngineConfig("serial"), None, OPTIONS).device == GPU_1
+        assert Plan.create(*pair, EngineConfig("serial"), None, OPTIONS).device == GPU_1
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -230,7 +231,7 @@ def test_one_visible_gpu_per_rank(monkeypatch: pytest.MonkeyPatch, pair: tuple[P
     gpus = FakeGpus(monkeypatch, 1)
     monkeypatch.setattr(ranks, "join_group", ThreadJoin())
     monkeypatch.setattr(ranks, "pin_to_cores", lambda cores: None)
-    monkeypatch.setattr(model_pair, "gpu_uuid", lambda device: f"GPU-{0 if shared else gpus.here.number}")
+    monkeypatch.setattr(plan_module, "gpu_uuid", lambda device: f"GPU-{0 if shared else gpus.here.number}")
 
     def act(world: World) -> Any:
         gpus.here.number = world.rank
@@ -309,7 +310,7 @@ def end_job(
             job.hold_graph(llm.roles.rank)
             with closing(llm):  # as the chat, a single answer and the server do
                 return act(llm)
-        models = Models.of(ModelPair.create(*pair, SERIAL, world, OPTIONS))
+        models = Models.of(Plan.create(*pair, SERIAL, world, OPTIONS))
         rank = ranks.start_engine_rank(world, SERIAL, models, None)
         job.hold_graph(rank)
         return ranks.run_rank(rank, traced=False)

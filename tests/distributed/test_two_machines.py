@@ -96,7 +96,7 @@ def test_an_answer_survives_the_loss_of_the_drafts_machine(nodes: list[str], tmp
         "1",
         "--max-tokens",
         "600",
-        "--emulate",
+        "--speculative-config.emulate",
         "target=20ms,draft=4ms",
     )
     try:

@@ -302,11 +302,11 @@ def test_keyed_draws_and_their_log_probabilities(vocab: int, biased: bool) -> No
 
 
 def test_candidates_at_the_edges() -> None:
-    tied, _ = cuda.log_top_k(torch.zeros(1, 20, device=DEVICE), 4)
+    tied, _ = cuda.children(torch.zeros(1, 20, device=DEVICE), 20, 4)
     assert tied.tolist() == [[0, 1, 2, 3]], "of equal scores the earlier tokens"
     scores = torch.full((2, 20), torch.nan, device=DEVICE)
     scores[1] = -torch.inf
-    tokens, values = cuda.log_top_k(scores, 4)
+    tokens, values = cuda.children(scores, scores.shape[1], 4)
     assert not bool((values > -torch.inf).any()) and bool(((tokens >= 0) & (tokens < 20)).all())
     assert cuda.children(scores.double(), 20, 4)[1].dtype == F64, "other types take the reference"
     assert cuda.draw(scores[:0], 20).shape == (0,)
@@ -314,7 +314,7 @@ def test_candidates_at_the_edges() -> None:
     crowded = torch.full((1, 40_000), -1.0, device=DEVICE)
     crowded[0, 31:9000:32] = torch.arange(281, device=DEVICE) % 5.0  # a warp's best, and more, in one lane
     ranked = crowded.sort(descending=True, stable=True).indices
-    assert torch.equal(cuda.log_top_k(crowded, 30)[0], ranked[:, :30]), "more candidates than lanes"
+    assert torch.equal(cuda.children(crowded, crowded.shape[1], 30)[0], ranked[:, :30]), "more candidates than lanes"
     logits = torch.zeros(3, 3000, device=DEVICE)
     logits[0, 2999], logits[1, 1234] = torch.nan, torch.inf
     assert cuda.draw(logits, 3000).tolist() == [-1, -1, 0], "not finite somewhere"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends.cuda import large_m
 from swiftspec.backends.cuda import linear as ops
+from swiftspec.backends.cuda.norm import CudaNorm
 from swiftspec.backends.cuda.sampling import children
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.packed_model import PackedMlp
@@ -25,12 +25,6 @@ EPS = 1e-5
 # K, N: every cut and chunk of x; small, odd, and of Llama-3 shards
 LARGE = [(2048, 3072), (3072, 1280), (1024, 4096), (8192, 2560), (14336, 1024)]
 SHAPES = [(64, 32), (128, 8), (512, 72), (24576, 8), *most(LARGE, 0)]
-
-
-@dataclass
-class Norm:
-    weight: Tensor
-    eps: float = EPS
 
 
 def generator(seed: int) -> torch.Generator:
@@ -59,7 +53,7 @@ def exact(of: DenseWeight | Int4Weight) -> Callable[[Tensor], Tensor]:
     return lambda x: x.double() @ matrix + bias
 
 
-def normalised(x: Tensor, norm: Norm) -> Tensor:
+def normalised(x: Tensor, norm: CudaNorm) -> Tensor:
     """RMSNorm as the model defines it: rounded to bfloat16 before and after the weight is applied."""
     scale = (x.double().square().mean(-1, keepdim=True) + norm.eps).rsqrt()
     return ((x.double() * scale).bfloat16().double() * norm.weight.double()).bfloat16()
@@ -76,8 +70,8 @@ def check(got: Tensor, want: Tensor, rounded: Tensor) -> None:
     assert error(got, want) <= max(TOLERANCE, 1.25 * error(rounded, want))
 
 
-def norm_of(k: int) -> Norm:
-    return Norm(torch.rand(k, generator=generator(2)).add_(0.5).bfloat16().to(DEVICE))
+def norm_of(k: int) -> CudaNorm:
+    return CudaNorm(torch.rand(k, generator=generator(2)).add_(0.5).bfloat16().to(DEVICE), EPS)
 
 
 @pytest.mark.parametrize("group", [128, 64, 32, 0])

@@ -3,7 +3,6 @@ kernel."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,7 +73,7 @@ def test_a_wrong_kernel_fails() -> None:
     def attention(qkv: Tensor, *of: Any) -> Tensor:
         return cuda.tree_attention(qkv, *of) * 1.1
 
-    failed = reasons(SimpleNamespace(**{**vars(cuda), "tree_attention": attention}))
+    failed = reasons(cuda.with_operators(tree_attention=attention))
     assert {*failed} == {check.name for check in trial_checks(PLAN) if check.family == "attention"}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends.cuda import cuda
+from swiftspec.backends.cuda import chains, cuda
 from swiftspec.backends.reference.chains import ChainVerdict, accept_matching_prefix
 from swiftspec.backends.reference.sampling import Scores
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
@@ -45,9 +45,9 @@ def test_verdicts_equal_the_reference(batch: int, steps: int, vocab: int, dtype:
         c = one_key(make_chains(seed, batch, steps, vocab, dtype, apart))
         target, draft, tokens, uniforms, keys = on_device(c)
         greedy, match, reject = matched(c, noisy=False), matched(c, noisy=True), rejected(c)
-        check_equal(cuda.match_chains(target, vocab, tokens, None, PLAIN), *greedy)
-        check_equal(cuda.match_chains(target, vocab, tokens, keys.contiguous(), PLAIN), *match)
-        check_equal(cuda.reject_chains(target, draft, tokens, uniforms, keys[:, 0].contiguous()), *reject)
+        check_equal(chains.match_chains(target, vocab, tokens, None, PLAIN), *greedy)
+        check_equal(chains.match_chains(target, vocab, tokens, keys.contiguous(), PLAIN), *match)
+        check_equal(chains.reject_chains(target, draft, tokens, uniforms, keys[:, 0].contiguous()), *reject)
 
 
 def test_matching_equals_keyed_draws() -> None:
@@ -63,7 +63,7 @@ def test_matching_equals_keyed_draws() -> None:
     tokens[2:, -1] += 1
     tokens %= vocab
     want = accept_matching_prefix(best, tokens)
-    found = cuda.match_chains(target, vocab, tokens, keys, scores)
+    found = chains.match_chains(target, vocab, tokens, keys, scores)
     assert all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(want), strict=True))
     assert found.bonus.tolist()[:2] == [-1, -1] and found.count.tolist()[:2] == [0, 1]
 
@@ -74,7 +74,7 @@ def test_run_to_run_and_in_a_graph() -> None:
     first_keys = keys[:, 0].contiguous()
 
     def verify() -> list[Tensor]:
-        return tensors(cuda.reject_chains(target, draft, tokens, uniforms, first_keys))
+        return tensors(chains.reject_chains(target, draft, tokens, uniforms, first_keys))
 
     first = verify()
     for _ in range(times):
@@ -90,9 +90,9 @@ def test_invalid_arguments_are_refused() -> None:
     target, draft, tokens, uniforms, keys = on_device(make_chains(1, 2, 3, 50, torch.float32))
     for bad in (target[:1], target.double(), target.to("meta"), target.transpose(0, 1)):
         with pytest.raises(ValueError, match="target: expected") as refused:
-            cuda.match_chains(bad, 50, tokens, None, PLAIN)
+            chains.match_chains(bad, 50, tokens, None, PLAIN)
         assert "\n" not in str(refused.value)
     with pytest.raises(ValueError, match="draft: expected"):
-        cuda.reject_chains(target, draft.bfloat16(), tokens, uniforms, keys[:, 0])
+        chains.reject_chains(target, draft.bfloat16(), tokens, uniforms, keys[:, 0])
     with pytest.raises(ValueError, match="keys: expected"):
-        cuda.match_chains(target, 50, tokens, keys.long(), PLAIN)
+        chains.match_chains(target, 50, tokens, keys.long(), PLAIN)

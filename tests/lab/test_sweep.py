@@ -201,7 +201,7 @@ def test_a_budget_too_small_for_one_measurement(
 def test_suffix_lookup_has_nothing_to_profile(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*pair[:2], "--draft-model", "suffix"]) == 1
     [line] = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("swiftspec: error: --draft-model suffix has no draft to profile: specify a draft model")
+    assert line.startswith("swiftspec: error: suffix lookup is not supported by a sweep of profiles, ")
 
 
 @pytest.mark.slow

@@ -134,9 +134,9 @@ def first_nodes(proposal: Proposal, count: int) -> Proposal:
 def test_rounds_with_any_number_of_nodes(engines: Engines) -> None:
     dice = random.Random(5)
     llm = changed(engines, lambda whole: first_nodes(whole, dice.choice([1, 1, 2, 5, 16])))
-    for sampling in (GREEDY, SEEDED):
-        for prompt in (PROMPT, [*PROMPT, 40], PROMPT[:9]):  # with reuse of the prefix
-            assert llm.generate(prompt, sampling).token_ids == engines.want(prompt, sampling).token_ids
+    prompts = (PROMPT, [*PROMPT, 40], PROMPT[:9])  # with reuse of the prefix
+    for sampling, prompt in zip((GREEDY, SEEDED, SEEDED), prompts, strict=True):
+        assert llm.generate(prompt, sampling).token_ids == engines.want(prompt, sampling).token_ids
 
 
 def test_rejections_at_any_depth(engines: Engines) -> None:

@@ -29,6 +29,7 @@ from swiftspec.runtime.head_drafter import BlockDrafter
 from swiftspec.tree.marginals import add_likely_paths
 from swiftspec.tree.tree import DraftTree
 from tests.model.architectures.test_families import new_cache
+from tests.support.cases import fast_first
 from tests.support.draft_heads import make_dflash
 from tests.support.ranks import Pool
 from tests.support.roles import drafter_of, request_start, verifier_of
@@ -99,8 +100,7 @@ def check_cache(target: Path, llm: LLMEngine, text: Sequence[int], ids: tuple[in
         torch.testing.assert_close(mine[:, 0, :, :count], theirs[:, 0, :, :count], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("window", "name"), fast_first(product((None, 6), REQUESTS), len(REQUESTS) + 1, unpack=True))
 def test_the_text_equals_plain_decoding(tmp_path: Path, pair: tuple[Path, Path], name: str, window: int | None) -> None:
     target, head = pair
     if window is not None:

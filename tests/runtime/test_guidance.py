@@ -65,7 +65,7 @@ def transformers_text(model: Any, prompt: Sequence[int], scale: float, negative:
 
 
 @pytest.mark.parametrize("scale", fast_first([1.5, 0.0, 0.5, 4.0], 1))
-@pytest.mark.parametrize("negative", [(), NEGATIVE, LONG], ids=["none", "short", "long"])
+@pytest.mark.parametrize("negative", fast_first([LONG, NEGATIVE, ()], 1), ids=["long", "short", "none"])
 def test_autoregressive_and_tree_decoding_equal_transformers(pair: Pair, negative: Sequence[int], scale: float) -> None:
     target, draft, model = pair
     want = transformers_text(model, PROMPT, scale, negative)

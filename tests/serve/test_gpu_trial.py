@@ -10,7 +10,6 @@ import pytest
 
 from swiftspec import llm_engine
 from swiftspec.errors import UserError
-from swiftspec.serve import __main__ as command_line
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.settings.settings import Settings
 from swiftspec.startup import session
@@ -20,20 +19,6 @@ def test_verdicts_are_kept_in_the_users_cache(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = session.load_options(Settings(gpu_trial="off", packed_cache="off"))
     assert options.get("gpu_trial") == "off" and options.get("trial_cache") == tmp_path / "swiftspec" / "gpu_trial"
-
-
-@pytest.mark.parametrize(("incarnation", "wanted"), [(0, "again"), (1, "auto")])
-def test_a_restarted_rank_does_not_repeat_its_trial(
-    incarnation: int, wanted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its verdict may have been lowered by the error that ended it."""
-    found: list[str] = []
-    monkeypatch.setattr(command_line, "join_launched_world", lambda *of: object())
-    monkeypatch.setattr(session, "run_follower_rank", lambda settings, world: found.append(settings.gpu_trial))
-    command: Any = SimpleNamespace(settings=Settings(gpu_trial="again"))
-    supervisor: Any = SimpleNamespace(incarnation=incarnation, supervision=lambda: None)
-    assert command_line.run_rank(command, False, supervisor) == 0
-    assert found == [wanted]
 
 
 @pytest.mark.parametrize(

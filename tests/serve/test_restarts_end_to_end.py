@@ -76,9 +76,7 @@ def serving(ranks: int, target_tp: int, request: pytest.FixtureRequest) -> Itera
 def running(ranks: int, target_tp: int = 1) -> Iterator[ServerProcesses]:
     """A server with `count` ranks. Checks at the end that nothing is left of it."""
     split = ["--mode", "async", "--target-tp", str(target_tp), "--draft-tp", str(ranks - target_tp)]
-    with ServerProcess(
-        [*split, *EXACT, "--queue-timeout", "60", "--emulate", "target=40ms,draft=2ms"], ranks
-    ) as served:
+    with ServerProcess([*split, *EXACT, "--speculative-config.emulate", "target=40ms,draft=2ms"], ranks) as served:
         job = ServerProcesses(served, ranks)
         job.wait_until_up(RECOVERY_S)
         yield job

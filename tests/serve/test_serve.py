@@ -83,7 +83,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_answer_as_text(command: Command, pair: list[str]) -> None:
-    fixed = ["--no-adapt", "--no-self-switch"]  # whose decisions depend on the clock and would be printed
+    fixed = ["--no-adapt"]  # whose decisions depend on the clock and would be printed
     code, out, err = command(*pair, *fixed, "--prompt", PROMPT, "--max-tokens", "30", "--temperature", "0")
     assert code == 0
     assert out.endswith("\n")
@@ -134,7 +134,7 @@ def test_one_answer_as_json(command: Command, pair: list[str]) -> None:
     assert serial["metrics"]["split"] == {"target_tp": 1, "draft_tp": 1}
     assert serial["metrics"]["drafter_lost"] is None
     assert serial["metrics"]["policy"]["plain_rounds"] >= 0
-    fixed = command.json(*flags, "--no-self-switch", "--no-adapt")
+    fixed = command.json(*flags, "--no-adapt")
     assert fixed["metrics"]["policy"] is None and fixed["text"] == serial["text"]
     assert fixed["metrics"]["speculative_decoding"]["mean_acceptance_length"] > 1.2  # high acceptance
     plain = command.json(*flags, "--mode", "ar")
@@ -148,8 +148,8 @@ def test_one_answer_as_json(command: Command, pair: list[str]) -> None:
 def test_synthetic_acceptance(command: Command, pair: list[str]) -> None:
     """The flag turns adaptation off, and every output of the command states it."""
     flags = [*pair, "--prompt", PROMPT, "--max-tokens", "40", "--ignore-eos", "--draft-steps", "5"]
-    flags += ["--synthetic-acceptance-length", "2.5"]
-    answer = json.loads(command(*flags, "--calibration", "0.1", "--json")[1])
+    flags += ["--speculative-config.synthetic_acceptance_length", "2.5"]
+    answer = json.loads(command(*flags, "--speculative-config.calibration", "0.1", "--json")[1])
     assert answer["exact"] is False and answer["synthetic_acceptance_length"] == 2.5
     assert answer["metrics"]["policy"] is None
     assert answer["metrics"]["speculative_decoding"]["mean_acceptance_length"] == pytest.approx(2.5, abs=0.15)
@@ -210,16 +210,12 @@ def test_prompts_from_all_sources(command: Command, pair: list[str], tmp_path: P
         assert result["prompt_token_ids"] == tokens
 
 
-def test_settings_reach_the_engine(
-    command: Command, pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_reach_the_engine(command: Command, pair: list[str], tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(
         f"model: {pair[1]}\ndraft-model: {pair[3]}\nthreads: 1\nmax-tokens: 3\nverify_batch: 3\ndraft-steps: 2\n"
     )
-    monkeypatch.setenv("SWIFTSPEC_VERIFY_BATCH", "4")
-    monkeypatch.setenv("SWIFTSPEC_MAX_TOKENS", "5")
-    result = command.json("--config", str(file), "--prompt", "a", "--max-tokens", "7")
+    result = command.json("--config", str(file), "--prompt", "a", "--max-tokens", "7", "--verify-batch", "4")
     assert result["usage"]["completion_tokens"] == 7
     assert result["metrics"]["speculative_decoding"]["num_spec_tokens"] == 3
 
@@ -234,10 +230,10 @@ def test_stop_criteria(command: Command, pair: list[str]) -> None:
     assert whole["token_ids"][: len(cut["token_ids"])] == cut["token_ids"] != whole["token_ids"]
     assert stop in byte_level_tokenizer().decode(cut["token_ids"])
     token = whole["token_ids"][7]
-    by_token = command.json(*flags, "--stop-token-ids", str(token))
+    by_token = command.json(*flags, "--override-generation-config.stop_token_ids", str(token))
     assert by_token["token_ids"] == whole["token_ids"][: whole["token_ids"].index(token) + 1]
     assert by_token["finish_reason"] == "stop"
-    never = command.json(*flags, "--logit-bias", json.dumps({token: -1e9}))
+    never = command.json(*flags, "--override-generation-config.logit_bias", json.dumps({token: -1e9}))
     assert token not in never["token_ids"]
 
 
@@ -265,7 +261,9 @@ def test_empty_and_unreadable_prompts(command: Command, pair: list[str], tmp_pat
 def test_prompts_that_do_not_fit(command: Command, pair: list[str]) -> None:
     message = command.refuses(*pair, "--prompt", "x" * 2 * CONTEXT, code=1)
     assert f"does not fit the context of {CONTEXT}" in message
-    assert "contains a token outside" in command.refuses(*pair, "--prompt", "a", "--logit-bias", '{"999": 1}', code=1)
+    assert "contains a token outside" in command.refuses(
+        *pair, "--prompt", "a", "--override-generation-config.logit_bias", '{"999": 1}', code=1
+    )
 
 
 def test_invalid_flags_are_refused(command: Command) -> None:

@@ -54,11 +54,11 @@ def test_startup_messages(capsys: pytest.CaptureFixture[str], flags: list[str]) 
     assert err == "swiftspec: warning: guidance without a negative prompt uses an empty one\n"
     assert answer["guidance"]["negative_prompt_token_ids"] == [1, 0, 2]
     answer, err = ask(capsys, *flags, "--negative-prompt", "a")
-    assert "a negative prompt has no effect at guidance scale 1" in err and "guidance" not in answer
+    assert "--negative-prompt has no effect at --guidance-scale 1" in err and "guidance" not in answer
 
 
 def test_a_draft_that_samples_differently_is_warned_about(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
-    drawn = [*flags, "--proposal", "top", "--temperature"]
+    drawn = [*flags, "--speculative-config.proposal", "top", "--temperature"]
     assert ask(capsys, *drawn, "1")[1].startswith("swiftspec: warning: proposal top does not use the target's noise")
     assert ask(capsys, *drawn, "0")[1] == ""
 
@@ -68,4 +68,4 @@ def test_invalid_sampling_is_refused_before_weights_are_loaded(
 ) -> None:
     monkeypatch.setattr(llm_engine, "LLMEngine", None)
     assert main([*flags, "--verify", "reject"]) == 1
-    assert "temperature 0 is not supported with --proposal sample" in capsys.readouterr().err
+    assert "temperature 0 is not supported with --speculative-config.proposal sample" in capsys.readouterr().err

@@ -43,8 +43,8 @@ def test_help_is_fast() -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_prints_the_partial_text_and_exits_with_130(pair: list[str]) -> None:
-    environment = {**os.environ, "SWIFTSPEC_IGNORE_EOS": "1", "PYTHONUNBUFFERED": "1"}
-    process = start([*pair, "--prompt", "a", "--verify-batch", "1"], env=environment)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = start([*pair, "--prompt", "a", "--verify-batch", "1", "--ignore-eos"], env=environment)
     assert process.stdout is not None
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)

@@ -54,13 +54,13 @@ class Ranks:
     """One process per rank, started without a launcher: only the ranks themselves ensure that none is left."""
 
     def __init__(self, count: int, argv: Sequence[str], more: Mapping[int, Mapping[str, str]] | None = None) -> None:
-        """`more`: environment variables of single ranks."""
+        """`more`: environment variables of single ranks, and further flags in the variable FLAGS."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         job = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self.processes = [
             subprocess.Popen(
-                [sys.executable, *SERVE, *argv],
+                [sys.executable, *SERVE, *argv, *(more or {}).get(rank, {}).get("FLAGS", "").split()],
                 cwd=ROOT,
                 text=True,
                 stdout=subprocess.PIPE,
@@ -105,7 +105,7 @@ def test_the_output_under_torchrun_equals_that_of_one_process(
 ) -> None:
     assert main([*pair, *EXACT, "--mode", "ar", "--max-tokens", "60"]) == 0
     alone = json.loads(capsys.readouterr().out)
-    flags = ["--max-tokens", "60", "--draft-steps", "2", "--no-self-switch"]
+    flags = ["--max-tokens", "60", "--draft-steps", "2", "--speculative-config.self_switch", "false"]
     both = python(*TORCHRUN, "2", *SERVE, *pair, *EXACT, *flags)
     assert both.returncode == 0
     answer = json.loads(both.stdout)
@@ -124,7 +124,15 @@ def test_the_ranks_mask_what_rank_0_has_found(
     draft = tmp_path / "draft"
     shutil.copytree(pair[1], draft)
     write_tokenizer(draft, byte_level_tokenizer(("<|end|>", "<|bot|>", "<|user|>")))
-    flags = [*pair[:2], *pair[4:], *EXACT, "--max-tokens", "40", "--logit-bias", '{"1": 4, "2": 4}']
+    flags = [
+        *pair[:2],
+        *pair[4:],
+        *EXACT,
+        "--max-tokens",
+        "40",
+        "--override-generation-config.logit_bias",
+        '{"1": 4, "2": 4}',
+    ]
     assert main([*flags, "--mode", "ar"]) == 0
     alone = json.loads(capsys.readouterr().out)
     both = python(*SERVE, *flags, "--draft-model", str(draft), "--target-tp", "2", "--draft-tp", "2")
@@ -164,7 +172,16 @@ def test_the_started_ranks_end_with_the_command(pair: list[str], number: signal.
 
 @pytest.mark.slow
 def test_the_chat_under_torchrun(pair: list[str]) -> None:
-    flags = [*pair, "--ignore-eos", "--temperature", "0", "--draft-steps", "2", "--emulate", "target=10ms"]
+    flags = [
+        *pair,
+        "--ignore-eos",
+        "--temperature",
+        "0",
+        "--draft-steps",
+        "2",
+        "--speculative-config.emulate",
+        "target=10ms",
+    ]
     chat = Terminal([*TORCHRUN, "2", *SERVE, *flags], TERM="xterm")
     chat.until(r"async on 1 \+ 1 ranks, d = 2[\s\S]*>>>")
     chat.send("def add(\r")
@@ -263,7 +280,7 @@ def test_bad_input_gets_one_line(pair: list[str], started: list[Ranks]) -> None:
 
 @pytest.mark.slow
 def test_ranks_with_different_modes_fail_immediately(pair: list[str], started: list[Ranks]) -> None:
-    ranks = Ranks(2, [*pair, *LONG], {1: {"SWIFTSPEC_MODE": "serial"}})
+    ranks = Ranks(2, [*pair, *LONG], {1: {"FLAGS": "--mode serial"}})
     started.append(ranks)
     ends = ranks.end(60)
     line = "rank 1 was started with mode serial, rank 0 with mode async: start all ranks with the same command\n"
@@ -275,7 +292,7 @@ def test_ranks_with_different_modes_fail_immediately(pair: list[str], started: l
 @pytest.mark.slow
 def test_an_error_of_one_rank_ends_the_others(pair: list[str], started: list[Ranks]) -> None:
     """Only rank 1 finds no GPU: rank 0 receives the error."""
-    ranks = Ranks(2, [*pair, *LONG], {1: {"SWIFTSPEC_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}})
+    ranks = Ranks(2, [*pair, *LONG], {1: {"FLAGS": "--device cuda", "CUDA_VISIBLE_DEVICES": ""}})
     started.append(ranks)
     (code, err), (other, _) = ranks.end(60)
     assert (code, other) == (1, 1)

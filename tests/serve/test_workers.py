@@ -157,7 +157,7 @@ def stop_and_continue(found: dict[str, WorkerAddress]) -> None:
 @pytest.mark.slow
 def test_either_worker_may_be_stopped_or_killed_during_decoding() -> None:
     """A lost draft costs speed; a lost target ends the answer with one line within the timeout."""
-    flags = ("--max-model-len", "1000", "--emulate", "target=20ms,draft=1ms")
+    flags = ("--max-model-len", "1000", "--speculative-config.emulate", "target=20ms,draft=1ms")
     with workers(*flags) as found:
         stop_and_continue(found)
         both = ("--target-url", found["target"].url, "--draft-url", found["draft"].url, "--remote-timeout", "2")
@@ -226,7 +226,10 @@ def test_a_worker_ends_when_its_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> No
 NONSENSE = [
     (("worker",), "specify the model of the worker"),
     (("worker", "draft", "--port", "1"), "not supported by a worker"),
-    (("worker", "target", "--synthetic-acceptance-length", "2"), "not supported by a worker; set it on the clients"),
+    (
+        ("worker", "target", "--speculative-config.synthetic_acceptance_length", "2"),
+        "not supported by a worker; set it on the clients",
+    ),
     (("worker", "target", "--listen", "0.0.0.0:1"), "open to other machines"),
     (("worker", "target", "--listen", "nowhere"), "HOST:PORT"),
     (("worker", "target", "--prompt", "x"), "--prompt-file and --json are not supported by a worker"),

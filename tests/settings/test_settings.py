@@ -12,29 +12,29 @@ import torch
 from swiftspec.config import GRAFTED, EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.serve.cli import generate
-from swiftspec.serve.cli.arguments import build_parser, parse_command
+from swiftspec.serve.cli.arguments import HELP_PAGES, build_parser, parse_command
 from swiftspec.serve.cli.config_sources import load_settings, unknown_variable_warnings
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.settings.flags import FLAGS
+from swiftspec.settings.flags import FLAGS, SETTINGS, flag_name
 from swiftspec.settings.other_flags import OTHER_FLAGS, flag_hint
-from swiftspec.settings.settings import Settings, UsageError, env_name, flag_name
+from swiftspec.settings.settings import Settings, UsageError, env_name
 from swiftspec.startup.model_resolution import ResolvedModels, generation_defaults
 
 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in FLAGS:
+    for name in SETTINGS:
         monkeypatch.delenv(env_name(name), raising=False)
 
 
 def test_flag_over_environment_over_file_over_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "settings.yaml"
-    file.write_text("top-p: 0.1\nmin_p: 0.1\nseed: 1\nmodel:\n")
-    monkeypatch.setenv("SWIFTSPEC_TOP_P", "0.2")
-    monkeypatch.setenv("SWIFTSPEC_MIN_P", "0.2")
-    monkeypatch.setenv("SWIFTSPEC_TOP_K", "")  # empty counts as unset
-    settings = parse_command(["--config", str(file), "--top-p", "0.3"]).settings
-    assert (settings.top_p, settings.min_p, settings.seed, settings.top_k) == (0.3, 0.2, 1, None)
+    file.write_text("port: 1\nhost: a\nseed: 1\nmodel:\n")
+    monkeypatch.setenv("SWIFTSPEC_PORT", "2")
+    monkeypatch.setenv("SWIFTSPEC_HOST", "b")
+    monkeypatch.setenv("SWIFTSPEC_TOKEN", "")  # empty counts as unset
+    settings = parse_command(["--config", str(file), "--port", "3"]).settings
+    assert (settings.port, settings.host, settings.seed, settings.token) == (3, "b", 1, None)
     assert (settings.model, settings.verify_batch, settings.proposal) == (None, 8, None)
 
 
@@ -52,25 +52,22 @@ def test_one_gpu_runs_both_models_in_mode_async(monkeypatch: pytest.MonkeyPatch,
 
 def test_lists_and_objects_from_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "settings.yaml"
-    file.write_text("stop: END\nstop-token-ids: [3, 4]\nlogit_bias: {5: -1}\nproposal: top\n")
+    file.write_text(
+        "stop: END\noverride-generation-config: {stop_token_ids: [3, 4], logit_bias: {5: -1}}\n"
+        "speculative-config: {proposal: top, num_speculative_tokens: 4, method: suffix}\n"
+    )
     settings = parse_command(["--config", str(file)]).settings
     assert (settings.stop, settings.stop_token_ids, settings.logit_bias) == (["END"], [3, 4], {5: -1.0})
     assert settings.proposal == "top"
-    monkeypatch.setenv("SWIFTSPEC_STOP", '["a", "b"]')
-    monkeypatch.setenv("SWIFTSPEC_STOP_TOKEN_IDS", "1,2")
-    monkeypatch.setenv("SWIFTSPEC_LOGIT_BIAS", '{"7": 2}')
-    monkeypatch.setenv("SWIFTSPEC_IGNORE_EOS", "true")
-    settings = parse_command([]).settings
-    assert (settings.stop, settings.stop_token_ids, settings.logit_bias) == (["a", "b"], [1, 2], {7: 2.0})
-    assert settings.ignore_eos is True
-    settings = parse_command(
-        ["--stop", "x,y", "--stop", "\n", "--stop-token-ids", "1,2", "--stop-token-ids", "9"]
-    ).settings
-    assert (settings.stop, settings.stop_token_ids) == (["x,y", "\n"], [1, 2, 9])
-    monkeypatch.setenv("SWIFTSPEC_STOP", "123")
-    assert parse_command([]).settings.stop == ["123"]
-    monkeypatch.setenv("SWIFTSPEC_CALIBRATION", "0.8")
-    assert parse_command([]).settings.calibration == 0.8
+    assert (settings.verify_batch, settings.draft_model) == (5, "suffix")
+    monkeypatch.setenv("SWIFTSPEC_API_KEY", '["a", "b"]')
+    assert parse_command([]).settings.api_key == ["a", "b"]
+    monkeypatch.setenv("SWIFTSPEC_API_KEY", "123")
+    assert parse_command([]).settings.api_key == ["123"]
+    fields = ["--override-generation-config.stop_token_ids", "1,2", "--override-generation-config.max_new_tokens=7"]
+    settings = parse_command(["--stop", "x,y", "--stop", "\n", *fields, "--speculative-config.power", "2"]).settings
+    assert (settings.stop, settings.stop_token_ids, settings.max_tokens) == (["x,y", "\n"], [1, 2], 7)
+    assert settings.power == 2
 
 
 def test_the_split_of_mode_serial() -> None:
@@ -84,6 +81,8 @@ def test_the_split_of_mode_serial() -> None:
         EngineConfig("serial", target_tp=3, draft_tp=1)
 
 
+GRAFT, NO_GRAFT = (["--speculative-config.graft_suffix", value] for value in ("true", "false"))
+NO_SWITCH = ["--speculative-config.self_switch", "false"]
 BAD = [
     (["--top-p", "3"], "--top-p must be above 0 and at most 1, not 3"),
     (["--top-p", "much"], "--top-p must be a number, not 'much'"),
@@ -95,22 +94,28 @@ BAD = [
     (["--seed", "-1"], "--seed must lie in 0..2^64-1"),
     (["--max-tokens", "0"], "--max-tokens must lie in 1..2147483647, not 0"),
     (["--verify-batch", "65"], "--verify-batch must lie in 1..64"),
-    (["--calibration", "much"], "--calibration must be a number, not 'much'"),
-    (["--calibration", "0"], "--calibration must lie in 0.05..20, not 0"),
+    (["--speculative-config.calibration", "much"], "--speculative-config.calibration must be a number, not 'much'"),
+    (["--speculative-config", '{"calibration": 0}'], "--speculative-config.calibration must lie in 0.05..20, not 0"),
+    (["--speculative-config.calibration"], "--speculative-config.calibration needs a value"),
+    (["--speculative-config.powr", "1"], "speculative_config: unknown field 'powr'; known are calibration, catch_up"),
+    (["--speculative-config", "["], "speculative_config is not valid JSON"),
+    (["--override-generation-config", "[]"], "override_generation_config must be a JSON object, not []"),
+    (["--override-generation-config.temp", "1"], "override_generation_config: unknown field 'temp'; known are"),
+    (["--top-p", "1", "--override-generation-config.top_p", "1"], "override_generation_config and top_p set the same"),
+    (["--calibration", "0.8"], "unrecognized arguments: --calibration 0.8 (it is now --speculative-config.calib"),
+    (["--no-self-switch"], "unrecognized arguments: --no-self-switch (it is now --speculative-config.self_switch)"),
+    (["--gpu-trial=off"], "unrecognized arguments: --gpu-trial=off (it is now an option of swiftspec.LLM: gpu_trial)"),
+    (["--drain_timeout", "3"], "unrecognized arguments: --drain_timeout 3 (running requests have 20 s to finish)"),
     (["--particles", "0"], "--particles must lie in 1..1024, not 0"),
     (["--smc-draft-tokens", "65"], "--smc-draft-tokens must lie in 1..64, not 65"),
-    (["--ess-threshold", "1.5"], "--ess-threshold must lie in 0..1, not 1.5"),
-    (["--power", "0"], "--power must be above 0 and at most 100"),
-    (["--smc-exact", "5"], "--smc-exact must lie in 0..4 (smc_draft_tokens), not 5"),
+    (["--speculative-config.smc_exact", "5"], "--speculative-config.smc_exact must lie in 0..4 (smc_draft_tokens), no"),
     (["--draft-steps", "1.5"], "--draft-steps must be a whole number, not '1.5'"),
     (["--threads", "0"], "--threads must lie in 1..1024, not 0"),
-    (["--queue-timeout", "nan"], "--queue-timeout must lie in 0.1..86400, not nan"),
+    (["--request-timeout", "nan"], "--request-timeout must lie in 0.1..86400, not nan"),
     (["--mode", "fast"], "--mode must be one of ar, serial, async, smc, not 'fast'"),
     (["--dtype", "int8"], "--dtype must be one of auto, float32"),
-    (["--logit-bias", "[1]"], "--logit-bias must be a JSON object"),
-    (["--logit-bias", '{"1": "x"}'], "--logit-bias must be a number"),
+    (["--override-generation-config.logit_bias", "[1]"], "--override-generation-config.logit_bias must be a JSON obj"),
     (["--stop", ""], "--stop: a stop string must not be empty"),
-    (["--stop-token-ids", "1,x"], "--stop-token-ids must be a whole number, not 'x'"),
     (["--prompt"], "--prompt needs a value"),
     (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file are mutually exclusive"),
     (["--top", "0.9"], "unrecognized arguments: --top 0.9"),
@@ -123,7 +128,7 @@ BAD = [
     (["--gpu_memory_utilization", "0.9"], "unrecognized arguments: --gpu_memory_utilization 0.9 (memory follows from"),
     (["-hf", "a/b"], "unrecognized arguments: -hf (did you mean --model?)"),
     (["-ngl", "9", "-c", "9"], "unrecognized arguments: -ngl 9 -c 9 (-ngl: all layers run on --device; -c: did you"),
-    (["--kept_memory", "3"], "--kept-memory was renamed"),
+    (["--kept_memory", "3"], "unrecognized arguments: --kept_memory 3 (it is now --prefix-cache-memory)"),
     (["--raw", "--system-prompt", "x"], "--system-prompt is not supported with --raw"),
     (["--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read: No such file"),
 ]
@@ -154,9 +159,9 @@ def test_bad_flags(argv: list[str], message: str) -> None:
         ("max-tokens: " + "9" * 5000, "max-tokens in {file} must be a whole number, not '9999"),
         ("seed: 1\nseed: 2", "contains 'seed' twice: remove one of them"),
         ("top_p: 0.5\ntop-p: 0.6", "top-p is given twice"),
-        ("logit-bias: {5: 1, 5: 2}", "contains '5' twice"),
+        ("speculative-config: {power: 1, power: 2}", "contains 'power' twice"),
+        ("calibration: 1", "unknown key 'calibration' (it is now speculative-config.calibration)"),
         ("stop: [a, [b]]", "stop in {file} must be text, not ['b']"),
-        ("logit-bias: {5: {6: 1}}", "logit-bias in {file} must be a number, not {{'6': '1'}}"),
         ("stop: " + "[" * 100_000, "is nested too deeply"),
         ("[" * 100_000, "is nested too deeply"),
         ("[seed]", "must contain `flag: value` lines, not a list"),
@@ -187,17 +192,18 @@ def test_yaml_values_are_taken_as_text(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(
         "max-tokens: 010\nignore-eos: on\nadapt: No\nstop: yes\nrevision: 2020-01-01\nmodel: ~\ntrace: null\n"
-        "logit-bias: '{\"5\": -1}'\nstop-token-ids: [3, '4,5']\ntop-p: .5\nnegative-prompt: 'null'\n"
+        "override-generation-config: '{\"stop_token_ids\": [3, \"4,5\"]}'\ntop-p: .5\nnegative-prompt: 'null'\n"
     )
     found = parse_command(["--config", str(file)]).settings
     assert (found.max_tokens, found.ignore_eos, found.adapt, found.stop) == (10, True, False, ["yes"])
-    assert (found.revision, found.model, found.trace, found.logit_bias) == ("2020-01-01", None, None, {5: -1.0})
+    assert (found.revision, found.model, found.trace) == ("2020-01-01", None, None)
     assert (found.stop_token_ids, found.top_p, found.negative_prompt) == ([3, 4, 5], 0.5, "null")
 
 
 def test_flags_accept_underscores() -> None:
-    settings = parse_command(["--top_p", "0.5", "--draft_steps=3", "--no-self_switch", "--stop", "--a b"]).settings
-    assert (settings.top_p, settings.draft_steps, settings.self_switch, settings.stop) == (0.5, 3, False, ["--a b"])
+    settings = parse_command(["--top_p", "0.5", "--draft_steps=3", "--no-public_metrics", "--stop", "--a b"]).settings
+    assert (settings.top_p, settings.draft_steps, settings.public_metrics) == (0.5, 3, False)
+    assert settings.stop == ["--a b"]
 
 
 @pytest.mark.parametrize("argv", [["org/name"], ["org/name", "--port", "1"], ["--port", "1", "org/name", "--raw"]])
@@ -215,18 +221,21 @@ def test_hints_name_existing_flags() -> None:
 
 
 def test_an_old_name_names_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for argv in (["--kept-memory", "3"], ["--kept-memory=3"]):
-        with pytest.raises(UsageError, match=r"^--kept-memory was renamed to --prefix-cache-memory$"):
-            parse_command(argv)
     file = tmp_path / "settings.yaml"
     for key in ("kept-memory", "kept_memory"):
         file.write_text(f"{key}: 3")
-        with pytest.raises(UsageError, match=f": {key} was renamed to prefix-cache-memory$"):
+        with pytest.raises(UsageError, match=rf"unknown key '{key}' \(it is now prefix-cache-memory\)$"):
             parse_command(["--config", str(file)])
-    monkeypatch.setenv("SWIFTSPEC_KEPT_MEMORY", "3")
-    with pytest.raises(UsageError, match=r"SWIFTSPEC_KEPT_MEMORY was renamed to SWIFTSPEC_PREFIX_CACHE_MEMORY$"):
-        parse_command([])
-    assert unknown_variable_warnings() == []  # the error is sufficient
+    for name, instead in (
+        ("KEPT_MEMORY", "it is now --prefix-cache-memory"),
+        ("TOP_P", "use --top-p, or top-p in a --config file"),
+        ("POWER", "it is now --speculative-config.power"),
+    ):
+        monkeypatch.setenv(f"SWIFTSPEC_{name}", "3")
+        with pytest.raises(UsageError, match=rf"SWIFTSPEC_{name} is no setting any more: {instead}$"):
+            parse_command([])
+        assert unknown_variable_warnings() == []  # the error is sufficient
+        monkeypatch.delenv(f"SWIFTSPEC_{name}")
 
 
 @pytest.mark.parametrize("text", ["", "---\n", "# nothing\n", "null\n", "{}\n"])
@@ -241,32 +250,41 @@ def test_a_pipe_of_settings_does_not_block(tmp_path: Path) -> None:
         parse_command(["--config", str(tmp_path / "pipe")])
 
 
-@pytest.mark.parametrize("name", ["--max-tokens", "--seed", "--draft-steps", "--threads", "variable", "--logit-bias"])
+@pytest.mark.parametrize(
+    "name", ["--max-tokens", "--seed", "--draft-steps", "--threads", "variable", "--kv-events-config"]
+)
 def test_long_values_are_truncated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name != "variable":
         with pytest.raises(UsageError) as caught:
             parse_command([name, "9" * 5000])
     else:
-        monkeypatch.setenv("SWIFTSPEC_LOGIT_BIAS", "[" * 100_000)
+        monkeypatch.setenv("SWIFTSPEC_PORT", "[" * 100_000)
         with pytest.raises(UsageError) as caught:
             parse_command([])
     assert len(str(caught.value)) < 200
 
 
 def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWIFTSPEC_RAW", "perhaps")
-    with pytest.raises(UsageError, match=r"^SWIFTSPEC_RAW must be true or false, not 'perhaps'$"):
+    monkeypatch.setenv("SWIFTSPEC_PORT", "perhaps")
+    with pytest.raises(UsageError, match=r"^SWIFTSPEC_PORT must be a whole number, not 'perhaps'$"):
         parse_command([])
-    assert parse_command(["--no-raw"]).settings.raw is False  # a flag takes precedence over an invalid value
+    assert parse_command(["--port", "1"]).settings.port == 1  # a flag takes precedence over an invalid value
 
 
-def test_help_names_every_flag_with_default_and_variable() -> None:
-    page = build_parser().format_help()
-    for name, flag in FLAGS.items():
-        entry = re.search(rf"^  {flag_name(name)}[ ,].*?\[default:.*?\]\s+\[env:\s+(\w+)\]", page, re.M | re.S)
-        assert entry is not None
-        assert entry.group(1) == env_name(name)
-        assert " ".join(str(flag.setting.help).split()) in " ".join(page.split())
+def test_help_names_every_flag_of_its_command() -> None:
+    assert len(FLAGS) < 64
+    seen = set[str]()
+    for page in HELP_PAGES.values():
+        text = build_parser(page).format_help()
+        solid = "".join(text.split())  # lines also break at hyphens
+        shown = {*re.findall("^  (--[a-z-]+)", text, re.MULTILINE)} & {*map(flag_name, FLAGS)}
+        assert len(shown) < 60
+        seen |= shown
+        for name, flag in FLAGS.items():
+            here = flag_name(name) in shown
+            assert ("".join(str(flag.setting.help).split()) in solid) == here
+            assert (f"[env:{env_name(name)}]" in solid) == (here and flag.setting.variable)
+    assert seen == {*map(flag_name, FLAGS)}
 
 
 def test_unset_values_come_from_the_model_then_from_vllm(tmp_path: Path) -> None:
@@ -293,9 +311,7 @@ def test_a_bad_generation_config_is_named(tmp_path: Path, content: str) -> None:
 
 
 def test_the_mode_follows_the_draft() -> None:
-    assert load_settings({"self_switch": False, "adapt": False}).make_plan(has_draft=True) == EngineConfig(
-        "serial", drafter="model"
-    )
+    assert load_settings({"adapt": False}).make_plan(has_draft=True) == EngineConfig("serial", drafter="model")
     assert load_settings({}).make_plan(has_draft=False).mode == "ar"
     assert load_settings({"mode": "ar"}).make_plan(has_draft=True).mode == "ar"
     with pytest.raises(UserError, match="without a draft model; specify one with --draft-model, or use --mode ar"):
@@ -312,7 +328,7 @@ def test_suffix_lookup_runs_in_mode_serial_on_any_number_of_ranks() -> None:
         load_settings({"draft_model": "suffix", "mode": "async"}).make_plan(True, 2)
     grafted = load_settings({"draft_model": "a", "graft_suffix": True})
     assert {grafted.make_plan(True, ranks).drafter for ranks in (1, 2)} == {"model+suffix"}
-    with pytest.raises(UsageError, match=r"\(--graft-suffix\) is not supported with suffix lookup"):
+    with pytest.raises(UsageError, match=r"\(--speculative-config.graft_suffix\) is not supported with suffix lookup"):
         load_settings({"draft_model": "suffix", "graft_suffix": True}).make_plan(True)
     assert lookup.model_copy(update={"graft_suffix": False}).make_plan(True).drafter == "suffix"
     steps = load_settings({"draft_model": "suffix", "draft_steps": 2})
@@ -334,12 +350,13 @@ def test_values_set_by_the_user_are_not_adapted(given: dict[str, Any], steps: bo
 @pytest.mark.parametrize(
     ("flags", "drafter"),
     [
-        ([], GRAFTED), (["--no-graft-suffix"], "model"), (["--no-self-switch"], GRAFTED), (["--no-adapt"], GRAFTED),
-        (["--no-self-switch", "--no-adapt"], "model"), (["--draft-steps", "3", "--verify-batch", "8"], GRAFTED),
-        (["--no-self-switch", "--draft-steps", "3", "--verify-batch", "8"], "model"),
+        ([], GRAFTED), (NO_GRAFT, "model"), (NO_SWITCH, GRAFTED), (["--no-adapt"], "model"),
+        (["--no-adapt", "--speculative-config.self_switch", "true"], GRAFTED),
+        (["--draft-steps", "3", "--verify-batch", "8"], GRAFTED),
+        ([*NO_SWITCH, "--draft-steps", "3", "--verify-batch", "8"], "model"),
         (["--verify", "reject"], "model"), (["--max-num-seqs", "2"], GRAFTED), (["--mode", "smc"], "model"),
         (["--mode", "ar"], "model"), (["--draft-url", "127.0.0.1:7071", "--mode", "serial"], "model"),
-        (["--no-self-switch", "--no-adapt", "--graft-suffix"], GRAFTED),
+        (["--no-adapt", *GRAFT], GRAFTED),
     ],
 )  # fmt: skip
 def test_suffix_lookup_is_grafted_by_default_where_rounds_are_adapted(flags: list[str], drafter: str) -> None:
@@ -356,7 +373,7 @@ def test_suffix_lookup_is_grafted_by_default_where_rounds_are_adapted(flags: lis
 def test_grafting_is_refused_only_if_it_is_given(flags: list[str], cause: str) -> None:
     parse_command(flags).settings.make_plan(has_draft=True)
     with pytest.raises(UsageError, match=cause) as caught:
-        parse_command([*flags, "--graft-suffix"]).settings.make_plan(has_draft=True)
+        parse_command([*flags, *GRAFT]).settings.make_plan(has_draft=True)
     assert "\n" not in str(caught.value)
 
 

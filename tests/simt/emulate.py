@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+import swiftspec.backends.cuda as cuda_package
 from swiftspec import _C
-from swiftspec.backends.cuda import cuda, torch_interop
 from swiftspec.backends.cuda import linear as cuda_linear
+from swiftspec.backends.cuda import torch_interop
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -95,7 +96,7 @@ def install(module: Path, seed: int) -> None:
     gpu.device = lambda *_: contextlib.nullcontext()
     gpu.current_stream = lambda *_: SimpleNamespace(cuda_stream=0, synchronize=_synchronize)
     gpu.synchronize = lambda *_: _synchronize()
-    modules: tuple[Any, ...] = (cuda, cuda_linear, torch_interop)
+    modules: tuple[Any, ...] = (cuda_package, cuda_linear, torch_interop)
     for ops in modules:  # torch versions have one of the two
         ops.require_usable = lambda *_: cpu
         ops.on_gpu = lambda device: device == cpu

@@ -23,7 +23,7 @@ from swiftspec.startup.built_in_models import (
     SMOLLM2_DRAFT,
     SMOLLM2_FILE,
     chat_template_file,
-    default_served_name,
+    served_model_names,
 )
 from swiftspec.startup.model_resolution import ResolvedModels, generation_defaults
 from swiftspec.startup.session import open_session
@@ -50,7 +50,7 @@ def resolve(**settings: Any) -> ResolvedModels:
 def test_without_the_package_the_demo_models_run() -> None:
     found = resolve()
     assert (found.target, found.draft, found.built_in) == (DEMO_MODELS.target, DEMO_MODELS.draft, DEMO_MODELS)
-    assert default_served_name(None) == "swiftspec-demo"
+    assert served_model_names(Settings()) == ["swiftspec-demo"]
 
 
 def test_with_the_package_smollm2_runs_and_its_code_is_not_imported(package: Path) -> None:
@@ -61,7 +61,7 @@ def test_with_the_package_smollm2_runs_and_its_code_is_not_imported(package: Pat
         "repetition_penalty": 1.03,
         "max_tokens": 512,
     }
-    assert default_served_name(None) == "SmolLM2-135M-Instruct"
+    assert served_model_names(Settings()) == ["SmolLM2-135M-Instruct"]
 
 
 def test_smollm2_has_a_chat_template_of_ours_unless_the_user_gives_one(package: Path) -> None:

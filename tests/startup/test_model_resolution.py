@@ -10,10 +10,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from swiftspec.backends.cuda import cuda
 from swiftspec.builder.load_options import Side
-from swiftspec.builder.model_pair import ModelPair
-from swiftspec.config import GPU_DRAFT_LEAVES, EngineConfig
 from swiftspec.distributed.launch.startup_barrier import Timeouts
 from swiftspec.distributed.launch.world import World
 from swiftspec.errors import UserError
@@ -46,7 +43,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
         ("get_device_name", "RTX 4090"), ("get_device_capability", (8, 9)), ("mem_get_info", (int(23.5e9), int(24e9))),
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *args, result=value: result)
-    monkeypatch.setattr(cuda, "require_usable", torch.device)
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", torch.device)
     return hub
 
 
@@ -85,19 +82,6 @@ def test_weights_are_downloaded_if_a_shorter_context_fits(hub: FakeHub) -> None:
     with pytest.raises(UserError, match=r"model\.safetensors: damaged"):
         start(device="cuda", gpu_trial="off")
     assert [files for _, files in hub.downloads] == [SMALL, SMALL, ["model.safetensors"], ["model.safetensors"]]
-
-
-def test_the_check_has_the_draft_tree_of_a_gpu(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = list[EngineConfig]()
-
-    def create(target: Path, draft: Path, plan: EngineConfig, *of: Any) -> None:
-        plans.append(plan)
-        raise UserError("stop")
-
-    monkeypatch.setattr(ModelPair, "create", create)
-    with pytest.raises(UserError, match="stop"):
-        start(device="cuda")
-    assert [plan.leaves_per_expansion for plan in plans] == [GPU_DRAFT_LEAVES]
 
 
 def test_workers_check_before_a_download(hub: FakeHub) -> None:

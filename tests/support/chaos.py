@@ -64,7 +64,7 @@ class Plan:
     @property
     def flags(self) -> list[str]:
         split = ["--mode", "async", "--target-tp", str(self.target_tp), "--draft-tp", str(self.ranks - self.target_tp)]
-        return [*(split if self.ranks > 1 else []), *EXACT, "--queue-timeout", "60"]
+        return [*(split if self.ranks > 1 else []), *EXACT]
 
 
 @dataclass

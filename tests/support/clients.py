@@ -16,7 +16,7 @@ else:
             self._name = name
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):  # pytest inspects all attributes of a test module
+            if name.startswith("_"):  # pytest inspects all attributes of a test module
                 raise AttributeError(name)
             return getattr(importlib.import_module(self._name), name)
 

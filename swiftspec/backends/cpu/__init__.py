@@ -24,18 +24,19 @@ from swiftspec.model.spec import ModelSpec, unknown_fields
 MAX_HEAD_DIM = 512
 
 DELTA_HEAD_UNIT = 16  # elements
-# optional fields of a spec that these operators implement
-KNOWN_FIELDS = (
-    "activation", "draft_head", "embedding_multiplier", "experts", "gated_delta", "logit_multiplier", "logit_softcap",
-    "norm_after_rope", "norm_unit_offset", "norms", "output_gate", "output_scale", "per_layer_size", "qk_norm",
-    "query_scale_beta", "residual_multiplier", "scale", "shared_intermediate_size", "shares_kv", "sigmoid", "sinks",
-    "softcap", "v_norm", "window",
-)  # fmt: skip
 
 
 class CpuBackend(Backend):
     """The operators of a model on a CPU. They use up to `threads` threads, which are those of the process."""
 
+    name = "cpu"
+    # optional fields of a spec that these operators implement
+    KNOWN_FIELDS: tuple[str, ...] = (
+        "activation", "draft_head", "embedding_multiplier", "experts", "gated_delta", "logit_multiplier",
+        "logit_softcap", "norm_after_rope", "norm_unit_offset", "norms", "output_gate", "output_scale",
+        "per_layer_size", "qk_norm", "query_scale_beta", "residual_multiplier", "scale", "shared_intermediate_size",
+        "shares_kv", "sigmoid", "sinks", "softcap", "v_norm", "window",
+    )  # fmt: skip
     FLOAT32_STREAM = True  # with a bfloat16 cache
     INT8_ACTIVATIONS = True
     OWN_THREADS = True
@@ -68,7 +69,6 @@ class CpuBackend(Backend):
     draw_keyed = staticmethod(sampling.draw_keyed)
     children = staticmethod(sampling.children)
     log_probs = staticmethod(sampling.log_probs)
-    log_top_k = staticmethod(sampling.log_top_k)
     resample = staticmethod(sampling.resample)
 
     level = staticmethod(_C.level)  # returns the ISA level in use, such as "avx512_bf16"; "none": the CPU has none
@@ -113,7 +113,7 @@ class CpuBackend(Backend):
                 raise UserError(f"the CPU operators need {limits}, not {size}")
         if any(layer.mlp.activation == "relu" for layer in spec.layers):
             raise UserError("the CPU operators have no ReLU")
-        missing = unknown_fields(spec, KNOWN_FIELDS)
+        missing = unknown_fields(spec, self.KNOWN_FIELDS)
         if missing is not None:
             raise UserError(f"the CPU operators have no {missing}")
 

@@ -14,11 +14,13 @@ from swiftspec import _C
 from swiftspec.backends.cpu.shm import ShmCollectives
 from swiftspec.model.batch import ForwardOutput
 from swiftspec.model.packed_model import (
+    AttentionOptions,
     DeltaShape,
     DeltaTensors,
     LayerCaches,
     PackedAttention,
     PackedDelta,
+    PackedLayer,
     PackedMixture,
     PackedMlp,
     PackedModel,
@@ -39,42 +41,21 @@ class HostDecoder:
         self._hidden_shape = len(stack.hidden_layers), stack.embedding.shape[1]
         self._dtype = stack.attention[0].cos.dtype  # of the residual stream
         shared: ShmCollectives | None = None if stack.group is None else stack.group.memory
-        layers = [
-            (
-                _weight(layer.input_norm),
-                layer.qkv.native,
-                layer.o.native,
-                _weight(layer.mlp_norm),
-                mlp_args(layer.mlp),
-                layer.attention,
-                _weight(layer.qk_norm),
-                _weight(layer.mixer_output_norm),
-                _weight(layer.mlp_output_norm),
-                layer.residual_multiplier,
-                1.0 if layer.output_scale is None else float(layer.output_scale),
-                layer.sinks,
-                layer.cache_layer,
-                None if layer.delta is None else _delta_args(layer.delta),
-                None if layer.per_layer is None else _per_layer_part_args(layer.per_layer),
-            )
-            for layer in stack.layers
-        ]
-        kinds = [_kind_args(kind) for kind in stack.attention]
         self._native = _C.Decoder(
-            stack.embedding,
-            stack.embedding_multiplier,
-            kinds,
-            stack.norm.weight,
-            stack.norm.eps,
-            stack.head.native,
-            stack.logit_multiplier,
-            stack.logit_softcap,
-            layers,
-            None if shared is None else shared.native,
-            0.0 if shared is None else shared.timeout_s,
-            [*stack.hidden_layers],
-            None if stack.delta is None else _delta_shape_args(stack.delta),
-            None if stack.per_layer is None else _per_layer_args(stack.per_layer),
+            embedding=stack.embedding,
+            embedding_multiplier=stack.embedding_multiplier,
+            kinds=[_kind_args(kind) for kind in stack.attention],
+            norm=stack.norm.weight,
+            eps=stack.norm.eps,
+            head=stack.head.native,
+            logit_multiplier=stack.logit_multiplier,
+            logit_softcap=stack.logit_softcap,
+            layers=[_layer_args(layer) for layer in stack.layers],
+            group=None if shared is None else shared.native,
+            timeout_s=0.0 if shared is None else shared.timeout_s,
+            hidden_layers=[*stack.hidden_layers],
+            delta=None if stack.delta is None else _delta_shape_args(stack.delta),
+            per_layer=None if stack.per_layer is None else _per_layer_args(stack.per_layer),
         )
 
     def rounds(self, cache: LayerCaches) -> _C.Rounds:
@@ -96,16 +77,16 @@ class HostDecoder:
     ) -> _C.Population:
         """Returns native rounds of a population with this model as target. `tensors`: `GroupRound.tensors`."""
         return _C.Population(
-            draft._native,
-            _cache_args(draft_cache),
-            self._native,
-            _cache_args(cache),
-            [*tensors],
-            params.draft_tokens,
-            params.verify_mode,
-            params.power,
-            params.ess_threshold,
-            params.deferred_bonus,
+            draft=draft._native,
+            draft_cache=_cache_args(draft_cache),
+            target=self._native,
+            target_cache=_cache_args(cache),
+            tensors=[*tensors],
+            steps=params.draft_tokens,
+            verify_mode=params.verify_mode,
+            power=params.power,
+            threshold=params.ess_threshold,
+            deferred_bonus=params.deferred_bonus,
         )
 
     def hidden_states(self, rows: int) -> Tensor | None:
@@ -126,10 +107,16 @@ class HostDecoder:
             rows = ("tokens", "positions", "slots", "mask", "sequence")
             batch = replace(batch, **{name: getattr(batch, name)[order] for name in rows})
         logits = torch.empty(len(batch), self.num_logits) if head else None
-        native = _cache_args(cache)
         try:
             self._native.forward(
-                batch.tokens, batch.positions, batch.slots, batch.sequence, batch.kv_len, batch.mask, native, logits
+                batch.tokens,
+                batch.positions,
+                batch.slots,
+                batch.sequence,
+                batch.kv_len,
+                batch.mask,
+                cache=_cache_args(cache),
+                logits=logits,
             )
         except OSError as error:
             lost = None if self._group is None else self._group.lost(error)
@@ -141,35 +128,52 @@ class HostDecoder:
         return ForwardOutput(*(None if rows is None else rows[place] for rows in output))
 
 
-def _kind_args(
-    kind: PackedAttention,
-) -> tuple[
-    Tensor,
-    Tensor,
-    int | None,
-    float | None,
-    float | None,
-    Tensor | None,
-    bool,
-    int,
-    int,
-    Tensor | None,
-    bool,
-    int,
-    int,
-    int,
-]:
+LayerArgs = tuple[
+    Tensor | None, _C.Weights, _C.Weights, Tensor | None, "MlpArgs", int, Tensor | None, Tensor | None, Tensor | None,
+    float, float, Tensor | None, int, "DeltaArgs | None", "PerLayerPartArgs | None",
+]  # fmt: skip
+
+
+def _layer_args(layer: PackedLayer) -> LayerArgs:
+    """Returns the arguments of a layer; see `_C.Decoder`."""
+    return (
+        _weight(layer.input_norm),
+        layer.qkv.native,
+        layer.o.native,
+        _weight(layer.mlp_norm),
+        mlp_args(layer.mlp),
+        layer.attention,
+        _weight(layer.qk_norm),
+        _weight(layer.mixer_output_norm),
+        _weight(layer.mlp_output_norm),
+        layer.residual_multiplier,
+        1.0 if layer.output_scale is None else float(layer.output_scale),
+        layer.sinks,
+        layer.cache_layer,
+        None if layer.delta is None else _delta_args(layer.delta),
+        None if layer.per_layer is None else _per_layer_part_args(layer.per_layer),
+    )
+
+
+OptionArgs = tuple[int | None, float | None, float | None, Tensor | None, bool]
+
+
+def option_args(options: AttentionOptions, query_scale: Tensor | None) -> OptionArgs:
+    """Returns the options of a kind of attention; see `_C.AttentionRows`."""
+    return options.window, options.scale, options.softcap, query_scale, bool(options.norm_after_rope)
+
+
+KindArgs = tuple[Tensor, Tensor, OptionArgs, int, int, Tensor | None, bool, int, int, int]
+
+
+def _kind_args(kind: PackedAttention) -> KindArgs:
     """Returns the arguments of one kind of attention; see `_C.Decoder`."""
     options, whole = kind.options, kind.options.projection_norm
     q_size, k_size, counted = (0, 0, None) if whole is None else (whole.q_size, whole.k_size, whole.counted)
     return (
         kind.cos,
         kind.sin,
-        options.window,
-        options.scale,
-        options.softcap,
-        options.query_scale,
-        bool(options.norm_after_rope),
+        option_args(options, options.query_scale),
         q_size,
         k_size,
         counted,
@@ -201,7 +205,10 @@ def mlp_args(mlp: PackedMlp | PackedMixture) -> MlpArgs:
     return *projections, *routing, mlp.shared.gate_up.native, mlp.shared.down.native, sigmoid
 
 
-def _delta_args(delta: PackedDelta) -> tuple[_C.Weights, Tensor, Tensor, Tensor, Tensor]:
+DeltaArgs = tuple[_C.Weights, Tensor, Tensor, Tensor, Tensor]
+
+
+def _delta_args(delta: PackedDelta) -> DeltaArgs:
     """Returns the arguments of a delta layer; see `_C.Decoder`."""
     return delta.rates.native, delta.conv, delta.decay_factor, delta.decay_bias, delta.norm.weight
 
@@ -216,7 +223,10 @@ def _per_layer_args(weights: PackedPerLayer) -> tuple[Tensor, float, _C.Weights,
     return weights.table, weights.multiplier, weights.projection.native, weights.norm.weight, weights.norm.eps
 
 
-def _per_layer_part_args(part: PackedPerLayerPart) -> tuple[_C.Weights, _C.Weights, Tensor, str]:
+PerLayerPartArgs = tuple[_C.Weights, _C.Weights, Tensor, str]
+
+
+def _per_layer_part_args(part: PackedPerLayerPart) -> PerLayerPartArgs:
     """Returns what applies per-layer embeddings in a layer; see `_C.Decoder`."""
     return part.gate.native, part.projection.native, part.norm.weight, part.activation
 
@@ -230,7 +240,13 @@ def _cache_args(cache: LayerCaches) -> _C.ModelCache:
 def native_delta_cache(cache: DeltaTensors) -> _C.DeltaCache:
     """Returns the native view of a delta cache."""
     return _C.DeltaCache(
-        cache.state, cache.keys, cache.updates, cache.decays, cache.inputs, cache.folded, cache.conv_width
+        state=cache.state,
+        keys=cache.keys,
+        updates=cache.updates,
+        decays=cache.decays,
+        inputs=cache.inputs,
+        folded=cache.folded,
+        conv_width=cache.conv_width,
     )
 
 

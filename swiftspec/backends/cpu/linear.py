@@ -43,19 +43,27 @@ def _linear(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    _C.linear(packed.native, x, weight, eps, residual, out, gate, scale, softcap or 0.0)
+    _C.linear(
+        packed.native,
+        x,
+        None if norm is None else norm.weight,
+        0.0 if norm is None else norm.eps,
+        residual,
+        out,
+        gate=gate,
+        scale=scale,
+        softcap=softcap or 0.0,
+    )
     return out
 
 
 def norm_linear(x: Tensor, norm: CpuNorm | None, packed: PackedLinear) -> Tensor:
-    """Applies RMSNorm, if there is one, then a projection (QKV): x [rows, hidden] -> [rows, outputs]."""
+    """RMSNorm and a projection; see reference/linear.py."""
     return _linear(x, packed, x.new_empty(x.shape[0], packed.outputs), norm=norm)
 
 
 def norm_swiglu(x: Tensor, norm: CpuNorm | None, gate_up: PackedLinear, activation: Activation = "silu") -> Tensor:
-    """Applies RMSNorm, if there is one, the gate and up projections and activation(gate) * up: x [rows, hidden] ->
-    [rows, outputs / 2]."""
+    """RMSNorm, gate and up projections, and the activation; see reference/linear.py."""
     return _linear(x, gate_up, x.new_empty(x.shape[0], gate_up.outputs // 2), norm=norm, gate=activation)
 
 
@@ -67,9 +75,7 @@ def linear_residual(
     norm: CpuNorm | None = None,
     multiplier: float = 1.0,
 ) -> Tensor:
-    """Applies a projection (O, down), all-reduces it over the ranks of a group with `reduce`, applies RMSNorm, if there
-    is one, multiplies by `multiplier`, and adds the residual: x [rows, inputs] and residual [rows, hidden] -> [rows,
-    hidden]."""
+    """A projection, its all-reduce and the residual; see reference/linear.py."""
     if reduce is None and norm is None:
         return _linear(x, packed, torch.empty_like(residual), residual=residual, scale=multiplier)
     return _add_residual(_linear(x, packed, torch.empty_like(residual)), residual, reduce, norm, multiplier)
@@ -101,12 +107,7 @@ def mlp(
     output_norm: CpuNorm | None = None,
     multiplier: float = 1.0,
 ) -> Tensor:
-    """Applies RMSNorm, the MLP down(activation(gate) * up), or the mixture of experts, the all-reduce over the ranks of
-    a group with `reduce`, the norm of the output, `multiplier`, and adds the residual: hidden [rows, hidden]
-    and residual [rows, hidden] -> [rows, hidden].
-
-    Contract: a row's bits depend on its own inputs, never on the other rows, their number or their slots.
-    """
+    """RMSNorm and a gated MLP or a mixture of experts; see reference/mixture.py."""
     if isinstance(weights, PackedMixture):
         product, (weight, eps) = torch.empty_like(residual), (None, 0.0) if norm is None else (norm.weight, norm.eps)
         _C.mixture(mlp_args(weights), hidden, weight, eps, product)
@@ -118,15 +119,13 @@ def mlp(
 def norm_head(
     x: Tensor, norm: CpuNorm, packed: PackedLinear, multiplier: float = 1.0, softcap: float | None = None
 ) -> Tensor:
-    """Applies the final RMSNorm and the LM head, multiplies by `multiplier` and applies the soft cap: x [rows, hidden]
-    -> logits [rows, vocab], float32, not rounded to bfloat16."""
+    """Final RMSNorm and LM head; see reference/linear.py. The logits are float32, not rounded to bfloat16."""
     out = torch.empty(x.shape[0], packed.outputs, dtype=torch.float32)
     return _linear(x, packed, out, norm=norm, scale=multiplier, softcap=softcap)
 
 
 def per_layer_embeddings(tokens: Tensor, hidden: Tensor, weights: PackedPerLayer) -> Tensor:
-    """Returns the per-layer embeddings of tokens [rows]: hidden [rows, hidden], their embeddings -> [rows, layers,
-    per_layer_size]."""
+    """Per-layer embeddings of tokens; see reference/per_layer.py."""
     norm = weights.norm
     rows = embed(tokens, weights.table).to(hidden.dtype).mul_(weights.multiplier)
     out = rows.view(-1, len(norm.weight))
@@ -135,8 +134,7 @@ def per_layer_embeddings(tokens: Tensor, hidden: Tensor, weights: PackedPerLayer
 
 
 def add_per_layer(hidden: Tensor, embedding: Tensor, weights: PackedPerLayerPart) -> Tensor:
-    """Adds RMSNorm(projection(activation(gate(hidden)) * embedding)): hidden [rows, hidden] and embedding [rows,
-    per_layer_size], the layer's per-layer embeddings -> [rows, hidden]. All ranks of a group compute the same."""
+    """Adds the per-layer embeddings of a layer; see reference/per_layer.py."""
     gates = norm_linear(hidden, None, weights.gate)
     _C.apply_gates(embedding, weights.activation, gates)
     return linear_residual(gates, weights.projection, hidden, None, weights.norm)

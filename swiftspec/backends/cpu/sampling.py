@@ -20,32 +20,48 @@ def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Ten
 
 
 def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
-    """Returns the token [rows] with the highest score per row, the first one of ties; logits [rows, >= vocab]. tau is
-    ignored. The token is -1 if a score of the row is NaN or the highest is infinite."""
+    """Draws tokens; see reference/sampling.py."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.draw(logits, vocab, scores)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
     scores = _with_numbers(scores)
-    _C.draw(logits, vocab, scores.bias, *_noise(scores), scores.temperature, tokens)
+    noise, noise_rows = _noise(scores)
+    _C.draw(
+        logits,
+        vocab,
+        scores.bias,
+        noise,
+        noise_rows,
+        scores.temperature,
+        tokens=tokens,
+    )
     return tokens
 
 
 def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
-    """Returns `log_top_k` of the scores of logits [rows, >= vocab]: tokens and log-probabilities, each [rows, k]."""
+    """Log-probabilities of the k best tokens of each row; see reference/sampling.py."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.children(logits, vocab, k, scores)
     count = logits.shape[0]
     tokens, values = torch.empty(count, k, dtype=torch.int64), torch.empty(count, k)
     scores = _with_numbers(scores)
-    _C.children(logits, vocab, scores.bias, *_noise(scores), scores.temperature, scores.tau, tokens, values)
+    noise, noise_rows = _noise(scores)
+    _C.children(
+        logits,
+        vocab,
+        scores.bias,
+        noise,
+        noise_rows,
+        scores.temperature,
+        tau=scores.tau,
+        tokens=tokens,
+        values=values,
+    )
     return tokens, values
 
 
 def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAULT_SCORES) -> Tensor:
-    """Returns the log-probabilities [rows] of `tokens` [rows] under softmax((logits + bias) / temperature).
-
-    `scores`: bias and temperature; its noise and calibration are ignored. Logits: [rows, >= vocab].
-    """
+    """Log-probabilities of given tokens; see reference/sampling.py."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.log_probs(logits, vocab, tokens, scores)
     out = torch.empty(logits.shape[0])
@@ -54,13 +70,19 @@ def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAU
 
 
 def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
-    """Draws a token per row of logits [rows, >= vocab] with the Gumbel noise of `keys` [rows] (int32, see
-    `noise.row_keys`). Returns the tokens [rows], -1 as in `draw`, and their log-probabilities [rows] without the noise,
-    NaN if the token is -1. Skips the noise of tokens that cannot have the highest score."""
+    """Draws tokens with the noise of keys; see reference/sampling.py. Skips the noise of tokens that cannot win."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.draw_keyed(logits, vocab, keys, scores)
     tokens, out = torch.empty(logits.shape[0], dtype=torch.int64), torch.empty(logits.shape[0])
-    _C.draw_keyed(logits, vocab, scores.bias, scores.temperature, keys.contiguous(), tokens, out)
+    _C.draw_keyed(
+        logits,
+        vocab,
+        scores.bias,
+        scores.temperature,
+        keys.contiguous(),
+        tokens,
+        values=out,
+    )
     return tokens, out
 
 
@@ -81,9 +103,3 @@ def _with_numbers(scores: Scores) -> Scores:
 def _noise(scores: Scores) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Returns the noise and the noise row of each row of logits, or (None, None) if the scores have no noise."""
     return (None, None) if scores.noise is None or scores.rows is None else (scores.noise, scores.rows)
-
-
-def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns the k largest of log_softmax(scores): tokens [rows, k] and log-probabilities [rows, k], most likely
-    first; scores [rows, vocab]. Log-probabilities are at most 0 and never NaN."""
-    return children(scores, scores.shape[1], k)

@@ -22,28 +22,15 @@ from swiftspec.model.packed_model import PackedModel
 from swiftspec.model.spec import ModelSpec, unknown_fields
 from swiftspec.model.weights import Weight
 
-KNOWN_FIELDS = ("qk_norm",)  # optional fields of a spec that these operators implement
-# Bytes of the next projection's tiles to prefetch: about 2 us of an H200's memory bandwidth; an estimate, not measured.
-PREFETCH_BYTES = 8 << 20
-
-
-def enable_weight_prefetch(model: PackedModel, enabled: bool = True) -> None:
-    """Makes each projection prefetch the first `PREFETCH_BYTES` of the next projection's tiles to L2 once its own
-    weights have been read, so that the memory is not idle while the projection reduces its sums and the next one
-    starts. QKV prefetches all tiles of O, since attention, which runs in between, reads little. `enabled`: False
-    switches prefetching off."""
-    following = [*(layer.qkv for layer in model.layers[1:]), model.head]
-    for layer, after_layer in zip(model.layers, following, strict=True):
-        matrices = (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down, after_layer)
-        for matrix, next_matrix in pairwise(matrices):
-            prefetch_bytes = next_matrix.tiles.shape[0] if matrix is layer.qkv else PREFETCH_BYTES
-            matrix.native.precede(next_matrix.tiles[: prefetch_bytes if enabled else 0])
-
 
 class CudaBackend(Backend):
     """The operators of a bfloat16 model on an NVIDIA GPU. `tilings`: those of projections by `linear.shape_name`,
     instead of the default ones."""
 
+    name = "cuda"
+    KNOWN_FIELDS: tuple[str, ...] = ("qk_norm",)  # optional fields of a spec that these operators implement
+    # of the next projection's tiles: about 2 us of an H200's memory bandwidth; an estimate, not measured
+    PREFETCH_BYTES = 8 << 20
     DRAFT_HEAD = "int4"  # a draft proposes only, so rounding its LM head changes no text
     FUSED_ATTENTION = True
     MAX_CAPTURED_SEQUENCES = 64  # an arbitrary limit: no operator synchronises with the host
@@ -77,7 +64,6 @@ class CudaBackend(Backend):
     draw_keyed = staticmethod(sampling.draw_keyed)
     children = staticmethod(sampling.children)
     log_probs = staticmethod(sampling.log_probs)
-    log_top_k = staticmethod(sampling.log_top_k)
     resample = staticmethod(sampling.resample)
 
     def __init__(self, tilings: Mapping[str, ProjectionTiling] = linear.NO_TILINGS) -> None:
@@ -109,7 +95,7 @@ class CudaBackend(Backend):
                 raise UserError(f"the CUDA operators need at most {most} heads per KV head; use ops unfused")
         if spec.hidden_size % 8:
             raise UserError(f"the CUDA operators require a multiple of 8 as hidden size, not {spec.hidden_size}")
-        missing = unknown_fields(spec, KNOWN_FIELDS)
+        missing = unknown_fields(spec, self.KNOWN_FIELDS)
         if missing is not None:
             raise UserError(f"the CUDA operators have no {missing}; use ops unfused")
 
@@ -121,9 +107,21 @@ class CudaBackend(Backend):
     ) -> tree.DeviceTree | None:
         return tree.device_tree(slots, children, leaves, vocab, device)
 
+    def enable_weight_prefetch(self, model: PackedModel, enabled: bool = True) -> None:
+        """Makes each projection prefetch the first `PREFETCH_BYTES` of the next projection's tiles to L2 once its own
+        weights have been read, so that the memory is not idle while the projection reduces its sums and the next one
+        starts. QKV prefetches all tiles of O, since attention, which runs in between, reads little. `enabled`: False
+        switches prefetching off."""
+        following = [*(layer.qkv for layer in model.layers[1:]), model.head]
+        for layer, after_layer in zip(model.layers, following, strict=True):
+            matrices = (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down, after_layer)
+            for matrix, next_matrix in pairwise(matrices):
+                prefetch_bytes = next_matrix.tiles.shape[0] if matrix is layer.qkv else self.PREFETCH_BYTES
+                matrix.native.precede(next_matrix.tiles[: prefetch_bytes if enabled else 0])
+
     def fuse(self, stack: PackedModel) -> None:
         """Enables weight prefetching between the projections. Returns None: the model runs operator by operator."""
-        enable_weight_prefetch(stack)
+        self.enable_weight_prefetch(stack)
 
 
 cuda = CudaBackend()

@@ -53,7 +53,15 @@ class FlashAttention:
     def of(batch: Batch, chain: Chain, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int) -> FlashAttention:
         keys, values = (part[:, chain.sequence, :, : chain.kv_len] for part in (cache.k, cache.v))
         queries = torch.empty(len(batch), num_heads, cache.k.shape[-1], dtype=torch.bfloat16, device=cache.k.device)
-        return FlashAttention(cos, sin, batch, native_cache(cache.k, cache.v), keys, values, queries)
+        return FlashAttention(
+            cos=cos,
+            sin=sin,
+            batch=batch,
+            stored=native_cache(cache.k, cache.v),
+            keys=keys,
+            values=values,
+            queries=queries,
+        )
 
     def attend(self, qkv: Tensor, layer: int) -> Tensor:
         """As `tree_attention`."""
@@ -66,10 +74,10 @@ class FlashAttention:
             batch.positions,
             batch.slots,
             sequence,
-            self.stored,
-            layer,
-            self.queries,
-            current_stream(),
+            cache=self.stored,
+            layer=layer,
+            queries=self.queries,
+            stream=current_stream(),
         )
         q = self.queries.transpose(0, 1).unsqueeze(0)
         k, v = (part[layer].unsqueeze(0).to(q.dtype) for part in (self.keys, self.values))
@@ -168,8 +176,7 @@ def tree_attention(
 
 
 def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
-    """Returns `move(sequence, source, start)`, which moves slot source[i] of a sequence to slot start + i, in place and
-    in all layers of the KV cache `k`, `v`. `source` must be ascending, with source[i] >= start + i."""
+    """Returns a function that moves slots of a KV cache; see reference/attention.py."""
     native = native_cache(k, v)
 
     def move(sequence: int, source: Sequence[int], start: int) -> None:

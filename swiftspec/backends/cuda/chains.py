@@ -23,7 +23,15 @@ def match_chains(logits: Tensor, vocab: int, tokens: Tensor, keys: Tensor | None
 
     The bonus token is -1 if logits are not finite.
     """
-    return _verify(logits[..., :vocab], tokens, keys, scores.bias, scores.temperature, None, None)
+    return _verify(
+        target=logits[..., :vocab],
+        tokens=tokens,
+        keys=keys,
+        bias=scores.bias,
+        temperature=scores.temperature,
+        draft=None,
+        uniforms=None,
+    )
 
 
 def reject_chains(target: Tensor, draft: Tensor, tokens: Tensor, uniforms: Tensor, keys: Tensor) -> ChainVerdict:
@@ -36,7 +44,15 @@ def reject_chains(target: Tensor, draft: Tensor, tokens: Tensor, uniforms: Tenso
     Arithmetic is float32. The bonus token is -1 if logits are not finite.
     """
     each = keys[:, None].expand(-1, target.shape[1]).contiguous()
-    return _verify(target, tokens, each, None, 1.0, draft, uniforms.to(torch.float32))
+    return _verify(
+        target=target,
+        tokens=tokens,
+        keys=each,
+        bias=None,
+        temperature=1.0,
+        draft=draft,
+        uniforms=uniforms.to(torch.float32),
+    )
 
 
 def _verify(

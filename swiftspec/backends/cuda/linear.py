@@ -257,13 +257,24 @@ def _linear(
     prefill = large_m.in_prefill_chunk()
     if channel is None and (bytes_ := packed.native.scratch_bytes(x.shape[0], prefill)) > 0:
         scratch = torch.empty(bytes_, dtype=torch.uint8, device=x.device)
-    _C.linear_cuda(packed.native, x, weight, eps, residual, out, swiglu, native, scratch, prefill, current_stream())
+    _C.linear_cuda(
+        packed.native,
+        x,
+        weight,
+        eps,
+        residual,
+        out,
+        swiglu=swiglu,
+        channel=native,
+        scratch=scratch,
+        prefill=prefill,
+        stream=current_stream(),
+    )
     return out
 
 
 def embed(tokens: Tensor, weight: Tensor, multiplier: float = 1.0) -> Tensor:
-    """Embedding lookup: tokens [rows], weight [vocab, hidden] -> [rows, hidden]. `multiplier`: 1, see
-    `check_supported`."""
+    """Embedding lookup; see reference/linear.py. `multiplier`: 1, see `check_supported`."""
     assert multiplier == 1
     out = weight.new_empty(tokens.shape[0], weight.shape[1])
     _C.embed_cuda(tokens, weight, out, current_stream())
@@ -271,14 +282,14 @@ def embed(tokens: Tensor, weight: Tensor, multiplier: float = 1.0) -> Tensor:
 
 
 def norm_linear(x: Tensor, norm: CudaNorm, packed: CudaLinear) -> Tensor:
-    """Applies RMSNorm, then a projection (QKV): x [rows, hidden] -> [rows, outputs]."""
+    """RMSNorm and a projection; see reference/linear.py."""
     if large_m.uses_library(x, packed):
         return large_m.linear(large_m.normalise(x, norm), packed)
     return _linear(x, packed, x.new_empty(x.shape[0], packed.outputs), norm=norm)
 
 
 def norm_swiglu(x: Tensor, norm: CudaNorm, gate_up: CudaLinear) -> Tensor:
-    """Applies RMSNorm, the gate and up projections and SiLU(gate) * up: x [rows, hidden] -> [rows, outputs / 2]."""
+    """RMSNorm, gate and up projections, and SwiGLU; see reference/linear.py."""
     if large_m.uses_library(x, gate_up):
         return large_m.swiglu(large_m.normalise(x, norm), gate_up)
     return _linear(x, gate_up, x.new_empty(x.shape[0], gate_up.outputs // 2), norm=norm, swiglu=True)

@@ -24,53 +24,52 @@ def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Ten
 
 
 def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
-    """Returns the token [rows] with the highest score per row, the first one of ties; logits [rows, >= vocab]. tau is
-    ignored. The token is -1 if a score of the row is NaN or the highest is infinite."""
+    """Draws tokens; see reference/sampling.py."""
     if not _supported(logits, 1):
         return reference.draw(logits, vocab, scores)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if logits.shape[0] > 0:
+        noise, noise_rows = _noise_arguments(scores)
         _C.draw_cuda(
             logits,
             vocab,
             scores.bias,
-            *_noise_arguments(scores),
+            noise,
+            noise_rows,
             scores.temperature,
-            scores.scalars,
-            tokens,
-            current_stream(),
+            scalars=scores.scalars,
+            tokens=tokens,
+            stream=current_stream(),
         )
     return tokens
 
 
 def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
-    """Returns `log_top_k` of the scores of logits [rows, >= vocab]: tokens and log-probabilities, each [rows, k]."""
+    """Log-probabilities of the k best tokens of each row; see reference/sampling.py."""
     if not _supported(logits, k):
         return reference.children(logits, vocab, k, scores)
     tokens = torch.empty(logits.shape[0], k, dtype=torch.int64, device=logits.device)
     values = torch.empty(logits.shape[0], k, dtype=torch.float32, device=logits.device)
     if logits.shape[0] > 0:
-        noise = _noise_arguments(scores)
-        tau = 1.0 if noise[0] is None else scores.tau
+        noise, noise_rows = _noise_arguments(scores)
         _C.children_cuda(
             logits,
             vocab,
             scores.bias,
-            *noise,
+            noise,
+            noise_rows,
             scores.temperature,
-            tau,
-            scores.scalars,
-            tokens,
-            values,
-            current_stream(),
+            tau=1.0 if noise is None else scores.tau,
+            scalars=scores.scalars,
+            tokens=tokens,
+            values=values,
+            stream=current_stream(),
         )
     return tokens, values
 
 
 def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
-    """Draws a token per row of logits [rows, >= vocab] with the Gumbel noise of `keys` [rows] (int32, see
-    `noise.row_keys`). Returns the tokens [rows], -1 as in `draw`, and their log-probabilities [rows] without the noise,
-    NaN if the token is -1. One launch; the noise is not written to memory."""
+    """Draws tokens with the noise of keys, which is not written to memory; see reference/sampling.py."""
     if not _supported(logits, 1):
         return reference.draw_keyed(logits, vocab, keys, scores)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
@@ -78,10 +77,7 @@ def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAUL
 
 
 def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAULT_SCORES) -> Tensor:
-    """Returns the log-probabilities [rows] of `tokens` [rows] under softmax((logits + bias) / temperature).
-
-    `scores`: bias and temperature; its noise and calibration are ignored. Logits: [rows, >= vocab].
-    """
+    """Log-probabilities of given tokens; see reference/sampling.py."""
     if not _supported(logits, 1):
         return reference.log_probs(logits, vocab, tokens, scores)
     return _keyed(logits, vocab, None, tokens.contiguous(), scores)
@@ -91,14 +87,17 @@ def _keyed(logits: Tensor, vocab: int, keys: Tensor | None, tokens: Tensor, scor
     """Returns the log-probabilities [rows] of `tokens`. With `keys`, first draws tokens and writes them to `tokens`."""
     values = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     if logits.shape[0] > 0:
-        _C.draw_keyed_cuda(logits, vocab, scores.bias, scores.temperature, keys, tokens, values, current_stream())
+        _C.draw_keyed_cuda(
+            logits,
+            vocab,
+            scores.bias,
+            scores.temperature,
+            keys,
+            tokens,
+            values=values,
+            stream=current_stream(),
+        )
     return values
-
-
-def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns the k largest of log_softmax(scores): tokens [rows, k] and log-probabilities [rows, k], most likely
-    first, ties by token; scores [rows, vocab]. Log-probabilities are at most 0 and never NaN."""
-    return children(scores, scores.shape[1], k)
 
 
 def resample(groups: ResamplingState, uniform: Tensor, threshold: float, width: int) -> None:

@@ -47,13 +47,12 @@ class Backend:
     `pack_norm` and `prepare` return is read by operators of the same backend only.
     """
 
+    name = "reference"
     DRAFT_HEAD: HeadFormat | None = None  # to which a dense LM head of a draft is quantised at load; None: not at all
     FLOAT32_STREAM: bool = False  # bfloat16 models have a residual stream in float32
     FUSED_ATTENTION: bool = False  # attention keeps no mask and no scores over the whole cache in memory
     INT8_ACTIVATIONS: bool = False  # products can quantise activations to int8 numbers
-    MAX_CAPTURED_SEQUENCES: int = (
-        0  # of a forward in a CUDA graph; 0: none can be captured, `prepare` reads on the host
-    )
+    MAX_CAPTURED_SEQUENCES: int = 0  # of a forward in a CUDA graph; 0: no graph, as `prepare` reads on the host
     OWN_THREADS: bool = False  # products use threads of their own and not those of torch
     PACKED_CACHE: bool = False  # packed weights can be kept on disk (backends/cpu/packed_weight_cache.py)
     PEER_ALL_REDUCE: bool = False  # projections all-reduce in their kernel, through the memory of the group's GPUs
@@ -95,7 +94,6 @@ class Backend:
     draw_keyed = staticmethod(sampling.draw_keyed)
     children = staticmethod(sampling.children)
     log_probs = staticmethod(sampling.log_probs)
-    log_top_k = staticmethod(sampling.log_top_k)
     resample = staticmethod(resampling.resample)
 
     def check_supported(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:

@@ -160,7 +160,15 @@ def _sequence_rows(
     k, v = cache.k[:, sequence : sequence + 1], cache.v[:, sequence : sequence + 1]
     to_k, to_v = (list(part[:, 0, :, target].transpose(1, 2).unbind(0)) for part in (k, v))
     keys, values = (list(part[:, :, :, :length].unbind(0)) for part in (k, v))
-    return ReferenceSequenceRows(rows, None if run else slots, to_k, to_v, keys, values, _mask(window, length, *shape))
+    return ReferenceSequenceRows(
+        rows=rows,
+        slots=None if run else slots,
+        key_targets=to_k,
+        value_targets=to_v,
+        keys=keys,
+        values=values,
+        mask=_mask(window, length, *shape),
+    )
 
 
 def _mask(window: Tensor, length: int, group: int, dtype: torch.dtype, most: int | None) -> Tensor | None:
@@ -224,11 +232,19 @@ def tree_attention(
     if plan.query_scale is not None:
         q = q * plan.query_scale
     if len(plan.parts) == 1:
-        return _attend(q, k, v, plan.parts[0], layer, plan.options, sinks)
+        return _attend(q=q, k=k, v=v, part=plan.parts[0], layer=layer, options=plan.options, sinks=sinks)
     out = qkv.new_empty(rows, plan.num_heads * head_dim)
     for part in plan.parts:
         if part.rows is not None:
-            out[part.rows] = _attend(q[part.rows], k[part.rows], v[part.rows], part, layer, plan.options, sinks)
+            out[part.rows] = _attend(
+                q=q[part.rows],
+                k=k[part.rows],
+                v=v[part.rows],
+                part=part,
+                layer=layer,
+                options=plan.options,
+                sinks=sinks,
+            )
     return out
 
 

@@ -56,7 +56,16 @@ def launched(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None
     port = _number(environment, "MASTER_PORT", 1, 65535)
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return LaunchedRank(rank, size, local_rank, local_size, host, port, agent, attempt)
+    return LaunchedRank(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        host=host,
+        port=port,
+        agent=agent,
+        attempt=attempt,
+    )
 
 
 def explicit_rank(

@@ -195,13 +195,13 @@ def _join(
 ) -> World:
     store = open_store(here, log, timeouts)
     world = World(
-        here.rank,
-        here.size,
-        here.local_rank,
-        here.local_size,
-        here.host,
-        store,
-        cores,
+        rank=here.rank,
+        size=here.size,
+        local_rank=here.local_rank,
+        local_size=here.local_size,
+        host=here.host,
+        store=store,
+        cores=cores,
         log=log,
         timeouts=timeouts,
         supervisor=supervisor,

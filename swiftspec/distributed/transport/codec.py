@@ -78,7 +78,16 @@ def unpack_proposal(flat: Words) -> Proposal:
     weights = struct.unpack(f"{count}f", struct.pack(f"{count}i", *columns["weights"]))
     sources = check_nodes(parents, weights, columns["sources"])
     drawn = None if len(body) == end else _read_drawn(body[end:], len({*parents[1:]}))
-    return Proposal(request, round_, prefix_len, tuple(columns["tokens"]), parents, weights, sources, drawn)
+    return Proposal(
+        request=request,
+        round=round_,
+        prefix_len=prefix_len,
+        tokens=tuple(columns["tokens"]),
+        parents=parents,
+        weights=weights,
+        sources=sources,
+        draft_probs=drawn,
+    )
 
 
 def _columns(names: Sequence[str], words: Words, count: int) -> dict[str, Words]:
@@ -225,7 +234,16 @@ def unpack_tree_delta(flat: Words) -> TreeDelta:
     count = rest[0]
     parents, tokens = nodes[: 2 * count].astype(np.int64).reshape(2, count)
     weights = nodes[2 * count :].view(np.float64)
-    return TreeDelta(request, round_, prefix_len, expansions, first, parents, tokens, weights)
+    return TreeDelta(
+        request=request,
+        round=round_,
+        prefix_len=prefix_len,
+        expansions=expansions,
+        first=first,
+        parents=parents,
+        tokens=tokens,
+        weights=weights,
+    )
 
 
 def shape_to_json(config: EngineConfig) -> dict[str, Any]:

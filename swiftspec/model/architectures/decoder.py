@@ -44,7 +44,15 @@ def decoder_spec(
     head_dim = fields.integer("head_dim", max(hidden // heads, 1), ge=1, le=2**14)
     kv_heads = kv_heads_of(fields, "num_key_value_heads", heads)
     check_head_dim(head_dim)
-    mixer = AttentionSpec(heads, kv_heads, head_dim, parse_rope(fields.data), qkv_bias, o_bias, qk_norm)
+    mixer = AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=parse_rope(fields.data),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        qk_norm=qk_norm,
+    )
     check_rope(mixer)
     if mixer.rope.share != 1 and not partial_rope:
         raise UserError("a partial_rotary_factor other than 1 is not supported in this architecture")

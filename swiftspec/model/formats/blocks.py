@@ -133,20 +133,22 @@ class BlockType:
 BLOCK_TYPES = {
     kind.name: kind
     for kind in (
-        BlockType("Q4_0", 32, 18, 32, 4, torch.float16, False, _q4_0),
-        BlockType("Q4_1", 32, 20, 32, 4, torch.float16, True, _q4_1),
-        BlockType("Q5_0", 32, 22, 32, 8, torch.float16, False, _q5_0, packs=False),
-        BlockType("Q5_1", 32, 24, 32, 8, torch.float16, True, _q5_1, packs=False),
-        BlockType("IQ4_NL", 32, 18, 32, 8, torch.float16, False, _iq4_nl, packs=False),
-        BlockType("Q8_0", 32, 34, 32, 8, torch.float16, False, _q8_0),
-        BlockType("Q4_K", SUPER_BLOCK, 144, 32, 4, torch.uint8, True, _q4_k),
-        BlockType("Q5_K", SUPER_BLOCK, 176, 32, 8, torch.uint8, True, _q5_k),
-        BlockType("Q6_K", SUPER_BLOCK, 210, 16, 8, torch.int8, False, _q6_k),
+        BlockType("Q4_0", 32, 18, 32, 4, torch.float16, minima=False, unpack_blocks=_q4_0),
+        BlockType("Q4_1", 32, 20, 32, 4, torch.float16, minima=True, unpack_blocks=_q4_1),
+        BlockType("Q5_0", 32, 22, 32, 8, torch.float16, minima=False, unpack_blocks=_q5_0, packs=False),
+        BlockType("Q5_1", 32, 24, 32, 8, torch.float16, minima=True, unpack_blocks=_q5_1, packs=False),
+        BlockType("IQ4_NL", 32, 18, 32, 8, torch.float16, minima=False, unpack_blocks=_iq4_nl, packs=False),
+        BlockType("Q8_0", 32, 34, 32, 8, torch.float16, minima=False, unpack_blocks=_q8_0),
+        BlockType("Q4_K", SUPER_BLOCK, 144, 32, 4, torch.uint8, minima=True, unpack_blocks=_q4_k),
+        BlockType("Q5_K", SUPER_BLOCK, 176, 32, 8, torch.uint8, minima=True, unpack_blocks=_q5_k),
+        BlockType("Q6_K", SUPER_BLOCK, 210, 16, 8, torch.int8, minima=False, unpack_blocks=_q6_k),
     )
 }
 
 
-FLOAT4 = BlockType("MXFP4", GROUP, 1 + GROUP_BYTES, GROUP, 4, torch.uint8, False, _mxfp4)  # see `float4_weight`
+FLOAT4 = BlockType(
+    "MXFP4", GROUP, 1 + GROUP_BYTES, GROUP, 4, torch.uint8, minima=False, unpack_blocks=_mxfp4
+)  # see `float4_weight`
 FILE_TYPES = {**BLOCK_TYPES, FLOAT4.name: FLOAT4}  # all types that are read
 
 

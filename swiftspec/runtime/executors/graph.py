@@ -73,7 +73,15 @@ class GraphInputs:
         )
         mask = self._placed[INT64_BYTES * words :].view(torch.bool).view(count, width)
         sequence = torch.arange(sequences, device=device).repeat_interleave(rows)
-        self.batch = Batch(tokens, positions, slots, mask, sequence, kv_len, max_kv_len)
+        self.batch = Batch(
+            tokens=tokens,
+            positions=positions,
+            slots=slots,
+            mask=mask,
+            sequence=sequence,
+            kv_len=kv_len,
+            max_kv_len=max_kv_len,
+        )
         flat = self._staged.numpy()
         numbers = flat[: INT64_BYTES * words].view(np.int64)
         self._columns, self._kv_len = numbers[: 3 * count].reshape(3, sequences, rows), numbers[3 * count :]

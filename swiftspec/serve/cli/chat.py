@@ -17,7 +17,6 @@ from swiftspec.params import SAMPLING, STOPPING
 from swiftspec.serve import answer_stats
 from swiftspec.serve.cli.banner import show_banner
 from swiftspec.serve.cli.chat_history import ChatHistory, Turn
-from swiftspec.serve.cli.race import race
 from swiftspec.serve.cli.tree_view import RoundHistory
 from swiftspec.serve.otel.spans import traced_session
 from swiftspec.serve.stdio import OutputLost
@@ -30,7 +29,7 @@ from swiftspec.serve.terminal import (
     line_reader,
     print_note,
 )
-from swiftspec.settings.flags import FLAGS
+from swiftspec.settings.flags import SETTINGS
 from swiftspec.settings.rank_plan import acceptance_advice
 from swiftspec.settings.settings import Settings, describe_validation_error
 from swiftspec.signals import SignalHandlers
@@ -51,7 +50,6 @@ HELP = """\
 /clear            clear the conversation; the system prompt stays
 /save FILE        write the messages to a JSON file; /load FILE continues the conversation of one
 /stats [on|off]   show a line of statistics after each answer; /stats last: all statistics of the last one as JSON
-/race [TEXT]      decode this message, or the last one, without and with the draft; compare speed and text
 /tree on, /tree   record rounds; show the draft tree of the last round, or with /tree N of the Nth before it
 /help             show this page
 /quit             exit (also Ctrl-D, or Ctrl-C twice)
@@ -100,7 +98,6 @@ class Chat:
         self._console = console
         self._read_line = read_line
         self._conversation = ChatHistory(settings.system_prompt)
-        self._last_prompt: list[int] | None = None
         self._last_text: str | None = None  # the last message; None if it was removed from the conversation
         self._retries = 0  # of the last answer
         self._rounds = RoundHistory(
@@ -119,7 +116,6 @@ class Chat:
             "/save": self._save,
             "/load": self._load,
             "/stats": self._stats,
-            "/race": self._race,
             "/tree": lambda rest: self._rounds.command(rest, console),
         }
 
@@ -172,7 +168,7 @@ class Chat:
         before = list(self._conversation.turns)
         with self._interrupt() as interrupt:
             try:
-                prompt = self._last_prompt = self._encode_message(text)
+                prompt = self._encode_message(text)
                 seed = (sampling.seed + retries) % NUM_SEEDS
                 stream = self._stream(prompt, interrupt, seed)
             except BaseException:
@@ -252,24 +248,12 @@ class Chat:
 
     def _forget_last(self) -> None:
         """Forgets the last message, which is no longer part of the conversation."""
-        self._last_prompt = self._last_text = None
+        self._last_text = None
         self._retries = 0
 
     def _require_conversation(self, command: str) -> None:
         if self._settings.raw:
             raise UserError(f"{command} is not supported with --raw, which has no conversation")
-
-    def _race(self, text: str) -> None:
-        """Runs `/race TEXT`, or for an empty text `/race` on the last prompt. The conversation does not change."""
-        before = list(self._conversation.turns)
-        try:
-            prompt = self._encode_message(text) if text else self._last_prompt
-        finally:
-            self._conversation.turns = before
-        if prompt is None:
-            raise UserError("there is no message yet: use /race TEXT")
-        self._last_prompt = prompt
-        race(self._session, self._settings, prompt, self._console, self._interrupt)
 
     def _stream(self, prompt: list[int], interrupt: Interrupt, seed: int) -> TextStream:
         stream = self._session.answer(prompt, self._settings, interrupt.until_pressed, seed=seed)
@@ -391,7 +375,7 @@ def _refuse_argument(command: str, rest: str) -> None:
 
 
 def _settable() -> Iterator[str]:
-    return (name for name, flag in FLAGS.items() if flag.setting.group in (SAMPLING, STOPPING))
+    return (name for name, flag in SETTINGS.items() if flag.setting.group in (SAMPLING, STOPPING))
 
 
 def _format_json(value: Any, indent: str = "") -> str:

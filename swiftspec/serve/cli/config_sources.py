@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from swiftspec import file_io
 from swiftspec.errors import UserError, truncated_repr
-from swiftspec.settings.flags import FLAGS, RENAMED_SETTINGS
-from swiftspec.settings.other_flags import flag_hint
+from swiftspec.settings.flags import FLAGS, SETTINGS, flag_name
+from swiftspec.settings.other_flags import OLD_SETTINGS, flag_hint
 from swiftspec.settings.settings import (
     ENV_PREFIX,
     Settings,
     UsageError,
     env_name,
-    flag_name,
 )
 
 NON_SETTING_VARIABLES = (  # read by the build, the tests and the kernels
@@ -26,32 +25,35 @@ NON_SETTING_VARIABLES = (  # read by the build, the tests and the kernels
 )  # fmt: skip
 
 
+VARIABLES = [name for name, flag in SETTINGS.items() if flag.setting.variable]
+
+
 def load_settings(cli: Mapping[str, object], file: Path | None = None) -> Settings:
     """Merges command line, environment and --config file into settings. Raises a UsageError that names the offending
     flag, variable or key.
 
     `cli`: values that were given on the command line, by field name. `file`: the --config file.
     """
-    for old, new in RENAMED_SETTINGS.items():
-        if os.environ.get(env_name(old)):
-            raise UsageError(f"the environment variable {env_name(old)} was renamed to {env_name(new)}")
+    for name in (*SETTINGS, *OLD_SETTINGS):
+        if name not in VARIABLES and os.environ.get(env_name(name)):
+            raise UsageError(f"the environment variable {env_name(name)} is no setting any more: {_instead(name)}")
     from_file = {} if file is None else _read_yaml(file)
-    by_env = {name: text for name in FLAGS if (text := os.environ.get(env_name(name)))}
+    by_env = {name: text for name in VARIABLES if (text := os.environ.get(env_name(name)))}
 
     def label(name: str) -> str:
-        if name in cli:
-            return flag_name(name)
-        return env_name(name) if name in by_env else f"{flag_name(name)[2:]} in {file}"
+        if name in by_env and name not in cli:
+            return env_name(name)
+        return f"{flag_name(name)[2:]} in {file}" if name in from_file and name not in cli else flag_name(name)
 
     return Settings.create({**from_file, **by_env, **cli}, label)
 
 
 def unknown_variable_warnings() -> list[str]:
     """Returns warnings about environment variables whose names begin with SWIFTSPEC_ but are not those of settings."""
-    known = [env_name(name) for name in (*FLAGS, *RENAMED_SETTINGS)]
+    known = [env_name(name) for name in (*SETTINGS, *OLD_SETTINGS)]  # old ones raise an error
     names = sorted(name for name, value in os.environ.items() if name.startswith(ENV_PREFIX) and value)
     return [
-        f"the environment variable {name[:80]} is not a setting{_hint(name, known)}"
+        f"the environment variable {name[:80]} is not a setting{_hint(name)}"
         for name in names
         if name not in known and name not in NON_SETTING_VARIABLES
     ]
@@ -72,10 +74,8 @@ def _read_yaml(file: Path) -> dict[str, object]:
     values: dict[str, object] = {}
     for key, value in data.items():
         field = key.replace("-", "_")
-        if field in RENAMED_SETTINGS:
-            raise UsageError(f"{name}: {key} was renamed to {flag_name(RENAMED_SETTINGS[field])[2:]}")
         if field not in FLAGS:
-            hint = flag_hint(flag_name(field), [flag_name(known) for known in FLAGS])
+            hint = flag_hint(f"--{field}", [flag_name(known) for known in FLAGS])
             words = "" if hint is None else f" ({hint.replace('--', '')})"  # keys are written without dashes
             raise UsageError(f"{name}: unknown key {truncated_repr(key)}{words}")
         if field in values:
@@ -84,6 +84,13 @@ def _read_yaml(file: Path) -> dict[str, object]:
     return {field: value for field, value in values.items() if value is not None}
 
 
-def _hint(key: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key[:80], known, 1)
+def _instead(name: str) -> str:
+    """Returns what replaces an environment variable that was a setting."""
+    if name in FLAGS:
+        return f"use {flag_name(name)}, or {flag_name(name)[2:]} in a --config file"
+    return str(flag_hint(f"--{name}", ()))
+
+
+def _hint(key: str) -> str:
+    near = difflib.get_close_matches(key[:80], map(env_name, VARIABLES), 1)
     return f" (did you mean {near[0]!r}?)" if near else ""

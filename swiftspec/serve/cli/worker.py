@@ -21,7 +21,7 @@ from swiftspec.model.gguf.file import is_gguf
 from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.settings.settings import Settings, UsageError, check_usage
-from swiftspec.signals import GracefulStop, ignore_signals
+from swiftspec.signals import DRAIN_TIMEOUT_S, GracefulStop, ignore_signals
 from swiftspec.startup.built_in_models import built_in_models
 from swiftspec.startup.model_resolution import check_before_download
 from swiftspec.startup.session import MemoryCheck, WeightProgress, load_options
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from swiftspec.distributed.transport.grpc.endpoint import Endpoint, RpcSecurity
     from swiftspec.model.vocabulary import VocabularyIdentity
 
+SESSION_IDLE_S = 600.0  # after this time the memory of an idle session is freed
 DEFAULT_PORTS = {"target": 7070, "draft": 7071}  # ports of 127.0.0.1 that are used without --listen
 PAIR_SETTINGS = (  # of target and draft together, or of requests
     "port", "draft_model", "draft_url", "target_url", "target_tp", "draft_tp", "chat_template", "system_prompt",
@@ -69,7 +70,7 @@ def run_worker_command(argv: Sequence[str], join: JoinFn) -> int:
 def run_worker(side: Literal["draft", "target"], settings: Settings, join: JoinFn) -> int:
     """Loads the model and serves clients until a signal. Returns the exit code.
 
-    After the first signal, running requests have --drain-timeout to finish; a second signal ends the worker
+    After the first signal, running requests have DRAIN_TIMEOUT_S to finish; a second signal ends the worker
     immediately. With several ranks, rank 0 serves and the others follow it. Raises RankLost if a rank is lost, and
     UserError if gRPC is not installed.
     """
@@ -139,7 +140,7 @@ def _serve(
                 server.run(stop_queue, partial(worker.sweep, partial(group.check_followers, 0.0)))
                 worker.run_if_idle(group.check_followers)  # SIGTERM may come from a launcher that has lost a rank
             broken = bool(failures) or (group is not None and group.broken is not None)
-            server.stop(0.0 if broken else settings.drain_timeout)
+            server.stop(0.0 if broken else DRAIN_TIMEOUT_S)
         if failures:
             raise UserError(f"the GPU failed, restart this worker: {one_line(failures[0])}")
         if group is not None and group.broken is not None:
@@ -199,7 +200,7 @@ def _load(
     from swiftspec.backends.cuda.devices import is_out_of_gpu_memory
     from swiftspec.builder.worker_model import WorkerLimits, WorkerModel
 
-    room = WorkerLimits(settings.max_sessions, settings.session_idle, shape)
+    room = WorkerLimits(settings.max_sessions, SESSION_IDLE_S, shape)
     try:
         return WorkerModel(side, path, room, world, options), codec
     except (MemoryError, RuntimeError) as error:

@@ -146,7 +146,6 @@ def build_app(
         config.model_names,
         metrics=metrics,
         on_finished=on_finished,
-        response_store_bytes=config.response_store_bytes,
     )
     allowed_hosts = None if config.api_keys else local_host_names(config.host)
     secured = SecurityMiddleware(

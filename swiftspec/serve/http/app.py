@@ -33,8 +33,6 @@ from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine, Req
 from swiftspec.text.codec import TextCodec, may_have_template
 from swiftspec.text.template import TemplateRenderer
 
-DEFAULT_STORE_BYTES = 256 << 20
-
 
 class ErrorBody(BaseModel):
     """Message, type, invalid request field (`param`) and code of an error."""
@@ -61,7 +59,6 @@ def create_app(
     compile: CompileGrammar | None = None,
     keep_alive_s: float = 15.0,
     always_usage: bool = False,
-    response_store_bytes: int = DEFAULT_STORE_BYTES,
 ) -> FastAPI:
     """Creates the FastAPI application that serves `engine`. Its requests need no API key; another ASGI application can
     mount it below a path. `engine` is not closed when the application shuts down.
@@ -75,7 +72,6 @@ def create_app(
         default compiles in a process with limits on time and memory.
     `keep_alive_s`: seconds without output after which a stream sends a comment.
     `always_usage`: whether streams contain `usage` even if the request does not ask for it.
-    `response_store_bytes`: limit of the memory of stored responses (/v1/responses); 0 stores none.
     """
     if codec is None:
         codec = _codec_of(_model_folder(engine))
@@ -104,9 +100,9 @@ def create_app(
         info.info_router,
     ):
         app.include_router(create_router(context))
-    store = ResponseStore(response_store_bytes)
+    store = ResponseStore()
     app.include_router(responses.responses_router(context, store))
-    app.include_router(stored_responses.stored_responses_router(store, keep_alive_s))
+    app.include_router(stored_responses.stored_responses_router(store))
     app.include_router(events.trace_events_router(engine.events, codec, keep_alive_s))
     app.include_router(metrics_router(metrics))
     app.router.routes.extend(page.page_routes())

@@ -20,7 +20,7 @@ from swiftspec.serve.http.engine_link.engine_client import (
     InvalidRequestError,
     RequestRejectedError,
 )
-from swiftspec.settings.settings import flag_name
+from swiftspec.settings.flags import flag_name
 from swiftspec.text.template import PromptTooLong
 
 ERROR_TYPES = {

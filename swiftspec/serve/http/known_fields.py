@@ -1,8 +1,8 @@
-"""Request fields of OpenAI, Anthropic, vLLM, llama.cpp and SGLang: which are served, ignored or refused.
+"""Request fields of OpenAI, Anthropic, vLLM, llama.cpp and SGLang that are refused.
 
-An endpoint serves the fields that its request class declares. Of the others, those in IGNORED have no effect on the
-output that a client could miss, and those in REFUSED return an error unless their value changes nothing. A name with a
-dot is a field of an object, such as `stream_options`. Names in neither table are unknown and ignored.
+An endpoint serves the fields that its request class declares. Of the others, those in REFUSED return an error unless
+their value changes nothing, and the rest is ignored: it has no effect on the output that a client could miss. A name
+with a dot is a field of an object, such as `stream_options`.
 """
 
 from __future__ import annotations
@@ -29,63 +29,6 @@ class Refusal:
         """Returns whether a value changes nothing."""
         return value is None or any(type(value) is type(each) and value == each for each in self.harmless)
 
-
-# Identifiers, hints, and parameters of features that are refused when they are switched on.
-IGNORED = frozenset(
-    {
-        # OpenAI
-        "metadata",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "stream_options",
-        "stream_options.include_obfuscation",
-        "user",
-        "verbosity",
-        "max_tool_calls",
-        # clients of DeepSeek, GLM and OpenRouter, in chat completions
-        "reasoning",
-        "thinking",
-        # Anthropic
-        "cache_control",
-        "context_management",
-        "inference_geo",
-        # vLLM
-        "guided_decoding_backend",
-        "length_penalty",
-        "media_io_kwargs",
-        "mm_processor_kwargs",
-        "request_id",
-        "session_id",
-        "spaces_between_special_tokens",
-        "structured_outputs.disable_fallback",
-        # llama.cpp
-        "cache_prompt",
-        "chat_format",
-        "dry_allowed_length",
-        "dry_base",
-        "dry_penalty_last_n",
-        "dry_sequence_breakers",
-        "dynatemp_exponent",
-        "id_slot",
-        "min_keep",
-        "mirostat_eta",
-        "mirostat_tau",
-        "n_cache_reuse",
-        "n_discard",
-        "parse_tool_calls",
-        "repeat_last_n",
-        "xtc_threshold",
-        # SGLang
-        "data_parallel_rank",
-        "rid",
-        "routed_dp_rank",
-    }
-)
 
 STRUCTURED = "use structured_outputs or response_format, in /v1/messages output_config.format"
 CHAT_ONLY = "use /v1/chat/completions"
@@ -205,7 +148,7 @@ REFUSED: Mapping[str, Refusal] = {
     "previous_response_id": Refusal(SESSIONS),
     "conversation": Refusal(SESSIONS),
     "session_params": Refusal(SESSIONS),
-    "background": Refusal("use /v1/responses", (False,)),
+    "background": Refusal("use stream", (False,)),
     "include": Refusal("use logprobs and top_logprobs", ([],)),
     # media
     "audio": Refusal(NO_MEDIA),

@@ -50,42 +50,6 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-class EventLog:
-    """Log of encoded events, which any number of readers follow while it grows. `num_bytes`: size of all events."""
-
-    def __init__(self) -> None:
-        self._events: list[bytes] = []
-        self._changed = asyncio.Event()  # set and replaced when events are added or the log is closed
-        self._closed = False
-        self.num_bytes = 0
-
-    def add(self, events: bytes) -> None:
-        """Appends encoded events; there can be several in `events`, or none."""
-        self._events += [event + EVENT_END for event in events.split(EVENT_END)[:-1]]
-        self.num_bytes += len(events)
-        self._notify()
-
-    def close(self) -> None:
-        """Ends the log: readers return after the last event."""
-        self._closed = True
-        self._notify()
-
-    async def read(self, start: int) -> AsyncGenerator[bytes]:
-        """Yields the events from index `start` on, until the log is closed."""
-        while True:
-            changed = self._changed
-            while start < len(self._events):
-                yield self._events[start]
-                start += 1
-            if self._closed:
-                return
-            await changed.wait()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
 class EventStream(Response):
     """A streaming response of server-sent events.
 

@@ -14,10 +14,10 @@ import zmq
 
 from swiftspec.cache.prefix_cache import TokenText
 from swiftspec.errors import UserError
-from swiftspec.serve.kv_events.config import KvEventsConfig
 from swiftspec.serve.kv_events.events import AllBlocksCleared, KvEvent, KvEventBatch
 from swiftspec.serve.kv_events.reusable_blocks import ReusableBlocks
 from swiftspec.serve.stdio import warn
+from swiftspec.settings.kv_events_config import KvEventsConfig
 
 MAX_REPLAY_BATCHES = 10_000  # vLLM's default
 MAX_REPLAY_BYTES = 64 << 20
@@ -54,8 +54,9 @@ class KvEventPublisher:
     Raises UserError if an address is in use or invalid.
     """
 
-    def __init__(self, config: KvEventsConfig) -> None:
-        self._blocks, self._topic = ReusableBlocks(config.block_size, config.model_name), config.topic.encode()
+    def __init__(self, config: KvEventsConfig, model_name: str) -> None:
+        """`model_name`: see `ReusableBlocks`."""
+        self._blocks, self._topic = ReusableBlocks(config.block_size, model_name), config.topic.encode()
         self._next_number, self._buffer = 0, ReplayBuffer()
         self._pending = deque[Sequence[TokenText]](maxlen=1)  # the latest texts that are not published
         self._closing = False
@@ -63,10 +64,12 @@ class KvEventPublisher:
         self._waker.setblocking(False)
         self._context = zmq.Context()
         try:
-            self._publisher = self._open(zmq.PUB, config.endpoint, "--kv-events-endpoint", binds=config.binds)
+            self._publisher = self._open(zmq.PUB, config.endpoint, "--kv-events-config.endpoint", binds=config.binds)
             self._replay: zmq.Socket[bytes] | None = None
             if config.replay_endpoint is not None:
-                self._replay = self._open(zmq.ROUTER, config.replay_endpoint, "--kv-events-replay-endpoint", binds=True)
+                self._replay = self._open(
+                    zmq.ROUTER, config.replay_endpoint, "--kv-events-config.replay_endpoint", binds=True
+                )
         except BaseException:
             self._context.destroy(linger=0)
             raise

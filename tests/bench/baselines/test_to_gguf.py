@@ -77,6 +77,7 @@ def test_q4_1_has_the_codes_of_awq(tmp_path: Path) -> None:
     assert len(tokens) == len(types) == spec.vocab_size
 
 
+@pytest.mark.slow
 def test_q4_0_is_close_and_norms_are_exact(tmp_path: Path) -> None:
     file = Written(TARGET, "q4_0", tmp_path)
     wanted = theirs("model.layers.1.mlp.up_proj.weight", Weights(TARGET))

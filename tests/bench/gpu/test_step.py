@@ -17,7 +17,7 @@ from bench.gpu.round_bytes import forward_bytes, round_share
 from bench.smc_groups import ABLATED
 from swiftspec.backends.unfused import unfused
 from swiftspec.builder.memory_estimate import MemoryEstimate
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.plan import Plan
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
@@ -52,9 +52,9 @@ def arguments(**changed: Any) -> Namespace:
 @pytest.mark.slow
 def test_every_mode_decodes_with_the_roles_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """On shared models. On a CPU the streams of the overlapped mode do nothing, and the check for a GPU is left out."""
-    create, loaded, roles = ModelPair.create, [], dict[str, tuple[str, str]]()
+    create, loaded, roles = Plan.create, [], dict[str, tuple[str, str]]()
 
-    def anywhere(target: Any, draft: Any, plan: EngineConfig, *others: Any) -> ModelPair:
+    def anywhere(target: Any, draft: Any, plan: EngineConfig, *others: Any) -> Plan:
         return create(target, draft, EngineConfig("serial") if plan.overlap_on_one_gpu else plan, *others)
 
     class Recorded(step.LLMEngine):
@@ -67,7 +67,7 @@ def test_every_mode_decodes_with_the_roles_of_the_product(monkeypatch: pytest.Mo
         loaded.append((path.name, options["quantization"].head))
         return load_model(path, **options)
 
-    monkeypatch.setattr(ModelPair, "create", staticmethod(anywhere))
+    monkeypatch.setattr(Plan, "create", staticmethod(anywhere))
     monkeypatch.setattr(step, "LLMEngine", Recorded)
     monkeypatch.setattr(step, "load_model", counted)
     parts: list[set[str]] = []

@@ -23,7 +23,8 @@ from swiftspec.backends.cuda import linear as cuda_linear
 from swiftspec.backends.cuda import peers as cuda_peers
 from swiftspec.backends.cuda.peers import PeerAccessError
 from swiftspec.backends.unfused import unfused
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.plan import Checkpoints, GpuUse, Plan, TokenIds
+from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives import leave, peers
 from swiftspec.distributed.launch import supervisor
 from swiftspec.errors import RankLost, UserError
@@ -357,17 +358,16 @@ def test_which_groups_sum_in_their_kernels(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(cuda, "check_supported", check_supported)
 
-    def models(**more: Any) -> ModelPair:
-        plain: Any = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0), "share_device": False, "ops": "auto"}
-        others = {"max_model_len": 64, "vocab_size": 64, "load": None, "emulate": None, "trace": None}
-        others |= {"activations": "auto", "cache_dtype": None, "head": "auto", "prefix_cache_memory": 0}
-        others |= {"packed_cache": None, "grammars": None, "threads": 1, "eos_token_ids": ()}
-        return ModelPair(tmp_path / "target", tmp_path / "draft", **{**plain, **others, **more})
+    def models(**more: Any) -> Plan:
+        plain: Any = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0), "ops": "auto", "threads": 1}
+        plain |= {"checkpoints": Checkpoints(tmp_path / "target", tmp_path / "draft"), "max_model_len": 64}
+        plain |= {"engine": EngineConfig(), "vocabulary": TokenIds(64, (), ()), "grammars": None}
+        return Plan(**{**plain, **more})
 
     def width(target: bool, draft: bool, **more: Any) -> int:
         return models(**more).peer_all_reduce_width(target=target, draft=draft)
 
     assert (width(True, False), width(True, True), width(False, True)) == (64, 64, 32)
-    assert width(True, False, share_device=True) == width(True, False, ops="unfused") == 0
+    assert width(True, False, gpu=GpuUse(share_device=True)) == width(True, False, ops="unfused") == 0
     fits[32] = False
     assert (width(True, False), width(True, True)) == (64, 0)

@@ -107,7 +107,7 @@ def test_a_prompt_without_logits_skips_the_layers_that_write_nothing(
 ) -> None:
     make_checkpoint(tmp_path, **E_MODEL)
     model, calls, mlp = load_model(tmp_path, ops=reference, max_positions=64), list[int](), reference.mlp
-    monkeypatch.setattr(reference, "mlp", lambda *args: calls.append(1) or mlp(*args))
+    monkeypatch.setattr(reference, "mlp", lambda *args, **more: calls.append(1) or mlp(*args, **more))
     for head, layers in ((False, 3), (True, 6)):
         calls.clear()
         model.forward(chain(TOKENS), native.new_cache(model, reference), head=head)

@@ -21,7 +21,7 @@ from swiftspec.backends.cuda import cuda
 from swiftspec.backends.reference import reference
 from swiftspec.backends.unfused import unfused
 from swiftspec.builder.memory_estimate import MemoryEstimate
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.plan import Plan
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
@@ -305,7 +305,7 @@ def test_torchs_own_operators_replace_the_native_ones(tmp_path: Path, monkeypatc
     make_checkpoint(tmp_path, family="qwen3_moe", hidden_size=128, head_dim=64, dtype=BF16)
     lines: list[str] = []
     monkeypatch.setattr(cpu, "level", lambda: "none")
-    ModelPair.create(tmp_path, None, EngineConfig("ar"), None, {"note": lines.append})
+    Plan.create(tmp_path, None, EngineConfig("ar"), None, {"note": lines.append})
     assert lines == ["the target runs on torch's own operators: the CPU operators need x86-64 with AVX2, or aarch64"]
 
 

@@ -13,7 +13,7 @@ import torch
 from swiftspec.backends.cpu import cpu
 from swiftspec.backends.cuda import cuda
 from swiftspec.builder.load_options import select_operators
-from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.plan import Plan
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
@@ -53,7 +53,7 @@ def native_head(tmp_path: Path) -> Path:
 def test_the_native_and_the_cuda_operators_have_the_norm(native_head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if cpu.level() == "none":
         pytest.skip("there are no native operators here")
-    monkeypatch.setattr(cuda, "require_usable", torch.device)
+    monkeypatch.setattr("swiftspec.backends.cuda.require_usable", torch.device)
     spec = read_config(native_head).spec
     for device, library in (("cpu", cpu), ("cuda", cuda)):
         assert select_operators("auto", spec, torch.bfloat16, torch.device(device)) is library
@@ -77,7 +77,7 @@ def test_a_model_that_native_operators_decline_gets_one_line(tmp_path: Path) -> 
         pytest.skip("there are no native operators here")
     make_checkpoint(tmp_path, family="qwen3", head_dim=8, dtype=torch.bfloat16)
     lines: list[str] = []
-    ModelPair.create(tmp_path, None, EngineConfig("ar"), None, {"note": lines.append})
+    Plan.create(tmp_path, None, EngineConfig("ar"), None, {"note": lines.append})
     reason = "the CPU operators need a head dimension that is a multiple of 16 and at most 512, not 8"
     assert lines == [f"the target runs on torch's own operators: {reason}"]
 

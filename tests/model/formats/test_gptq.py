@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cpu.packing import pack
-from swiftspec.backends.unfused import pack as pack_unfused
+from swiftspec.backends.unfused import unfused
 from swiftspec.errors import UserError
 from swiftspec.model.formats.gptq import Gptq, from_gptq
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4, unpack_int4
@@ -107,7 +107,7 @@ def test_products(ordered: bool) -> None:
     gain = torch.rand(COLUMNS)
     _C.linear(packed.native, x, gain, 1e-5, None, out, "none", 1.0, 0.0)
     torch.testing.assert_close(out, F.rms_norm(x, (COLUMNS,), gain, 1e-5) @ values.T, rtol=1e-4, atol=1e-4)
-    low = pack_unfused(weight, torch.bfloat16, "cpu")(x.bfloat16())
+    low = unfused.pack(weight, torch.bfloat16, "cpu")(x.bfloat16())
     torch.testing.assert_close(low.float(), x @ values.T, rtol=0.05, atol=0.2)
 
 

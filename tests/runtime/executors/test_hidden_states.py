@@ -57,6 +57,7 @@ def test_graph_executors(checkpoint: Path, executor: str, sampling: SamplingPara
     assert graphed.executor.name == executor and graphed.accepted_hidden() is not None
 
 
+@pytest.mark.slow
 def test_graphs_of_a_hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when positions are folded between the rounds."""
     make_checkpoint(tmp_path, family="qwen3_5_text", vocab=VOCAB, dtype=torch.float64)

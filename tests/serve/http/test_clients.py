@@ -135,25 +135,6 @@ def test_stored_responses(player: Player, plain_url: str) -> None:
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError, match=r"Response with id .* not found"):
         client.responses.retrieve(first.id)
-    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
-        client.responses.cancel(second.id)
-
-
-def test_background_responses(player: Player, plain_url: str) -> None:
-    client = theirs(plain_url, max_retries=0)
-    queued = client.responses.create(model="toy", input="hello", background=True)
-    assert queued.status == "queued" and client.responses.retrieve(queued.id).output_text == TEXT
-    player.prepare(hold=1)
-    running = client.responses.create(model="toy", input="hello", background=True)
-    assert player.holding.wait(10) and client.responses.retrieve(running.id).status == "in_progress"
-    assert client.responses.cancel(running.id).status == "cancelled"
-    player.prepare()
-    events = list(client.responses.create(model="toy", input="hello", background=True, stream=True))
-    assert [event.type for event in events[:2]] == ["response.created", "response.queued"]
-    final: Any = events[-1]
-    assert final.type == "response.completed" and final.response.output_text == TEXT
-    resumed = list(client.responses.retrieve(final.response.id, stream=True, starting_after=3))
-    assert [event.sequence_number for event in resumed] == list(range(4, len(events)))
     player.prepare(raises=GenerationFailedError("rank 1 is gone", "engine_error"), after=1)
     with pytest.raises(openai.APIError, match="rank 1 is gone"):
         list(client.responses.create(model="toy", input="hello", stream=True))
@@ -195,6 +176,7 @@ def test_several_choices_and_prompts(player: Player, plain_url: str) -> None:
     assert text.usage and (text.usage.prompt_tokens, text.usage.completion_tokens) == (4, 56)
 
 
+@pytest.mark.slow
 def test_langchain(player: Player, plain_url: str) -> None:
     from langchain_openai import ChatOpenAI, OpenAI  # takes seconds
 

@@ -240,7 +240,10 @@ def test_hostile_input_is_refused_and_the_server_survives(alone: ServerProcess) 
 
 def test_a_disconnect_during_a_long_prefill_frees_the_engine() -> None:
     """A disconnect during a prefill frees the engine after the current chunk."""
-    with ServerProcess(["--emulate", "target=2000ms,draft=1ms"]) as server, httpx.Client(base_url=server.url) as c:
+    with (
+        ServerProcess(["--speculative-config.emulate", "target=2000ms,draft=1ms"]) as server,
+        httpx.Client(base_url=server.url) as c,
+    ):
         body = json.dumps({"prompt": [5] * 1800}).encode()
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as raw:
             raw.sendall(posted(body))
@@ -251,7 +254,7 @@ def test_a_disconnect_during_a_long_prefill_frees_the_engine() -> None:
 @pytest.mark.parametrize("victim", ["serve.http", "serve.rank_process"])
 def test_a_killed_process_is_restarted_and_the_other_one_remains(victim: str) -> None:
     """The front end, or rank 0, during an answer."""
-    with ServerProcess(["--threads", "1", "--emulate", "target=20ms,draft=1ms"]) as server:
+    with ServerProcess(["--threads", "1", "--speculative-config.emulate", "target=20ms,draft=1ms"]) as server:
         before = parts(server)
         with httpx.Client(base_url=server.url, timeout=30) as client:
             ask: Any = {"prompt": "def add(", "max_tokens": 200, "stream": True, "ignore_eos": True}
@@ -284,7 +287,14 @@ def parts(server: ServerProcess) -> dict[str, int]:
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM)])
 def test_a_signal_lets_the_request_finish_and_refuses_others(tmp_path: Path, ranks: int, number: int) -> None:
     target, draft = make_pair(tmp_path)
-    flags = ["--model", str(target), "--draft-model", str(draft), "--emulate", "target=40ms,draft=1ms"]
+    flags = [
+        "--model",
+        str(target),
+        "--draft-model",
+        str(draft),
+        "--speculative-config.emulate",
+        "target=40ms,draft=1ms",
+    ]
     with ServerProcess([*flags, "--threads", "1"], ranks) as server:
         ask: Any = {"prompt": "def add(", "max_tokens": 60, "temperature": 0, "stream": True, "ignore_eos": True}
         with httpx.Client(base_url=server.url, timeout=30) as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -26,11 +27,12 @@ TOPIC = "kv@127.0.0.1:8000@demo"
 @pytest.fixture
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerProcess]:
     """A server with a small prefix cache, which decodes one request at a time or, with the parameter 2, two."""
+    addresses = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+    events = {"enable_kv_cache_events": True, **addresses, "topic": TOPIC}
     flags = [
         "--threads", "1", "--max-num-seqs", str(getattr(request, "param", 1)), "--prefix-cache-memory", "1",
-        "--kv-events-endpoint", f"ipc://{tmp_path}/events", "--kv-events-replay-endpoint", f"ipc://{tmp_path}/replay",
-        "--kv-events-topic", TOPIC, "--served-model-name", "demo", "--api-key", KEY, "--public-metrics",
-        "--emulate", "target=20ms,draft=1ms",
+        "--kv-events-config", json.dumps(events), "--served-model-name", "demo", "--api-key", KEY, "--public-metrics",
+        "--speculative-config.emulate", "target=20ms,draft=1ms",
     ]  # fmt: skip
     with ServerProcess(flags) as made:
         yield made

@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from swiftspec.errors import UserError
-from swiftspec.serve.kv_events.config import KvEventsConfig
 from swiftspec.serve.kv_events.publisher import KvEventPublisher, ReplayBuffer
+from swiftspec.settings.kv_events_config import KvEventsConfig
 from tests.support.kv_events import ClearedEvent, EventBatch, KvIndex, KvSubscriber
 
 SIZE, TOPIC = 4, "kv@10.0.0.1:8000@model"
@@ -20,12 +20,14 @@ TEXTS = [np.arange(0, 20), np.arange(0, 30), np.arange(50, 60)]
 
 @pytest.fixture
 def config(tmp_path: Path) -> KvEventsConfig:
-    return KvEventsConfig(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", TOPIC, SIZE, "model")
+    return KvEventsConfig(
+        endpoint=f"ipc://{tmp_path}/events", replay_endpoint=f"ipc://{tmp_path}/replay", topic=TOPIC, block_size=SIZE
+    )
 
 
 @pytest.fixture
 def publisher(config: KvEventsConfig) -> Iterator[KvEventPublisher]:
-    made = KvEventPublisher(config)
+    made = KvEventPublisher(config, "model")
     yield made
     made.close()
 
@@ -71,7 +73,7 @@ def test_an_update_without_changes_sends_nothing(publisher: KvEventPublisher, su
 
 
 def test_the_end_clears_all_blocks(config: KvEventsConfig) -> None:
-    publisher, subscriber = KvEventPublisher(config), KvSubscriber(config.endpoint)
+    publisher, subscriber = KvEventPublisher(config, "model"), KvSubscriber(config.endpoint)
     while subscriber.receive(0.05) is None:
         publisher.publish([TEXTS[0]])
         publisher.publish([])
@@ -82,7 +84,7 @@ def test_the_end_clears_all_blocks(config: KvEventsConfig) -> None:
         batches.append(batch)
     assert batches[-1].events == [ClearedEvent()]
     subscriber.close()
-    KvEventPublisher(config).close()  # the addresses are free again
+    KvEventPublisher(config, "model").close()  # the addresses are free again
 
 
 def test_invalid_replay_requests_are_ignored(
@@ -105,7 +107,7 @@ def test_a_subscriber_that_binds(tmp_path: Path) -> None:
     central = context.socket(zmq.SUB)
     port = central.bind_to_random_port("tcp://127.0.0.1")
     central.subscribe(b"")
-    publisher = KvEventPublisher(KvEventsConfig(f"tcp://127.0.0.1:{port}", None, "", SIZE, "model"))
+    publisher = KvEventPublisher(KvEventsConfig(endpoint=f"tcp://127.0.0.1:{port}", block_size=SIZE), "model")
     while not central.poll(50):
         publisher.publish([TEXTS[0]])
         publisher.publish([])
@@ -120,11 +122,11 @@ def test_an_address_in_use_is_one_line(config: KvEventsConfig) -> None:
     socket = context.socket(zmq.PUB)
     port = socket.bind_to_random_port("tcp://*")
     for taken in (
-        KvEventsConfig(f"tcp://*:{port}", None, "", SIZE, "model"),
-        KvEventsConfig(config.endpoint, f"tcp://*:{port}", "", SIZE, "model"),
+        KvEventsConfig(endpoint=f"tcp://*:{port}", replay_endpoint=None, topic="", block_size=SIZE),
+        KvEventsConfig(endpoint=config.endpoint, replay_endpoint=f"tcp://*:{port}", topic="", block_size=SIZE),
     ):
         with pytest.raises(UserError, match=rf"cannot bind tcp://\*:{port}: Address already in use$"):
-            KvEventPublisher(taken)
+            KvEventPublisher(taken, "model")
     context.destroy(linger=0)
 
 
@@ -144,7 +146,7 @@ def test_the_end_does_not_wait_for_a_socket_that_stays_open(
 ) -> None:
     """ZeroMQ's context ends after all of its sockets: one that something holds must not keep a server alive."""
     monkeypatch.setattr("swiftspec.serve.kv_events.publisher.MAX_TERM_MS", 10)
-    publisher = KvEventPublisher(config)
+    publisher = KvEventPublisher(config, "model")
     held = publisher._context.socket(zmq.PUB)
     publisher.close()
     held.close(linger=0)

@@ -80,7 +80,6 @@ def test_every_rpc_is_a_span_and_in_the_trace(tmp_path: Path) -> None:
 
 
 def test_a_chat_exports_a_span_per_answer(tmp_path: Path) -> None:
-    """A race exports two spans."""
     models, exporter = make_pair(tmp_path), InMemorySpanExporter()
     with (
         started("target", models[0]) as target,
@@ -89,10 +88,10 @@ def test_a_chat_exports_a_span_per_answer(tmp_path: Path) -> None:
         traced_session(session_on(running), AT, lambda address: exporter) as session,
     ):
         chat = Chat(session, AT, Console(file=StringIO()), input)
-        for line in ("5 17 3", "5 17 4", "/race"):
+        for line in ("5 17 3", "5 17 4"):
             chat.handle(line)
     sizes = [len(calls) for _, calls in check_exchanges(exporter.get_finished_spans())]
-    assert len(sizes) == 4
+    assert len(sizes) == 2
 
 
 def test_a_failed_request_reports_the_error() -> None:

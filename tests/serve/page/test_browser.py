@@ -54,7 +54,7 @@ def url() -> Iterator[str]:
     """A server of the demo models, started by its command. Every round has a tree: no policy that follows measured
     times shrinks it or does without it on a busy machine.
     """
-    with ServerProcess(["--no-self-switch", "--no-adapt"]) as server:
+    with ServerProcess(["--no-adapt"]) as server:
         yield server.url
 
 

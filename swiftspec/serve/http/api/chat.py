@@ -261,16 +261,16 @@ def chat_router(context: AppContext) -> APIRouter:
         outputs = RequestOutputs.create([requests], codec, choices.n)
         formatter = logprob_formatter(body, codec)
         writer = ChatWriter(
-            outputs,
-            model,
-            formatter,
-            listed_logprobs(body, top),
-            usage,
-            context.system_fingerprint(),
-            response_fields(body, formatter),
-            response_role(body),
-            echoed_text(body, conversation),
-            body.include_reasoning is not False,
+            outputs=outputs,
+            model=model,
+            logprob_formatter=formatter,
+            top=listed_logprobs(body, top),
+            usage=usage,
+            fingerprint=context.system_fingerprint(),
+            token_fields=response_fields(body, formatter),
+            role=response_role(body),
+            echo=echoed_text(body, conversation),
+            with_reasoning=body.include_reasoning is not False,
         )
         return await respond(context, request, outputs, writer, body.stream)
 

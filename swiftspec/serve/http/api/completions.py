@@ -367,14 +367,14 @@ def completions_router(context: AppContext) -> APIRouter:
         ]
         formatter = logprob_formatter(body, codec)
         writer = CompletionWriter(
-            outputs,
-            model,
-            formatter,
-            listed_logprobs(body, body.logprobs),
-            usage,
-            context.system_fingerprint(),
-            echoes,
-            response_fields(body, formatter),
+            outputs=outputs,
+            model=model,
+            logprob_formatter=formatter,
+            top=listed_logprobs(body, body.logprobs),
+            usage=usage,
+            fingerprint=context.system_fingerprint(),
+            echoes=echoes,
+            token_fields=response_fields(body, formatter),
         )
         return await respond(context, request, outputs, writer, body.stream)
 

@@ -120,12 +120,12 @@ async def encode_conversation(
         return await context.run_in_tokenizer_thread(
             codec.encode_chat,
             messages,
-            info.max_model_len,
-            tools,
-            conversation.template_variables,
-            conversation.continues_last_message,
-            conversation.add_generation_prompt,
-            truncation,
+            context=info.max_model_len,
+            tools=tools,
+            variables=conversation.template_variables,
+            continue_final_message=conversation.continues_last_message,
+            add_generation_prompt=conversation.add_generation_prompt,
+            truncation=truncation,
         )
     except PromptTooLong:
         raise context_exceeded_error(None, info, "messages") from None

@@ -9,13 +9,12 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from swiftspec.params import MAX_LOGPROBS
-from swiftspec.serve.http.api.background import BackgroundGeneration
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, encode_conversation, respond
 from swiftspec.serve.http.api.response_items import conversation_items, listed_items
 from swiftspec.serve.http.api.response_store import ResponseStore, StoredResponse
 from swiftspec.serve.http.api.responses_writer import ResponsesWriter
 from swiftspec.serve.http.api.sampling import GrammarRequest, grammar_request
-from swiftspec.serve.http.api.stored_responses import NOT_FOUND, stored_response
+from swiftspec.serve.http.api.stored_responses import NOT_FOUND
 from swiftspec.serve.http.api.token_fields import prompt_truncation
 from swiftspec.serve.http.app_context import AppContext
 from swiftspec.serve.http.errors import ApiError, unsupported
@@ -47,12 +46,11 @@ from swiftspec.serve.http.schema import (
     Text,
     Variables,
 )
-from swiftspec.serve.http.sse import ENCODER, EventLog
+from swiftspec.serve.http.sse import ENCODER
 
 ITEM_REFERENCE = "item_reference"
 FUNCTION_CALL, CALL, CALL_OUTPUT = "function_call", "_call", "_call_output"  # the latter two end types of items
 LOGPROBS = "message.output_text.logprobs"
-STORE_DISABLED = "this server stores no responses (--response-store-memory 0)"
 
 
 class Item(Body):
@@ -141,9 +139,6 @@ class ResponsesRequest(SamplingFields, ConstraintFields):
     store: bool | None = Field(None, description="Whether the response can be retrieved later; by default it can.")
     previous_response_id: ShortText | None = Field(
         None, description="A stored response, whose input and output precede the input."
-    )
-    background: bool | None = Field(
-        None, description="Return a queued response immediately and generate its output in the background."
     )
 
 
@@ -261,18 +256,14 @@ def responses_grammar_request(body: ResponsesRequest) -> GrammarRequest | None:
 
 def previous_items(body: ResponsesRequest, store: ResponseStore) -> list[dict[str, Any]]:
     """Returns the items of the previous response of a request, input and output; [] if it names none. Raises ApiError
-    if that response is not stored or still runs."""
+    if that response is not stored."""
     field = "previous_response_id"
     if body.previous_response_id is None:
         return []
-    if not store.enabled:
-        raise unsupported(field, f"{STORE_DISABLED}; send the whole conversation as input")
     previous = store.get(body.previous_response_id, REQUEST_CONTEXT.get().api_key)
     if previous is None:
         message = f"{field}: Previous response with id {body.previous_response_id[:100]!r} {NOT_FOUND}"
         raise ApiError(400, message, field, "previous_response_not_found")
-    if previous.running:
-        raise ApiError(400, f"{field}: the response is {previous.status}; wait until it ends", field)
     return conversation_items(previous)
 
 
@@ -316,16 +307,7 @@ def with_referenced_items(body: ResponsesRequest, store: ResponseStore) -> Respo
     return body.model_copy(update={"input": items})
 
 
-def _is_stored(body: ResponsesRequest, store: ResponseStore) -> bool:
-    """Returns whether the response is to be stored. Raises ApiError if it is not and `background` is set."""
-    is_stored = store.enabled and body.store is not False
-    if body.background and not is_stored:
-        reason = "omit store" if store.enabled else STORE_DISABLED
-        raise ApiError(400, f"background can only be used when `store` is true: {reason}", "background")
-    return is_stored
-
-
-def _echoed_fields(body: ResponsesRequest, model: str, sampling: Mapping[str, Any], is_stored: bool) -> dict[str, Any]:
+def _echoed_fields(body: ResponsesRequest, model: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a request that its response repeats. Raises UnicodeEncodeError on an unpaired surrogate,
     before the engine gets the request."""
     fields = {
@@ -342,8 +324,8 @@ def _echoed_fields(body: ResponsesRequest, model: str, sampling: Mapping[str, An
         "text": {"format": {"type": "text"}} if body.text is None else _plain(body.text),
         "reasoning": {} if body.reasoning is None else _plain(body.reasoning),
         "truncation": body.truncation or "disabled",
-        "store": is_stored,
-        "background": bool(body.background),
+        "store": body.store is not False,
+        "background": False,
     }
     ENCODER.encode(fields)
     return fields
@@ -359,7 +341,7 @@ def responses_router(context: AppContext, store: ResponseStore) -> APIRouter:
         model = context.resolve_model_name(body.model)
         reject_unsupported(body, ["best_of"])
         body = with_truncation(with_referenced_items(body, store))
-        is_stored, earlier_items = _is_stored(body, store), previous_items(body, store)
+        earlier_items = previous_items(body, store)
         conversation = responses_to_conversation(with_previous_items(body, earlier_items))
         top = body.top_logprobs or 0 if body.top_logprobs or LOGPROBS in (body.include or ()) else None
         generation_request = await chat_generation_request(
@@ -372,16 +354,12 @@ def responses_router(context: AppContext, store: ResponseStore) -> APIRouter:
             logprobs=top,
         )
         output = GenerationOutput.create(generation_request, codec)
-        fields = _echoed_fields(body, model, generation_request.engine_request.sampling, is_stored)
+        fields = _echoed_fields(body, model, generation_request.engine_request.sampling)
         writer = ResponsesWriter(output, fields, LogprobFormatter(codec), top, namespaces(body))
-        if not is_stored:
+        if body.store is False:
             return await respond(context, request, output, writer, body.stream, writer.error_events)
         input_items = ENCODER.encode([*earlier_items, *listed_items(body.input)])
         stored = StoredResponse(writer.response_id, REQUEST_CONTEXT.get().api_key, input_items)
-        if body.background:
-            stored.events = EventLog() if body.stream else None
-            queued_response = await BackgroundGeneration(context.engine, output, writer, store, stored).start()
-            return stored_response(queued_response, stored.events, 0, context.keep_alive_s)
 
         def save() -> None:
             stored.update(writer.response)

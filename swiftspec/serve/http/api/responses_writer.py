@@ -72,19 +72,9 @@ class ResponsesWriter:
 
     def start_events(self) -> bytes:
         """Returns the start events, which contain an empty response."""
-        return self._event("response.created", response=self._response) + self.in_progress_event()
-
-    def queued_events(self) -> bytes:
-        """Returns the start events of a background response, whose status becomes "queued"."""
-        self._set_state("queued")
         return self._event("response.created", response=self._response) + self._event(
-            "response.queued", response=self._response
+            "response.in_progress", response=self._response
         )
-
-    def in_progress_event(self) -> bytes:
-        """Returns the event of a response whose generation starts; its status becomes "in_progress"."""
-        self._set_state("in_progress")
-        return self._event("response.in_progress", response=self._response)
 
     def delta_events(self, delta: OutputDelta) -> bytes:
         """Returns a delta for each piece of text in the round, and an item for each tool call."""
@@ -119,14 +109,6 @@ class ResponsesWriter:
         fields = {"code": error.code or error.kind, "message": error.message, "param": error.param}
         out += self._event("error", **fields, **error_body(error))
         return out + self._event("response.failed", response=self._response)
-
-    def cancel_events(self) -> bytes:
-        """Returns the last events of a response that was cancelled: those of the open item, since there is no event for
-        a cancelled response."""
-        out = self._close_last_item(cut=True)
-        self._set_state("cancelled", output=list(self._items))
-        self.on_end()
-        return out
 
     def full_response(self) -> dict[str, Any]:
         """Returns the complete response."""

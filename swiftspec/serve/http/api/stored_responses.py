@@ -1,4 +1,4 @@
-"""Endpoints below /v1/responses/{response_id}: reads, cancels and deletes stored responses."""
+"""Endpoints below /v1/responses/{response_id}: reads and deletes stored responses."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Query, Response
 
-from swiftspec.params import MAX_TOKEN_COUNT
-from swiftspec.serve.http.api.background import cancel_generation
-from swiftspec.serve.http.api.generation import JSON_OR_SSE
 from swiftspec.serve.http.api.response_store import ResponseStore, StoredResponse
 from swiftspec.serve.http.errors import ApiError
 from swiftspec.serve.http.observe.request_metrics import REQUEST_CONTEXT
-from swiftspec.serve.http.sse import EventLog, EventStream
 
 MAX_LISTED_ITEMS = 100
-KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 NOT_FOUND = "not found: it was not stored, it was deleted or evicted, or the server was restarted"
 
 
@@ -28,28 +23,13 @@ def find_response(store: ResponseStore, response_id: str) -> StoredResponse:
     return stored
 
 
-def stored_response(response: bytes, log: EventLog | None, start: int, keep_alive_s: float) -> Response:
-    """Returns the HTTP response with a stored response as JSON, or with an event log its events from index `start`
-    on."""
-    if log is None:
-        return Response(response, media_type="application/json")
-    return EventStream(log.read(start), lambda error: None, lambda: KEEP_ALIVE_COMMENT, keep_alive_s)
-
-
-def stored_responses_router(store: ResponseStore, keep_alive_s: float) -> APIRouter:
+def stored_responses_router(store: ResponseStore) -> APIRouter:
     """Returns the router of the endpoints of stored responses."""
     router = APIRouter(prefix="/v1/responses")
 
-    @router.get("/{response_id}", responses=JSON_OR_SSE)
-    async def retrieve_response(
-        response_id: str,
-        stream: bool = False,
-        starting_after: Annotated[int, Query(ge=-1, le=MAX_TOKEN_COUNT)] = -1,
-    ) -> Response:
-        stored = find_response(store, response_id)
-        if stream and stored.events is None:
-            raise ApiError(400, "stream: the response was not created with background and stream", "stream")
-        return stored_response(stored.response, stored.events if stream else None, starting_after + 1, keep_alive_s)
+    @router.get("/{response_id}")
+    async def retrieve_response(response_id: str) -> Response:
+        return Response(find_response(store, response_id).response, media_type="application/json")
 
     @router.get("/{response_id}/input_items")
     async def list_input_items(
@@ -61,18 +41,9 @@ def stored_responses_router(store: ResponseStore, keep_alive_s: float) -> APIRou
         items = msgspec.json.decode(find_response(store, response_id).input_items)
         return _page(items if order == "asc" else items[::-1], limit, after)
 
-    @router.post("/{response_id}/cancel")
-    async def cancel_response(response_id: str) -> Response:
-        stored = find_response(store, response_id)
-        if stored.task is None:
-            raise ApiError(400, "Cannot cancel a synchronous response.", "response_id")
-        await cancel_generation(stored)
-        return Response(stored.response, media_type="application/json")
-
     @router.delete("/{response_id}")
     async def delete_response(response_id: str) -> dict[str, Any]:
-        await cancel_generation(find_response(store, response_id))
-        store.delete(response_id)
+        store.delete(find_response(store, response_id).id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     return router

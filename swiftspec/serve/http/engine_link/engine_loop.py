@@ -186,7 +186,15 @@ class EngineLoop:
             self._rpc_records.clear()
             cached = request.stats.cached_tokens
             self._link.send(
-                frames.TokensFrame(number, tokens, chunk.accepted, logprobs, chunk.finish_reason, rpc_records, cached)
+                frames.TokensFrame(
+                    request=number,
+                    token_ids=tokens,
+                    accepted=chunk.accepted,
+                    logprobs=logprobs,
+                    finish_reason=chunk.finish_reason,
+                    rpc_records=rpc_records,
+                    cached_tokens=cached,
+                )
             )
         self._report_cache()
         if request.error is not None:

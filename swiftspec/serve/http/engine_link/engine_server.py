@@ -18,11 +18,11 @@ from swiftspec.errors import RankLost, UserError
 from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.http.engine_link.engine_loop import EngineLoop, engine_info
 from swiftspec.serve.http.engine_link.frames import FrontEndLost
-from swiftspec.serve.http.engine_link.frontend_process import sampling_defaults
+from swiftspec.serve.http.engine_link.frontend_process import requested_kv_events, sampling_defaults
 from swiftspec.serve.http.engine_link.status_publisher import LoadingPhases, StatusPublisher
-from swiftspec.serve.kv_events.config import kv_events_config
 from swiftspec.settings.settings import Settings
 from swiftspec.signals import GracefulStop
+from swiftspec.startup.built_in_models import served_model_names
 from swiftspec.startup.session import open_session
 
 if TYPE_CHECKING:
@@ -87,14 +87,14 @@ def run_engine_server(
 
 
 def open_kv_events(settings: Settings) -> KvEventPublisher | None:
-    """Opens the publisher of KV events. Returns None without --kv-events-endpoint. Raises UserError if an address is in
+    """Opens the publisher of KV events. Returns None without --kv-events-config. Raises UserError if an address is in
     use."""
-    config = kv_events_config(settings)
+    config = requested_kv_events(settings)
     if config is None:
         return None
     from swiftspec.serve.kv_events.publisher import KvEventPublisher  # ZeroMQ is an optional dependency
 
-    return KvEventPublisher(config)
+    return KvEventPublisher(config, served_model_names(settings)[0])
 
 
 class SupervisedLink:

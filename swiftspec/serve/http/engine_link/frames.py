@@ -14,10 +14,12 @@ import msgspec
 from swiftspec.errors import UserError
 from swiftspec.messages import VerifiedRound
 from swiftspec.observe.rpc_latency import RpcRecord
+from swiftspec.signals import DRAIN_TIMEOUT_S
 
 MAX_FRAME_BYTES = 64 << 20  # enough for a prompt of millions of tokens
 MAX_LOGPROBS_PER_FRAME = 1 << 18  # each takes at most 16 bytes; a prompt with more takes several frames
 LENGTH_PREFIX_BYTES = 4  # big-endian
+QUEUE_TIMEOUT_S = 60.0  # longest wait of a request in the queue, after which it is refused (429)
 
 
 class FrontEndLost(UserError):
@@ -75,13 +77,12 @@ class FrontendConfig(Frame, frozen=True):
     model_names: list[str]  # names that clients use for the model, the default first
     api_keys: list[str]  # a request needs one of them; empty: no key is needed
     max_queue: int
-    queue_timeout: float
     request_timeout: float | None
-    drain_timeout: float
+    queue_timeout: float = QUEUE_TIMEOUT_S
+    drain_timeout: float = DRAIN_TIMEOUT_S
     host: str = "127.0.0.1"  # the address that the server listens on
     otlp_endpoint: str | None = None  # OpenTelemetry collector; None: no spans
     chat_template: str | None = None  # file of a chat template; None: that of the tokenizer
-    response_store_bytes: int = 0  # memory of stored responses; 0: none are stored
     allowed_origins: list[str] = []  # origins of web pages that may call the server; ["*"]: all
     public_metrics: bool = False  # whether /metrics needs no key
     kv_block_size: int = 16  # tokens per block in the metric cache_config_info

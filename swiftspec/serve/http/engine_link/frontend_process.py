@@ -14,14 +14,15 @@ import msgspec
 
 from swiftspec.distributed.launch.supervised_process import Program
 from swiftspec.errors import UserError, truncated_repr
+from swiftspec.extras import require_extra
 from swiftspec.params import FILTERS, PENALTIES, SamplingParams
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.kv_events.config import kv_events_config
 from swiftspec.serve.otel import exporter
 from swiftspec.serve.stdio import warn
-from swiftspec.settings.flags import FLAGS
+from swiftspec.settings.flags import SETTINGS
+from swiftspec.settings.kv_events_config import KvEventsConfig
 from swiftspec.settings.settings import Settings, UsageError, check_usage
-from swiftspec.startup.built_in_models import chat_template_file, default_served_name
+from swiftspec.startup.built_in_models import chat_template_file, served_model_names
 from swiftspec.text.template import read_template
 
 BACKLOG_CONNECTIONS = 128  # connections that the kernel holds until the front end, or its successor, accepts them
@@ -41,7 +42,7 @@ def check_frontend_settings(settings: Settings) -> None:
         read_template(settings.chat_template_file)
     if settings.otlp_endpoint is not None:
         exporter.check_otlp_endpoint(settings.otlp_endpoint)
-    kv_events_config(settings)
+    requested_kv_events(settings)
     for origin in settings.allowed_origin or ():
         if ORIGIN_PATTERN.fullmatch(origin) is None:
             raise UsageError(
@@ -50,6 +51,16 @@ def check_frontend_settings(settings: Settings) -> None:
             )
     if not settings.api_key and local_host_names(settings.host) is None:
         warn(f"--host {settings.host} without --api-key: anyone who can reach this machine can send requests")
+
+
+def requested_kv_events(settings: Settings) -> KvEventsConfig | None:
+    """Returns the configuration of KV events; None if they are not published. Raises UserError if they are not
+    supported with other settings, or ZeroMQ is not installed."""
+    if not settings.kv_events_config.enabled:
+        return None
+    settings.check_features(None)
+    require_extra("kv-events", "--kv-events-config")
+    return settings.kv_events_config
 
 
 def frontend_program(settings: Settings, listener: socket.socket) -> Program:
@@ -86,7 +97,7 @@ def sampling_defaults(settings: Settings) -> dict[str, Any]:
     """Returns the sampling parameters from the command line, the defaults for requests that do not set them. Raises
     UsageError on a parameter that only a request can set."""
     defaults: dict[str, Any] = {}
-    for name, flag in FLAGS.items():
+    for name, flag in SETTINGS.items():
         if name in settings.model_fields_set and (flag.config is SamplingParams or name == "negative_prompt"):
             if name not in DEFAULTABLE_FIELDS:
                 check_usage({"server": "", "request settings": f"{{{name}}}"})
@@ -120,17 +131,14 @@ def frontend_config(settings: Settings) -> frames.FrontendConfig:
     """Returns the front end's part of the settings."""
     template = chat_template_file(settings.model, settings.chat_template_file)
     return frames.FrontendConfig(
-        model_names=list(settings.served_model_name) or [default_served_name(settings.model)],
+        model_names=served_model_names(settings),
         api_keys=list(settings.api_key or []),
         max_queue=settings.max_queue,
-        queue_timeout=settings.queue_timeout,
         request_timeout=settings.request_timeout,
-        drain_timeout=settings.drain_timeout,
         host=settings.host,
         otlp_endpoint=settings.otlp_endpoint,
         chat_template=None if template is None else str(template.resolve()),
-        response_store_bytes=settings.response_store_memory << 20,
         allowed_origins=list(settings.allowed_origin or []),
         public_metrics=settings.public_metrics,
-        kv_block_size=settings.kv_block_size,
+        kv_block_size=settings.kv_events_config.block_size,
     )

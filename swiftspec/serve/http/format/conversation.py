@@ -258,11 +258,11 @@ class TemplateFields(ExtensibleBody):
             message = "continue_final_message and add_generation_prompt cannot both be true: omit one of them"
             raise ApiError(400, message, "add_generation_prompt")
         return Conversation(
-            to_template_messages(messages),
-            template_tools(tools or ()),
-            tool_choice,
-            self.template_variables(),
-            bool(self.continue_final_message),
-            single_tool_call,
-            self.add_generation_prompt is not False,
+            messages=to_template_messages(messages),
+            tools=template_tools(tools or ()),
+            tool_choice=tool_choice,
+            template_variables=self.template_variables(),
+            continues_last_message=bool(self.continue_final_message),
+            single_tool_call=single_tool_call,
+            add_generation_prompt=self.add_generation_prompt is not False,
         )

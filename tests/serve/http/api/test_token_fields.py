@@ -60,7 +60,7 @@ def test_all_invalid_keys_of_logit_bias_are_named(player: Player, client: httpx.
     assert "less than or equal to 100" in message
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
 def test_a_long_text_is_cut_before_it_is_encoded(
     player: Player, client: httpx.Client, side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

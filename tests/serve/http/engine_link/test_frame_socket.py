@@ -44,7 +44,9 @@ def test_log_probabilities_are_unchanged_by_the_link() -> None:
     assert FrameDecoder(FromEngine).push(encode_frame(chunk)) == [chunk]
 
 
-@pytest.mark.parametrize(("tokens", "top"), [(3, 150_000), (20_000, 20), (60_000, 4)])
+@pytest.mark.parametrize(
+    ("tokens", "top"), [(3, 150_000), (20_000, 20), pytest.param(60_000, 4, marks=pytest.mark.slow)]
+)
 def test_the_log_probabilities_of_a_long_prompt_fit_their_frames(tokens: int, top: int) -> None:
     likeliest = tuple((1 << 20, -0.1) for _ in range(top))
     prompt = [SampledLogprob(-0.5, likeliest, position) for position in range(tokens)]

@@ -53,10 +53,10 @@ def test_a_chat_template_is_passed_and_a_system_prompt_refused(tmp_path: Path) -
 
 def test_allowed_origins_are_validated() -> None:
     origins = ["https://example.com", "http://localhost:3000", "*", "null"]
-    settings = load_settings({"allowed_origin": origins, "response_store_memory": 3})
+    settings = load_settings({"allowed_origin": origins})
     check_frontend_settings(settings)
     config = frontend_config(settings)
-    assert config.allowed_origins == origins and config.response_store_bytes == 3 << 20
+    assert config.allowed_origins == origins
     for origin in ("https://example.com/", "example.com", ""):
         with pytest.raises(UsageError, match=r"--allowed-origin: .* is not an origin"):
             check_frontend_settings(load_settings({"allowed_origin": [origin]}))
