@@ -300,7 +300,11 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "draft worker": Conflict(),
     },
     "chains": {
-        **{row: conflict for row, conflict in SEQUENCE_GROUPS.items() if "worker" not in row and row not in ("profile", "draft head")},
+        **{
+            row: conflict
+            for row, conflict in SEQUENCE_GROUPS.items()
+            if "worker" not in row and row not in ("profile", "draft head")
+        },
         "self-switch": Conflict(),
         "adapted shape": Conflict(),
         "uncoupled proposal": Conflict(fix=REMOVE),

@@ -115,7 +115,9 @@ class TreeBatchDecoding:
 
     def _advance(self, cancelled: IsCancelled) -> Iterator[tuple[BatchRequest, TokenChunk]]:
         """Resumes all requests that do not wait for a call, and then runs calls, if all wait for one."""
-        prefilling = sum(running.waiting is not None and running.waiting.priority == PREFILL for running in self._running)
+        prefilling = sum(
+            running.waiting is not None and running.waiting.priority == PREFILL for running in self._running
+        )
         self._calls.company = len(self._running) > 1
         self._calls.num_requests = max(len(self._running) - prefilling, 1)
         for running in list(self._running):

@@ -16,7 +16,7 @@ from swiftspec.batching.decoding import BatchDecoding
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.batching.tree_batch import TreeBatchDecoding
 from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, WrapperInputs, build_suffix_drafter, drafter_kind
-from swiftspec.builder.model_pair import Side
+from swiftspec.builder.load_options import Side
 from swiftspec.builder.models import LocalRoles, Models, build_verifier
 from swiftspec.builder.ranks import Rank, start_engine_rank
 from swiftspec.cache.prefix_cache import TokenText

@@ -59,7 +59,11 @@ class Choices:
         if isinstance(config, Choices):
             return config
         config = config or EngineConfig()
-        left = {"time_rows"} | (set() if config.chains else {"chains"}) | ({"mode", "draft_tp"} if config.mode == AUTO else set())
+        left = (
+            {"time_rows"}
+            | (set() if config.chains else {"chains"})
+            | ({"mode", "draft_tp"} if config.mode == AUTO else set())
+        )
         left |= {name for name in ENGINE_FIELDS if getattr(config, name) in (None, AUTO)}
         given = {name: getattr(config, name) for name in ENGINE_FIELDS if name not in left}
         needed = config.mode == AUTO or config.has_draft_model
@@ -272,8 +276,9 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
             "several requests",
             "trees of several requests need one process on a CPU, and match verification",
             True,
-            lambda at: at["max_num_seqs"] > 1
-            and (at.device == "cuda" or at["target_tp"] > 1 or at["verify"] == "reject"),
+            lambda at: (
+                at["max_num_seqs"] > 1 and (at.device == "cuda" or at["target_tp"] > 1 or at["verify"] == "reject")
+            ),
         ),
         CHOSEN,
     ),

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from greenlet import greenlet
 
-
 EXPANSION, VERIFICATION, PREFILL = 0, 1, 2  # priorities of calls; every request expands its tree before any is verified
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -228,7 +229,7 @@ class Runner:
         return tokens, positions, slots, np.full(count, self.cache.buffers[sequence])
 
 
-def _new_cache(model: Transformer, ops: RunnerOps, context: int, tree_slots: int) -> ModelCache:
+def _new_cache(model: Transformer, ops: Backend, context: int, tree_slots: int) -> ModelCache:
     """Returns the cache of a runner; parameters as in `Runner`."""
     kv, *further = (
         KVCache(*shape, context + tree_slots, ops.make_slot_mover, dtype=model.cache_dtype, device=model.device)

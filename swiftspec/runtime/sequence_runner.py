@@ -70,7 +70,7 @@ class SequenceRunner(Runner):
         super().__init__(base.model, base.ops, base.vocab, **sizes, shard=base.shard, cache=self._view)
         self.pool = pool
         self.make_constraint, self.cancel_check = base.make_constraint, base.cancel_check
-        self.eos_token_ids, self.prefill_chunk_rows = base.eos_token_ids, base.prefill_chunk_rows
+        self.eos_token_ids = base.eos_token_ids
         self._texts: list[list[int]] = []  # the verified tokens of each sequence
         self._incomplete = False  # whether prefix slots were allocated whose states are not computed yet
         self._prefilling = False  # whether a prefill chunk is running

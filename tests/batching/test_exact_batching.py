@@ -178,7 +178,10 @@ def test_requests_that_chains_do_not_support_are_refused(pair: tuple[Path, Path]
     llm = engine(pair, 2)
     assert (llm.config.verify_batch, llm.config.draft_leaves, llm.max_num_seqs) == (4, 1, 2)
     requests: Sequence[tuple[dict[str, Any], str]] = [
-        ({"logprobs": 1}, "log-probabilities are not supported with max_num_seqs above 1 on a GPU.*, or use max_num_seqs 1"),
+        (
+            {"logprobs": 1},
+            "log-probabilities are not supported with max_num_seqs above 1 on a GPU.*, or use max_num_seqs 1",
+        ),
         ({"draft_steps": 2}, "verify_batch and draft_steps of a request are not supported"),
     ]
     for sampling, message in requests:

@@ -71,7 +71,10 @@ def pair_of(folder: Path) -> Callable[[str], tuple[Path, Path]]:
 def requests_of(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts, some of which share prefixes, and parameters that differ in every feature and in length."""
     prompts = [[3 + i % 3 * j % 61 for j in range(1 + 31 * (i + 3) % 95)] for i in range(count)]
-    ends = [{"max_tokens": 3 + 7 * i % 24, "ignore_eos": i % 2 > 0, "stop_token_ids": tuple(range(i, VOCAB, 40))} for i in range(count)]
+    ends = [
+        {"max_tokens": 3 + 7 * i % 24, "ignore_eos": i % 2 > 0, "stop_token_ids": tuple(range(i, VOCAB, 40))}
+        for i in range(count)
+    ]
     return prompts, [SamplingParams(seed=i, **{**FEATURES[i % 8], **end}) for i, end in enumerate(ends)]
 
 
@@ -161,13 +164,11 @@ def test_rounds_that_follow_measurements_give_the_same_output(
 
 @NATIVE
 def test_a_short_prompt_behind_a_long_one_waits_for_two_chunks(
-    pair_of: Callable[[str], tuple[Path, Path]],
+    pair_of: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = engine(pair_of("dense"), None, 2, dtype=torch.float32)
     pool = decoding_of(llm).pools[0]
-    for each in decoding_of(llm).decodings:
-        verifier: Any = each.verifier
-        verifier.runner.prefill_chunk_rows = 8
+    monkeypatch.setattr(pool.runner.ops, "PREFILL_CHUNK_ROWS", 8)
     rows = list[int]()
     pool.runner.hooks.append(lambda began, count: rows.append(count))
     chunks = llm.stream_batch([[5] * 80, [6] * 5], SamplingParams(max_tokens=2, ignore_eos=True))

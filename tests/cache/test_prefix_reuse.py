@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.backends.reference import reference
-from swiftspec.cache.prefix_reuse import SequencePrefixes
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
+from swiftspec.cache.prefix_reuse import SequencePrefixes
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm_engine import Completion, LLMEngine
 from swiftspec.params import SamplingParams

@@ -273,8 +273,8 @@ class NativeCall:
 def _bitmask(
     rules: TokenConstraint, tree: NativeTree, vocab: int, failures: list[Exception], nodes: list[int]
 ) -> NDArray[np.uint8]:
-    """Returns the token masks of leaves. An error is added to `failures` and all tokens are allowed, since the call runs
-    for other requests, too."""
+    """Returns the token masks of leaves. An error is added to `failures` and all tokens are allowed, since the call
+    runs for other requests, too."""
     try:
         return rules.bitmask(tree.path_tokens(nodes))
     except Exception as error:
