@@ -168,7 +168,11 @@ Phase = Callable[[Machine, RequestCase], Choice]
 PHASES: tuple[tuple[str, Phase, tuple[RequestCase, ...]], ...] = (
     ("Expansions of the draft tree", expansion, (*SHAPED, SAMPLE, REJECT, COLD)),
     ("Verifications", verification, (*SHAPED, HIDDEN, SAMPLE, REJECT, COLD)),
-    ("Rounds of chains (`--max-num-seqs` on a GPU, on several ranks or with `--verify reject`)", exact_batch, (*SHAPED, HIDDEN, REJECT)),
+    (
+        "Rounds of chains (`--max-num-seqs` on a GPU, on several ranks or with `--verify reject`)",
+        exact_batch,
+        (*SHAPED, HIDDEN, REJECT),
+    ),
     ("Population rounds (mode smc)", population, (*SHAPED, HIDDEN)),
 )
 

@@ -25,6 +25,7 @@ from swiftspec.runtime.coroutines import (
     suspend,
 )
 from swiftspec.runtime.sequence_runner import SequencePool
+from swiftspec.settings_schema import require
 
 
 class RunningRequest(RequestCoroutine):
@@ -32,11 +33,20 @@ class RunningRequest(RequestCoroutine):
 
     def __init__(self, request: BatchRequest, decoding: TreeDecoding) -> None:
         super().__init__(self._decode)
-        self.request, self.decoding = request, decoding
+        self.request, self.decoding, self._is_current = request, decoding, True
+
+    def end(self) -> bool:
+        ended = super().end()
+        if not ended:  # another thread closes the engine: the coroutine stays suspended and must not close a later one
+            self._is_current = False
+            self.decoding.close(self.request.stats)
+        return ended
 
     def _decode(self) -> None:
         each = self.request
-        for chunk in decode_request(self.decoding, each.start, each.stop_criteria, each.stats):
+        for chunk in decode_request(
+            self.decoding, each.start, each.stop_criteria, each.stats, lambda: self._is_current
+        ):
             suspend(chunk)
 
 
@@ -131,6 +141,8 @@ class TreeBatchDecoding:
 
     def _resume(self, running: RunningRequest) -> TokenChunk | None:
         """Resumes a request until its next call or chunk. Returns the chunk, None for a call."""
+        elsewhere = "these requests run in another thread: read all of a batch in one thread"
+        require(running.in_own_thread, elsewhere)
         try:
             value = running.resume()
             if not isinstance(value, TokenChunk):

@@ -256,7 +256,8 @@ def _trees(
     for parts in roles:
         given = _wrapper_inputs(parts, config, models, True, stats, lambda: calls.num_requests)
         stats = given.stats
-        decodings.append(_tree_decoding(parts, config, recorder, given, None))
+        own = recorder if parts is roles[0] else Recorder(beside=recorder)
+        decodings.append(_tree_decoding(parts, config, own, given, None))
     pools = [target] if draft is None else [target, draft[0]]
     return roles[0], TreeBatchDecoding(decodings, pools, calls)
 

@@ -8,6 +8,7 @@ therefore need no second form for several requests.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -87,13 +88,15 @@ class RequestCoroutine:
     body: Callable[[], None]
     waiting: Call | None = None
     _greenlet: greenlet = field(init=False)
+    _thread: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._greenlet = greenlet(self.body)
+        self._greenlet, self._thread = greenlet(self.body), threading.get_ident()
 
     @property
-    def ended(self) -> bool:
-        return self._greenlet.dead
+    def in_own_thread(self) -> bool:
+        """Whether the current thread is the only one that can run the request: that which has created it."""
+        return threading.get_ident() == self._thread
 
     def resume(self) -> Any:
         """Runs the request until it is suspended or ends. Returns the value that it hands over; None at its end. Raises
@@ -101,8 +104,11 @@ class RequestCoroutine:
         self._greenlet.parent = greenlet.getcurrent()
         return self._greenlet.switch()
 
-    def end(self) -> None:
-        """Ends the request where it is suspended; its `finally` clauses run."""
-        if not self._greenlet.dead:
+    def end(self) -> bool:
+        """Ends the request where it is suspended, so that its `finally` clauses run. Returns False in another thread,
+        where that is not possible."""
+        here = self.in_own_thread
+        if here and not self._greenlet.dead:
             self._greenlet.parent = greenlet.getcurrent()
             self._greenlet.throw()
+        return here

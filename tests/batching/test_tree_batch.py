@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from swiftspec.batching.decoding import BatchRequest
 from swiftspec.batching.tree_batch import TreeBatchDecoding
 from swiftspec.config import EngineConfig
 from swiftspec.engine import TokenChunk
-from swiftspec.errors import NonFiniteLogits
+from swiftspec.errors import NonFiniteLogits, UserError
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from tests.runtime.test_not_finite import damage
@@ -175,6 +176,32 @@ def test_a_short_prompt_behind_a_long_one_waits_for_two_chunks(
     assert next(chunks)[0] == 1 and rows == [8, 4, 8, 1], "two chunks of the long one"
     chunks.close()
     assert_idle(llm)
+
+
+@NATIVE
+def test_another_thread_may_close_a_batch_but_not_read_it(pair_of: Callable[[str], tuple[Path, Path]]) -> None:
+    llm = engine(pair_of("dense"), "model", 2, dtype=torch.float32)
+    sampling, wanted = (
+        SamplingParams(max_tokens=20, ignore_eos=True),
+        llm.generate([5, 6], SamplingParams(max_tokens=9)),
+    )
+    chunks, errors = llm.stream_batch([[5] * 9, [6] * 9], sampling), list[Exception]()
+    next(chunks)
+
+    def read_and_close() -> None:
+        try:
+            next(chunks)
+        except UserError as error:
+            errors.append(error)
+
+    thread = Thread(target=read_and_close)
+    thread.start()
+    thread.join()
+    assert [str(error) for error in errors] == [
+        "these requests run in another thread: read all of a batch in one thread"
+    ]
+    assert_idle(llm)
+    assert llm.generate([5, 6], SamplingParams(max_tokens=9)).token_ids == wanted.token_ids
 
 
 class Arrivals(RuleBasedStateMachine):
