@@ -24,8 +24,9 @@ from bench.chat import QUESTIONS, config, parse_with_pair
 from bench.common.merged_drafter import MergedDrafter
 from bench.common.roles import decode_on, local_roles
 from bench.workload import COMMON_SAMPLING
-from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig
+from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.world import available_cores
+from swiftspec.drafter_kinds import GRAFTED, SUFFIX_LOOKUP
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.text.codec import TextCodec

@@ -7,6 +7,7 @@ methods here check only rules that involve several fields.
 from dataclasses import dataclass, replace
 
 from swiftspec.capabilities import Features, check_features, features_in
+from swiftspec.drafter_kinds import DRAFTER_KINDS, DRAFTER_OF_FEATURE, GRAFTED, MODEL_FREE
 from swiftspec.params import SamplingParams
 from swiftspec.settings_schema import check_fields, require, setting
 
@@ -19,9 +20,6 @@ MAX_CONCURRENT_REQUESTS = 256
 MAX_THREADS = 8  # threads of one operator by default: more take longer to synchronise than short rounds compute
 MAX_TREE_NODES = 64  # limit of bs, w and d: a larger round costs more than it can save
 MAX_ADAPTED_NODES = 32  # largest bs that adaptation chooses where it exceeds `verify_batch`
-SUFFIX_LOOKUP = "suffix"  # value of `draft_model` that selects suffix lookup instead of a model
-MTP_HEAD = "mtp"  # value of `draft_model` that selects the MTP layer in the target's checkpoint
-GRAFTED = "model+suffix"  # value of `drafter`: suffix lookup adds to the proposals of the draft model
 VERIFY_METHODS = ("match", "reject")
 PROPOSAL_METHODS = ("top", "coupled", "sample")
 # by proposal method; greedy: any method at temperature 0
@@ -251,7 +249,7 @@ class EngineConfig:
     draft_remote: bool = False  # the same for the draft
     population: PopulationConfig = PopulationConfig()  # mode smc
     # what proposes; auto: the draft model, or the rules of builder/rules.py add suffix lookup
-    drafter: str = setting("auto", choices=("auto", "model", SUFFIX_LOOKUP, GRAFTED))
+    drafter: str = setting("auto", choices=("auto", *DRAFTER_KINDS))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -295,8 +293,7 @@ class EngineConfig:
             "self-switch": self.self_switch,
             "adapted shape": self.adapts_shape,
             "synthetic acceptance": self.synthetic_acceptance_length is not None,
-            "suffix lookup": self.drafts_by_lookup,
-            "grafting": self.grafts_suffix,
+            **{feature: self.drafter == name for feature, name in DRAFTER_OF_FEATURE.items()},
             "target worker": self.target_remote,
             "draft worker": self.draft_remote,
         }
@@ -352,9 +349,9 @@ class EngineConfig:
         return DEFAULT_CALIBRATION["greedy" if greedy else str(self.proposal)]
 
     @property
-    def drafts_by_lookup(self) -> bool:
-        """Whether suffix lookup proposes, instead of a draft model."""
-        return self.drafter == SUFFIX_LOOKUP
+    def drafts_without_model(self) -> bool:
+        """Whether a drafter without a draft model proposes, such as suffix lookup."""
+        return self.drafter in MODEL_FREE
 
     @property
     def grafts_suffix(self) -> bool:
@@ -364,7 +361,7 @@ class EngineConfig:
     @property
     def has_draft_model(self) -> bool:
         """Whether a draft model proposes, in this job or on a worker."""
-        return self.mode != "ar" and not self.drafts_by_lookup
+        return self.mode != "ar" and not self.drafts_without_model
 
     @property
     def adapts_shape(self) -> bool:

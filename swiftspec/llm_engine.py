@@ -66,11 +66,11 @@ class TokenEngine:
         self.engine = LockedEngine(
             roles.decoding,
             roles.limits,
-            writer,
-            pause,
-            lambda stats: monitor.add_rounds(stats.verified),
-            self.device,
-            lambda error: None if models is None else models.record_device_error(error, roles.config),
+            background=writer,
+            cancel_check=pause,
+            on_finished=lambda stats: monitor.add_rounds(stats.verified),
+            device=self.device,
+            on_device_error=lambda error: None if models is None else models.record_device_error(error, roles.config),
         )
 
     @property

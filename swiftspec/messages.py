@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from swiftspec.drafter_kinds import NodeSource
 from swiftspec.params import SamplingParams
 
 
@@ -49,20 +49,6 @@ class DraftProbs:
 
     tokens: NDArray[np.int32]  # [nodes with children, width]
     probs: NDArray[np.float32]  # q of `tokens`, of the same shape; 0 marks an unused entry
-
-
-class NodeSource(IntEnum):
-    """What added a node to a proposal. The values are part of the messages between processes."""
-
-    ROOT = 0  # the last verified token, which is node 0 of every proposal
-    DRAFT_MODEL = 1
-    SUFFIX = 2  # suffix lookup (runtime/suffix_drafter.py)
-    DRAFT_HEAD = 3  # a head that reads the target's hidden states (runtime/head_drafter.py)
-
-    @property
-    def label(self) -> str:
-        """Name of the source in traces, metrics and statistics."""
-        return self.name.lower()
 
 
 # Sources that can sample their nodes from a distribution q. Nodes of all other sources are deterministic, and rejection

@@ -28,8 +28,9 @@ from swiftspec.capabilities import (
     conflict_text,
     conflicts,
 )
-from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig, PopulationConfig
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.decode import decode
+from swiftspec.drafter_kinds import GRAFTED, SUFFIX_LOOKUP
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams, StructuredOutputsParams
@@ -39,6 +40,7 @@ from swiftspec.settings.flags import flag_name
 from swiftspec.settings.settings import UsageError
 from tests.support.draft_heads import make_eagle3
 from tests.support.fake_cuda_graphs import Recorder
+from tests.support.ranks import Pool
 from tests.support.roles import make_drafter, make_runner, make_verifier, request_start
 from tests.support.tiny_checkpoints import make_pair
 from tests.support.token_constraints import DiceRules
@@ -47,6 +49,7 @@ from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
 VOCAB = 300
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30] * 2
 TOKENS = 10
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 4, "max_tokens": TOKENS, "ignore_eos": True}
 # by feature: fields of SamplingParams
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -132,8 +135,7 @@ ELSEWHERE = {
 
 
 def sampling(name: str, **more: Any) -> SamplingParams:
-    values = {"temperature": 0.8, "seed": 4, "max_tokens": TOKENS, "ignore_eos": True, **REQUESTS[name], **more}
-    return SamplingParams(**values)
+    return SamplingParams(**{**SAMPLED, **REQUESTS[name], **more})
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +195,39 @@ def test_a_request_decodes_or_is_refused(pair: tuple[Path, Path], plain: LLMEngi
         else:
             assert 0 < len(llm.generate(PROMPT, request).token_ids) <= TOKENS, feature
     assert {*REQUESTS, *OF_TEXT, *ELSEWHERE, "deep top-k"} >= {*REQUEST_FEATURES}
+
+
+# name: as in DECODING, on two ranks; the split of mode async is (1, 1)
+ON_TWO_RANKS: dict[str, tuple[dict[str, Any], str | None, bool]] = {
+    "ar": ({"mode": "ar", "target_tp": 2}, None, True),
+    "serial": ({"mode": "serial", "target_tp": 2}, "draft", True),
+    "async": ({"mode": "async"}, "draft", True),
+    "suffix": ({"mode": "serial", "target_tp": 2}, "suffix", True),
+    "grafted": ({"mode": "serial", "target_tp": 2, "drafter": GRAFTED}, "draft", True),
+    "head": ({"mode": "serial", "target_tp": 2}, "head", True),
+    "several requests": ({"mode": "serial", "target_tp": 2, "max_num_seqs": 2}, "draft", True),
+    "reject": ({"mode": "serial", "target_tp": 2, "verify": "reject"}, "draft", False),
+}
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_two_ranks_decode_what_is_not_refused(pair: tuple[Path, Path], plain: LLMEngine, pool: Pool, name: str) -> None:
+    plan, draft, same = ON_TWO_RANKS[name]
+    path: Any = {"draft": str(pair[1]), "head": str(pair[0].parent / "head")}.get(draft or "", draft)
+    engine = resolve_config(EngineConfig(**plan), path)
+    traits = engine.features | ({"draft head"} if draft == "head" else set())
+    features = [feature for feature in REQUESTS if refusal(traits | sampling(feature).features) is None]
+    values = [SAMPLED | REQUESTS[feature] for feature in features]
+    answers = pool.run(
+        2, "decode", target=str(pair[0]), draft=path, plan=plan, requests=[(PROMPT, each) for each in values],
+        ops="reference", max_model_len=64,
+    )[0]  # fmt: skip
+    for feature, answer in zip(features, answers, strict=True):
+        request = replace(sampling(feature), verify_batch=None, draft_steps=None)
+        if same:
+            assert answer["tokens"] == plain.generate(PROMPT, request).token_ids, feature
+        else:
+            assert 0 < len(answer["tokens"]) <= TOKENS, feature
 
 
 KINDS: dict[str, tuple[Any, Any, torch.dtype]] = {

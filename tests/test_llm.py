@@ -222,7 +222,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"trust_remote_code": True}, "code of models is never executed"),
     ({"port": 8000}, "option of `swiftspec serve` only"),
     ({"draft_step": 3}, "did you mean draft_steps"),
-    ({"kept_memory": 3}, "renamed to prefix_cache_memory"),
+    ({"kept_memory": 3}, "it is now prefix_cache_memory"),
     ({"speculative_config": {"method": "medusa"}}, "method 'medusa' is not supported"),
     ({"speculative_config": {"method": "eagle3"}}, "needs the field model"),
     ({"speculative_config": {"model": "x"}, "draft_model": "y"}, "set the same value"),

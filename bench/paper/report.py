@@ -162,7 +162,12 @@ class Report:
         quoted = {SPLIT: ratio, BASE: 1.0}.get(system)
         split = self.evaluation.best_split(system)
         about = f"{split_name(split)}, d {self.evaluation.best_depth(system, split)}"
-        row = [system.name, system.paper_name, "-" if system is PLAIN else about, *self._steps(system)]
+        row = [
+            system.name,
+            system.paper_name,
+            "-" if system is PLAIN else about,
+            *self._steps(system, self.total(system.name)),
+        ]
         for sampling in (GREEDY_NAME, DEFAULTS_NAME):
             found = self.total(system.name, sampling)
             for metric, value in _metrics(found):
@@ -172,23 +177,21 @@ class Report:
         row.append(self._number("Figure 8", system.name, "Qwen2-72B", "ratio to base", quoted, QUOTED_KIND))
         return row
 
-    def step_times(self, system: System) -> StepMilliseconds | None:
-        """Returns the step times of a system: the emulated ones, or those measured for Table 1; None if they were not
-        measured."""
+    def _steps(self, system: System, total: Totals | None) -> tuple[str, str]:
+        """Returns the step times of a system as two cells: those that are emulated and their origin, or the measured
+        one of the target in the runs of `total`."""
         if self._request.emulates:
-            return paper_step_times(system)
-        split = self.evaluation.best_split(system)
-        target = self._results.steps.get(("target", split[0]))
-        draft = self._results.steps.get(("draft", split[1] or split[0]))
-        return None if target is None or draft is None else StepMilliseconds(target, draft, split, MEASURED)
+            times = paper_step_times(system)
+            draft = "-" if system is PLAIN else f"{times.draft:.2f} ({times.origin})"
+            return f"{times.target:.2f} ({times.origin})", draft
+        return "-" if total is None else f"{_forward_ms(total):.2f}", "-"
 
-    def _steps(self, system: System) -> tuple[str, str]:
-        """Returns the step times of a system as two cells."""
-        times = self.step_times(system)
-        if times is None:
-            return "-", "-"
-        draft = "-" if system is PLAIN else f"{times.draft:.2f} ({times.origin})"
-        return f"{times.target:.2f} ({times.origin})", draft
+    def _gpu_ms(self, system: System, total: Totals) -> tuple[float, float | None]:
+        """Returns the GPU time of a verification and of an expansion in milliseconds: emulated, or measured in the runs
+        of `total`, which do not show that of an expansion."""
+        if self._request.emulates:
+            return paper_step_times(system).gpu_ms
+        return self.evaluation.best_split(system)[0] * _forward_ms(total), None
 
     def _order(self) -> str:
         """Returns a sentence about the order of the systems, which the paper gives."""
@@ -201,7 +204,7 @@ class Report:
         return f"Order as in the paper: {'no, ' + ', '.join(wrong) if wrong else 'yes'}."
 
     def _figure_7(self) -> str:
-        servers = self._results.servers
+        servers = [name for name in self._results.servers if self.speed(name) is not None]
         shown = [PLAIN.name, BASE.name, *servers, ALL.name]
         if any(self.speed(name) is None for name in shown):
             return ""
@@ -265,12 +268,13 @@ class Report:
         where: dict[str, Any] = {"system": system.name, "shape": Shape(draft_steps=d)}
         best = self.evaluation.best_depth(system, self.evaluation.best_split(system))
         about = f"{side}, d {d}"
-        total, times = self._results.total(EQUAL_DEPTH, **where), self.step_times(system)
+        total = self._results.total(EQUAL_DEPTH, **where)
+        assert total is not None
         row = [f"{side}, here ({self._kind})", f"{d} (its best)" if d == best else str(d)]
-        row.append(self._number("Table 6", about, "all", "tok/s", total and total.speed, self._kind))
-        row += self._steps(system)
-        for what, value in zip(("target", "draft"), times.gpu_ms if times else (None, None), strict=True):
-            row.append(self._number("Table 6", about, what, "GPU ms per forward", value, times.origin if times else ""))
+        row.append(self._number("Table 6", about, "all", "tok/s", total.speed, self._kind))
+        row += self._steps(system, total)
+        for what, value in zip(("target", "draft"), self._gpu_ms(system, total), strict=True):
+            row.append(self._number("Table 6", about, what, "GPU ms per forward", value, self._kind))
         totals = {family: self._results.total(EQUAL_DEPTH, family=family, **where) for family in DATASETS}
         lengths = {family: each and each.tokens_per_round for family, each in totals.items()}
         known = [length for length in lengths.values() if length is not None]
@@ -289,14 +293,19 @@ class Report:
             f"At equal d, bs and w asynchronous rounds lose tokens here: {', '.join(losses)}; in the paper, whose two"
             f" modes have one configuration, {100 * (1 - paper['parallel'] / paper['serial']):.0f} %."
         )
-        times = [self.step_times(system) for system in (SPLIT, BASE)]
-        if times[0] is not None and times[1] is not None:
-            saved = [100 * (1 - mine / other) for mine, other in zip(times[0].gpu_ms, times[1].gpu_ms, strict=True)]
-            yield (
-                "GPU ms: time of a forward times the GPUs that run it. The split takes"
-                f" {saved[0]:.0f} % less of it for a verification and {saved[1]:.0f} % less for an expansion"
-                f" ({times[0].origin})."
-            )
+        parallel, serial = (
+            self._gpu_ms(system, next(iter(depths[side].values())))
+            for side, system in (("parallel", SPLIT), ("serial", BASE))
+        )
+        saved = [
+            f"{100 * (1 - mine / other):.0f} % less of it for {what}"
+            for what, mine, other in zip(("a verification", "an expansion"), parallel, serial, strict=True)
+            if mine is not None and other is not None
+        ]
+        yield (
+            "GPU ms: time of a forward times the ranks that run it. The split takes"
+            f" {' and '.join(saved)} ({self._kind})."
+        )
 
     def _figure_9(self) -> str:
         """Returns the table of the splits: emulated ones of 8 GPUs, or those of this machine."""
@@ -456,6 +465,11 @@ def pairs_report(reports: Mapping[str, Report]) -> str:
 
 def _metrics(total: Totals | None) -> list[tuple[str, float | None]]:
     return [("tok/s", total and total.speed), ("tokens per round", total and total.tokens_per_round)]
+
+
+def _forward_ms(total: Totals) -> float:
+    """Returns the milliseconds of a forward of the target."""
+    return 1000 * total.busy / total.rounds
 
 
 def _ratio_of(value: float | None, base: float | None) -> float | None:

@@ -109,7 +109,7 @@ def local_drafter_kind(config: EngineConfig, head: DraftHeadSpec | None = None) 
     """Returns the entry of DRAFTERS for a process that runs the draft itself. See `drafter_kind`."""
     if config.mode == "ar":
         return "none"
-    if not config.has_draft_model:
+    if config.drafts_without_model:
         return config.drafter
     if head is not None:
         return "head"

@@ -12,13 +12,14 @@ from weakref import WeakSet
 
 from swiftspec.backends.cpu.packed_weight_cache import CACHE_FOLDER, PackedWeightCache
 from swiftspec.backends.cuda.devices import is_device_error
+from swiftspec.backends.reference import Backend
+from swiftspec.backends.reference.resampling import resample
 from swiftspec.batching.chains import make_chains
 from swiftspec.batching.group_method import GroupMethod
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder import hardware
 from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, local_drafter_kind
 from swiftspec.builder.load_options import Side, select_operators
-from swiftspec.builder.loaded_model import LoadedModel
 from swiftspec.builder.plan import Plan, rank_count
 from swiftspec.builder.verdict_file import VerdictRecord
 from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
@@ -30,18 +31,56 @@ from swiftspec.file_io import one_line
 from swiftspec.model.checkpoint_files import Progress
 from swiftspec.model.head_loader import load_draft_head
 from swiftspec.model.spec import DraftHeadSpec
+from swiftspec.model.transformer import Transformer
 from swiftspec.observe import step_time_emulation
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.executors import available
 from swiftspec.runtime.executors.available import ExecutorDeps
-from swiftspec.runtime.executors.graph import CudaCapture
+from swiftspec.runtime.executors.graph import Capture, CudaCapture
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY
-from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.prefix_caching import PrefixCachingRunner
+from swiftspec.runtime.runner import Runner, StepHook
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.sampling.sampler import TokenConstraint
+from swiftspec.sampling.vocab import VocabShard
 from swiftspec.smc.particle_method import ParticleMethod
 from swiftspec.tree.rejection import RejectionSampling
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A loaded model, or this rank's shard of it, shared by any number of runners. Each runner has its own KV cache,
+    and only one of them runs at a time."""
+
+    model: Transformer
+    ops: Backend
+    vocab: int  # size of the base vocabulary
+    context: int  # maximum tokens of a sequence, including the overshoot of its last round
+    prefix_cache_tokens: int  # budget of each runner; 0 disables the prefix cache
+    snapshot_tokens: int  # size of a snapshot in tokens; 0 unless a model has delta layers
+    make_constraint: Callable[[str], TokenConstraint]  # compiles a grammar
+    eos_token_ids: tuple[int, ...]  # end-of-text tokens of the target
+    hook: StepHook | None  # prolongs steps, for emulated step times
+    capture: Callable[[], Capture] | None  # creates a graph capture; each runner has its own
+
+    def runner(self, tree_slots: int, cancel_check: CancelCheck) -> tuple[Runner, ExecutorDeps]:
+        """Returns a runner with a new KV cache, and the dependencies from which its executors are built. `tree_slots`:
+        slots of the cache's tree region. `cancel_check`: called before each prefill chunk."""
+        group = self.model.group
+        shard = None if group is None else VocabShard(group, self.model.head_rows, self.vocab)
+        sizes: Any = {"context": self.context, "tree_slots": tree_slots, "shard": shard}
+        if self.prefix_cache_tokens > 0:
+            sizes |= {"budget": self.prefix_cache_tokens, "snapshot_tokens": self.snapshot_tokens}
+            runner = PrefixCachingRunner(self.model, self.ops, self.vocab, **sizes)
+        else:
+            runner = Runner(self.model, self.ops, self.vocab, **sizes)
+        runner.make_constraint, runner.cancel_check = self.make_constraint, cancel_check
+        runner.eos_token_ids = self.eos_token_ids
+        if self.hook is not None:
+            runner.hooks.append(self.hook)
+        return runner, ExecutorDeps(self.ops, self.model.fused, None if self.capture is None else self.capture())
 
 
 @dataclass(slots=True)
@@ -290,7 +329,7 @@ def make_group_method(
     slots, device = min(target.tree_slots, draft.tree_slots), target.model.device
     if isinstance(config, BatchConfig):
         return make_chains(config, slots, max_tokens, device)
-    return ParticleMethod(config, slots, max_tokens, device, target.ops.resample)
+    return ParticleMethod(config, slots, max_tokens, device, target.ops.resample or resample)
 
 
 def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> TargetVerifier:

@@ -51,8 +51,9 @@ from swiftspec.builder.rules import ENGINE_FIELDS, GIVEN, Choices, Reason, Resol
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile
 from swiftspec.capabilities import check_features
-from swiftspec.config import MAX_THREADS, MTP_HEAD, SUFFIX_LOOKUP, EngineConfig
+from swiftspec.config import MAX_THREADS, EngineConfig
 from swiftspec.distributed.launch.config_check import RankConfig, settings_of
+from swiftspec.drafter_kinds import MODEL_FREE, MTP_HEAD
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
@@ -106,6 +107,10 @@ class Checkpoints:
         """The block of the draft if it is a block head."""
         head = None if self.draft is None else self.config("draft").spec.draft_head
         return None if head is None else head.block
+
+    def block_size(self) -> int | None:
+        """Returns the positions that one forward of the draft drafts if that is a block head, else None."""
+        return None if self.block is None else self.block.size - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +196,12 @@ class Plan:
         `config`: of the engine, or the choices for it. `ranks`: None for a single process."""
         share, mtp = options.get("share_device", False), str(draft) == MTP_HEAD
         device = hardware.resolve_device(options.get("device", "auto"))
-        path = Path(target) if mtp else None if draft is None or draft == SUFFIX_LOOKUP else Path(draft)
+        path = Path(target) if mtp else None if draft is None or draft in MODEL_FREE else Path(draft)
         checkpoints = Checkpoints(Path(target), path, mtp, options.get("only"))
-        block = checkpoints.block
-        resolution = Resolution(Choices.of(config, draft), device.type, None if block is None else block.size - 1)
+        resolution = Resolution(Choices.of(config, draft), device.type, checkpoints.block_size)
         engine, model = resolution.config(), _target_config(target)
         _check_ranks(engine, draft, ranks)
-        if engine.drafts_by_lookup:
+        if engine.drafts_without_model:
             checkpoints = replace(checkpoints, draft=None)
         head = _head_config(checkpoints, engine, options)
         checkpoints = replace(checkpoints, hidden_layers=_hidden_layers(model, options, head))

@@ -19,8 +19,7 @@ from swiftspec.distributed.group.leader import FollowerGroup, LeaderDrafter, run
 from swiftspec.distributed.launch.config_check import RankConfig, RankRole, check_consistent, report_startup_error
 from swiftspec.distributed.launch.supervision import Heartbeat, RankTable
 from swiftspec.distributed.launch.world import World, cores_near_gpu, pin_to_cores
-from swiftspec.distributed.remote.draft_group import DraftGroupRecovery
-from swiftspec.distributed.remote.reconnect import Reconnector
+from swiftspec.distributed.remote.reconnect import DraftGroupRecovery, Reconnector
 from swiftspec.distributed.remote.served_roles import DraftTraceSender
 from swiftspec.distributed.remote.server import DraftGroupServer
 from swiftspec.distributed.transport.connections import Connections

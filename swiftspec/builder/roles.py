@@ -264,7 +264,8 @@ def _trees(
 
 def _alone(models: Models, config: EngineConfig, remote: RemoteDraft | None, progress: Progress | None) -> TreeRoles:
     """Returns the roles of a process that has the target alone, and the draft unless that is `remote`."""
-    kind = drafter_kind(config, models.draft_head)
+    unconnected = config.draft_remote and remote is None
+    kind = "none" if unconnected else drafter_kind(config, models.draft_head)
     entry = DRAFTERS[kind]
     held = models.load_roles(config, None, progress, target=True, draft=entry.needs == "model")
     target, draft = held.verifier, held.drafter

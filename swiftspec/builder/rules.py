@@ -16,17 +16,16 @@ from swiftspec.config import (
     DEFAULT_DRAFT_LEAVES,
     DEFAULT_DRAFT_STEPS,
     GPU_DRAFT_LEAVES,
-    GRAFTED,
     MAX_TREE_NODES,
-    MTP_HEAD,
-    SUFFIX_LOOKUP,
     EngineConfig,
     PopulationConfig,
 )
+from swiftspec.drafter_kinds import DRAFT_WORDS, GRAFTED, MODEL_FREE
 from swiftspec.settings_schema import require
 
 ENGINE_FIELDS = {item.name: item.default for item in fields(EngineConfig)}
 POPULATION_FIELDS = {item.name: item.default for item in fields(PopulationConfig)}
+BlockSize = Callable[[], int | None]
 AUTO = "auto"
 GIVEN = "given"  # name of the rule that sets what the user has chosen
 
@@ -74,7 +73,7 @@ class Choices:
     @property
     def has_draft(self) -> bool:
         """Whether something proposes: a draft model, here or on a worker, or suffix lookup."""
-        lookup = self.given.get("drafter") == SUFFIX_LOOKUP
+        lookup = self.given.get("drafter") in MODEL_FREE
         return self.draft is not None or lookup or bool(self.given.get("draft_remote"))
 
 
@@ -91,10 +90,10 @@ class Resolution:
     """One pass over the rules: what is known, and the options that are resolved so far.
 
     `device`: type of the device of this process's models; None: not known yet.
-    `block_size`: positions that one forward of the draft drafts, if the draft is a block head.
+    `block_size`: returns the positions that one forward of the draft drafts if that is a block head, else None.
     """
 
-    def __init__(self, choices: Choices, device: str | None = None, block_size: int | None = None) -> None:
+    def __init__(self, choices: Choices, device: str | None = None, block_size: BlockSize = lambda: None) -> None:
         """Resolves all options. Raises UserError if the choices are not supported together, or do not split the
         ranks."""
         self.choices, self.device, self.block_size = choices, device, block_size
@@ -139,7 +138,7 @@ class Resolution:
     @property
     def apart(self) -> bool:
         """Whether the draft model can have ranks or a machine of its own."""
-        return (self.ranks > 1 or self.remote) and self.choices.draft not in (SUFFIX_LOOKUP, MTP_HEAD)
+        return (self.ranks > 1 or self.remote) and self.choices.draft not in DRAFT_WORDS
 
     @property
     def on_one_rank(self) -> bool:
@@ -167,7 +166,7 @@ class Resolution:
     @property
     def block(self) -> int | None:
         """Positions that a forward of the drafter drafts, if that is a block head."""
-        return self.block_size if self["mode"] == "serial" else None
+        return self.block_size() if self["mode"] == "serial" else None
 
     @property
     def steps(self) -> int:
@@ -264,12 +263,7 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
             lambda at: at.splits and (at["mode"] != "async" or at["draft_tp"] == 0),
         ),
         CHOSEN,
-        Rule(
-            "rest of the ranks",
-            "the draft leaves these",
-            lambda at: at.ranks - at["draft_tp"],
-            lambda at: at.splits,
-        ),
+        Rule("rest of the ranks", "the draft leaves these", lambda at: at.ranks - at["draft_tp"], lambda at: at.splits),
     ),
     "chains": (
         Rule(
@@ -302,10 +296,10 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
     "drafter": (
         Rule("no draft", "mode ar has no draft", "model", lambda at: at["mode"] == "ar"),
         Rule(
-            "suffix lookup",
+            "drafter without a model",
             "it stands for the draft model",
-            SUFFIX_LOOKUP,
-            lambda at: at.choices.draft == SUFFIX_LOOKUP,
+            lambda at: at.choices.draft,
+            lambda at: at.choices.draft in MODEL_FREE,
         ),
         CHOSEN,
         Rule(
@@ -396,8 +390,6 @@ def default_reason(name: str) -> Reason:
     return Reason(item.default, "default", "" if declared is None else declared.default_text or "")
 
 
-def resolve_config(
-    config: EngineConfig | Choices | None, draft: object, device: str | None = None, block_size: int | None = None
-) -> EngineConfig:
+def resolve_config(config: EngineConfig | Choices | None, draft: object, device: str | None = None) -> EngineConfig:
     """Returns a configuration in which the rules have set what is open. See `Choices.of` and `Resolution`."""
-    return Resolution(Choices.of(config, draft), device, block_size).config()
+    return Resolution(Choices.of(config, draft), device).config()

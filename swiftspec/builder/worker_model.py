@@ -10,8 +10,7 @@ from pathlib import Path
 from swiftspec.backends.cuda.devices import is_device_error
 from swiftspec.builder.drafters import build_drafter
 from swiftspec.builder.load_options import LoadOptions, Side
-from swiftspec.builder.loaded_model import LoadedModel
-from swiftspec.builder.models import LocalRoles, Models, build_verifier
+from swiftspec.builder.models import LoadedModel, LocalRoles, Models, build_verifier
 from swiftspec.builder.plan import Plan
 from swiftspec.builder.ranks import Rank, start_worker_rank
 from swiftspec.config import EngineConfig

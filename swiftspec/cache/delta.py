@@ -22,11 +22,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swiftspec.model.packed_model import DeltaShape
-
 FOLD_POSITIONS = 32  # positions that are folded together
 MAX_UNFOLDED_POSITIONS = 2 * FOLD_POSITIONS - 1  # verified positions that are not folded, after `settle`
 MAX_SNAPSHOTS = 3  # of a sequence
+
+
+class DeltaSizes(Protocol):
+    """Sizes of the delta layers of a model; `model.packed_model.DeltaShape` implements and documents them."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def k_heads(self) -> int: ...
+    @property
+    def v_heads(self) -> int: ...
+    @property
+    def k_head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+    @property
+    def conv_size(self) -> int: ...
+    @property
+    def conv_width(self) -> int: ...
 
 
 class DeltaCacheOps(Protocol):
@@ -70,7 +87,7 @@ class DeltaCache:
 
     def __init__(
         self,
-        shape: DeltaShape,
+        shape: DeltaSizes,
         slots: int,
         ops: DeltaCacheOps,
         *,

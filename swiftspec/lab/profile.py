@@ -102,7 +102,7 @@ def sweep(args: argparse.Namespace) -> int:
 
     given = {name: getattr(args, name) for name in model_settings() if getattr(args, name) is not None}
     settings = load_settings({**given, "plan": "none"})
-    if settings.drafts_by_lookup:
+    if settings.drafts_without_model:
         check_usage({"profile sweep", "suffix lookup"})
     world = join_launched_world()
     found = ResolvedModels.resolve(settings, 1, StartupProgress(quiet=True))

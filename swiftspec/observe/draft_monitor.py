@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from swiftspec.messages import NodeSource, VerifiedRound
+from swiftspec.drafter_kinds import DRAFTER_KINDS
+from swiftspec.messages import VerifiedRound
 
 MIN_ROUNDS = 64  # with proposed tokens, before a draft is judged; one looping answer can have dozens without a hit
+MODEL_FREE_SOURCES = {kind.without_model for kind in DRAFTER_KINDS.values()} - {None}
 LOW_SHARE = 0.05  # share of these rounds that accept a token, below which acceptance is low
 
 
@@ -28,7 +30,7 @@ class DraftMonitor:
     def add_rounds(self, rounds: Iterable[VerifiedRound]) -> None:
         """Adds the rounds of a request whose nodes are all from the draft model. A round in which the output ended is
         left out: its path does not show how good the proposal was."""
-        own = [each for each in rounds if len(each.parents) > 1 and NodeSource.SUFFIX not in each.sources]
+        own = [each for each in rounds if len(each.parents) > 1 and MODEL_FREE_SOURCES.isdisjoint(each.sources)]
         paths = [each.path for each in own if not each.is_cut]
         self.add(len(paths), sum(len(path) > 1 for path in paths))
 

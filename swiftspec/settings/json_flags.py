@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from swiftspec.config import MTP_HEAD, SPECULATIVE_CONFIG, SUFFIX_LOOKUP
+from swiftspec.config import SPECULATIVE_CONFIG
+from swiftspec.drafter_kinds import DRAFTER_KINDS, MODEL_FREE, MTP_HEAD
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import parse_json
 from swiftspec.params import OVERRIDE_GENERATION_CONFIG, SamplingParams
@@ -13,7 +14,7 @@ from swiftspec.settings.flags import SETTINGS
 
 JSON_FLAGS = tuple(name for name, flag in SETTINGS.items() if flag.setting.has_flag and flag.metavar == "JSON")
 EXPERIMENTAL = tuple(name for name, flag in SETTINGS.items() if flag.setting.json_flag == SPECULATIVE_CONFIG)
-LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")
+MODEL_FREE_METHODS = {method: name for name, kind in DRAFTER_KINDS.items() for method in kind.methods}
 MODEL_METHODS = ("draft_model", "eagle3", "dflash")  # methods whose draft is the field `model`
 FIELDS = {"model": "draft_model", "draft_tensor_parallel_size": "draft_tp"}  # fields that are a setting
 TOKENS = "num_speculative_tokens"
@@ -37,7 +38,7 @@ def expand_json_flags(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def json_object(name: str, value: object) -> Mapping[str, Any]:
-    """Returns the value of a JSON flag as an object. Raises UserError if it is none."""
+    """Returns the value of a JSON flag as an object. Raises UserError if it is something else."""
     value = parse_json(value, name) if isinstance(value, str) else value
     if not isinstance(value, Mapping):
         raise UserError(f"{name} must be a JSON object, not {truncated_repr(value)}")
@@ -76,7 +77,7 @@ def _speculative_config(config: Mapping[str, Any]) -> dict[str, object]:
         raise UserError(f"{SPECULATIVE_CONFIG} needs a model or a method; methods are {', '.join(_METHODS)}")
     if TOKENS in given:
         tokens = _count(given[TOKENS])
-        lookup = found["draft_model"] == SUFFIX_LOOKUP
+        lookup = found["draft_model"] in MODEL_FREE
         found |= {"verify_batch": tokens + 1} if lookup else {"draft_steps": tokens}
     return found
 
@@ -91,8 +92,8 @@ def _count(value: object) -> int:
 
 def _draft_of(method: object, model: object) -> str | None:
     """Returns the draft model that a method stands for; None if the field `model` names it."""
-    if method in LOOKUP_METHODS:
-        return SUFFIX_LOOKUP
+    if isinstance(method, str) and method in MODEL_FREE_METHODS:
+        return MODEL_FREE_METHODS[method]
     if method == MTP_HEAD or (isinstance(method, str) and method.endswith("_mtp")):
         return MTP_HEAD if model is None else None
     if method in (None, *MODEL_METHODS):
@@ -104,7 +105,7 @@ def _draft_of(method: object, model: object) -> str | None:
     )
 
 
-_METHODS = (*LOOKUP_METHODS, MTP_HEAD, *MODEL_METHODS)
+_METHODS = (*MODEL_FREE_METHODS, MTP_HEAD, *MODEL_METHODS)
 READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, object]]] = {
     SPECULATIVE_CONFIG: _speculative_config,
     OVERRIDE_GENERATION_CONFIG: _generation_config,

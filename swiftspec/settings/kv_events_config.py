@@ -34,7 +34,7 @@ class KvEventsConfig(BaseModel):
     endpoint: Address = "tcp://*:5557"
     replay_endpoint: Address | None = None
     topic: str = ""
-    block_size: int = Field(16, ge=1, le=4096)
+    block_size: Annotated[int, Field(ge=1, le=4096)] = 16
 
     @model_validator(mode="after")
     def _check(self) -> "KvEventsConfig":

@@ -59,7 +59,7 @@ def acceptance_advice(plan: EngineConfig, sampling: SamplingParams) -> str | Non
     """Returns advice if the draft's children are selected without the noise with which the target samples, which lowers
     the acceptance rate; else None."""
     synthetic = plan.synthetic_acceptance_length is not None
-    if plan.mode in ("ar", "smc") or plan.drafts_by_lookup or sampling.greedy or synthetic:
+    if plan.mode in ("ar", "smc") or plan.drafts_without_model or sampling.greedy or synthetic:
         return None
     if plan.proposal == "top":
         return "proposal top does not use the target's noise: proposal coupled has a higher acceptance rate"

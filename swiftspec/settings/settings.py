@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from swiftspec.builder.rules import Choices, Resolution
 from swiftspec.capabilities import NotSupported, check_features, features_in, ignored_features
-from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig, PopulationConfig
+from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.drafter_kinds import DRAFTER_OF_FEATURE, GRAFTED, MODEL_FREE
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import expand_user, parse_json
 from swiftspec.params import SamplingParams
@@ -132,8 +133,8 @@ class Settings(SettingsFields):
         )
 
     def make_plan(self, has_draft: bool, ranks: int = 1) -> EngineConfig:
-        """Returns the configuration that follows from the settings alone; see `plan_of`."""
-        return plan_of(self.choices(has_draft, ranks))
+        """Returns the configuration that follows from the settings alone; see `resolve_choices`."""
+        return resolve_choices(self.choices(has_draft, ranks))
 
     def features(self, mode: str | None, *, has_draft: bool = True, ranks: int = 1, device: str = "") -> dict[str, str]:
         """Returns the features of the capability table (capabilities.py) that these settings have in a mode; None: not
@@ -147,7 +148,7 @@ class Settings(SettingsFields):
             "verify reject": drafts and self.verify == "reject",
             "adaptation": mode in ("serial", "async") and "adapt" in given and self.adapt,
             "given shape": {"draft_steps", "verify_batch"} <= given,
-            "suffix lookup": drafts and self.drafts_by_lookup,
+            **{feature: drafts and self.draft_model == name for feature, name in DRAFTER_OF_FEATURE.items()},
             "grafting": drafts and bool(self.graft_suffix),
             "several requests": self.max_num_seqs > 1,
             "chains": self.max_num_seqs > 1 and (ranks > 1 or device == "cuda" or self.verify == "reject"),
@@ -175,9 +176,9 @@ class Settings(SettingsFields):
         check_usage(self.features(mode, has_draft=has_draft, ranks=ranks))
 
     @property
-    def drafts_by_lookup(self) -> bool:
-        """Whether the draft model is suffix lookup."""
-        return self.draft_model == SUFFIX_LOOKUP
+    def drafts_without_model(self) -> bool:
+        """Whether a drafter without a draft model is selected, such as suffix lookup."""
+        return self.draft_model in MODEL_FREE
 
     def runs_on_gpu(self) -> bool:
         """Returns whether the models run on a GPU. Imports torch if the device is auto."""
@@ -212,7 +213,7 @@ class Settings(SettingsFields):
         return SamplingParams(**values, negative_prompt_ids=tuple(negative))
 
 
-def plan_of(choices: Choices) -> EngineConfig:
+def resolve_choices(choices: Choices) -> EngineConfig:
     """Returns the configuration that follows from choices without their models. Raises UsageError, with flags as names
     of settings, if the mode needs a draft and there is none, if the split does not match the number of ranks, or if a
     given setting does not apply to the mode."""

@@ -86,7 +86,7 @@ def requested_ranks_of(settings: Settings) -> int:
         settings.mode,
         settings.target_tp,
         settings.draft_tp,
-        has_draft=drafts and not settings.drafts_by_lookup,  # whether a draft model could use ranks of its own
+        has_draft=drafts and not settings.drafts_without_model,  # whether a draft model could use ranks of its own
         runs_on_gpu=settings.runs_on_gpu,
     )
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from swiftspec.builder.rules import Choices
-from swiftspec.config import MTP_HEAD, SUFFIX_LOOKUP, EngineConfig
+from swiftspec.config import EngineConfig
+from swiftspec.drafter_kinds import DRAFT_WORDS, MTP_HEAD
 from swiftspec.errors import UserError
 from swiftspec.extras import require_extra
 from swiftspec.file_io import Fields, expand_user, is_file, is_folder, read_object
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
 from swiftspec.settings.flags import SETTINGS, flag_name
-from swiftspec.settings.settings import Settings, UsageError, check_usage, plan_of
+from swiftspec.settings.settings import Settings, UsageError, check_usage, resolve_choices
 from swiftspec.startup.built_in_models import BuiltInModels, built_in_models
 from swiftspec.startup.reporter import DOWNLOAD, StartupReporter
 from swiftspec.text.codec import TextCodec, has_tokenizer
@@ -31,17 +32,9 @@ GENERATION_CONFIG_NAMES = {  # name in generation_config.json: name of the setti
 }
 
 
-class ConfigCheck(Protocol):
-    """A check of models that reads only their configurations."""
-
-    def applies(self) -> bool:
-        """Returns whether there is anything to check on this machine. Raises UserError if its device is invalid."""
-        ...
-
-    def __call__(self, target: Path, draft: Path | None, config: EngineConfig | Choices, /) -> object:
-        """Raises UserError if the models cannot run. `target`, `draft`: folders that have at least the configuration.
-        `config`: of the engine, or the choices for it."""
-        ...
+# Raises UserError if models cannot run; takes their folders, which have at least the configurations, and the
+# configuration of the engine or the choices for it.
+ConfigCheck = Callable[[Path, Path | None, EngineConfig | Choices], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +74,13 @@ class ResolvedModels:
             check_usage({"target worker", "local command"})
         built_in = built_in_models(settings.model)
         model, draft_model = _model_names(settings, built_in)
-        path_name = None if draft_model in (SUFFIX_LOOKUP, MTP_HEAD) else draft_model
+        path_name = None if draft_model in DRAFT_WORDS else draft_model
         local = expand_user(model)
         if settings.revision is not None and (is_folder(local) or is_file(local)):
             check_usage({"revision", "model on disk"})
         drafts = draft_model is not None or settings.draft_url is not None
         choices = settings.choices(drafts, ranks)
-        plan = plan_of(choices)  # reports invalid settings before a download
+        plan = resolve_choices(choices)  # reports invalid settings before a download
         requested_emulation(settings)
         announce = partial(phases.begin, DOWNLOAD)
         named = [(model, settings.revision), *([] if path_name is None else [(path_name, None)])]
@@ -101,21 +94,21 @@ class ResolvedModels:
             settings.check_features(None, has_draft=False)
         if draft is not None and settings.mode != "ar":
             choices = apply_profile(settings, target, draft, choices, phases)
-            plan = plan_of(choices)
+            plan = resolve_choices(choices)
         if draft_model == MTP_HEAD:
             draft = Path(MTP_HEAD)
         if plan.mode == "ar":
             draft_model, draft = None, None
         elif plan.draft_remote:
             draft_model = settings.draft_url
-        return ResolvedModels(model, draft_model, target, draft, choices, plan, built_in)
+        return ResolvedModels(model, draft_model, target, draft, choices=choices, plan=plan, built_in=built_in)
 
 
 def check_before_download(
     named: Sequence[tuple[str, str | None]], config: EngineConfig | Choices, check: ConfigCheck | None
 ) -> None:
     """Judges models before their weights are downloaded, by their small files, which it downloads: configuration,
-    format of the weights, what `check` checks if it applies, and tokenizers. Raises UserError if they cannot run.
+    format of the weights, what `check` checks, and tokenizers. Raises UserError if they cannot run.
     `named`: names and revisions of the target, and of the draft if there is one."""
     if not any(needs_download(*each) for each in named):
         return
@@ -126,7 +119,7 @@ def check_before_download(
     for folder in folders:
         read_config(folder)
     target, *drafts = folders
-    if check is not None and check.applies():
+    if check is not None:
         check(target, drafts[0] if drafts else None, config)
     codec = TextCodec(target)
     for draft in drafts:
@@ -169,7 +162,7 @@ def apply_profile(settings: Settings, target: Path, draft: Path, choices: Choice
         return choices
     filled = settings.choices(True, ranks, store.plan_settings(run["plan"]), str(file))
     try:
-        plan_of(filled)
+        resolve_choices(filled)
     except UserError as error:  # `resolve` has checked the settings alone, so the profile causes the error
         if named:
             raise UserError(f"--plan {file} cannot be used: {error}") from None
@@ -187,7 +180,7 @@ def profile_key(settings: Settings, target: Path, draft: Path, ranks: int) -> Pr
     device = resolve_device(settings.device)
     dtype = str(resolve_dtype(settings.dtype, read_config(target).dtype, settings.ops, device)).removeprefix("torch.")
     emulate = requested_emulation(settings)
-    return store.ProfileKey.of(device.type, ranks, target, draft, dtype, settings.ops, emulate)
+    return store.ProfileKey.of(device.type, ranks, target, draft, dtype=dtype, ops=settings.ops, emulate=emulate)
 
 
 def _model_names(settings: Settings, built_in: BuiltInModels | None) -> tuple[str, str | None]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.errors import UserError
-from swiftspec.settings.settings import Settings, plan_of
+from swiftspec.settings.settings import Settings, resolve_choices
 from swiftspec.startup.model_resolution import check_worker_settings, generation_defaults
 from swiftspec.startup.reporter import StartupReporter
 from swiftspec.startup.session import (
@@ -71,7 +71,7 @@ def _open(
         raise UserError(f"{target.connection.peer} sent a tokenizer that does not match its digest: restart the worker")
     draft = None if settings.draft_model is None or settings.mode == "ar" else locate_model(settings.draft_model)
     choices = settings.choices(draft is not None or settings.draft_url is not None)
-    plan = plan_of(choices)
+    plan = resolve_choices(choices)
     plan.check_request(settings.sampling_params(defaults))
     phases.begin("libraries")
     importlib.import_module("torch")
@@ -91,12 +91,12 @@ def _open(
     return Session(
         running,
         codec,
-        about.name,
-        drafts,
-        None,
-        about.dtype,
-        threads,
-        defaults,
+        model=about.name,
+        draft_model=drafts,
+        built_in=None,
+        dtype=about.dtype,
+        threads=threads,
+        model_defaults=defaults,
         tokenizer_folder=folder,
         warn=phases.warn,
     )

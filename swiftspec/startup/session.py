@@ -13,7 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from swiftspec.builder.rules import Choices
-from swiftspec.config import MTP_HEAD, EngineConfig
+from swiftspec.config import EngineConfig
+from swiftspec.drafter_kinds import MTP_HEAD
 from swiftspec.errors import UserError
 from swiftspec.file_io import expand_user
 from swiftspec.model.checkpoint_files import read_config
@@ -146,13 +147,13 @@ def open_session(
     return Session(
         llm,
         codec,
-        resolved.model,
-        resolved.draft_model,
-        resolved.built_in,
-        str(llm.dtype).removeprefix("torch."),
-        llm.threads,
-        defaults,
-        settings.packed_cache,
+        model=resolved.model,
+        draft_model=resolved.draft_model,
+        built_in=resolved.built_in,
+        dtype=str(llm.dtype).removeprefix("torch."),
+        threads=llm.threads,
+        model_defaults=defaults,
+        packed_cache=settings.packed_cache,
         warn=phases.warn,
     )
 
@@ -166,14 +167,12 @@ class MemoryCheck:
     world: World | None
     side: Literal["target", "draft"] | None = None
 
-    def applies(self) -> bool:
-        from swiftspec.builder.hardware import resolve_device
-
-        return resolve_device(self.settings.device).type == "cuda"
-
     def __call__(self, target: Path, draft: Path | None, config: EngineConfig | Choices) -> None:
+        from swiftspec.builder.hardware import resolve_device
         from swiftspec.builder.plan import Plan
 
+        if resolve_device(self.settings.device).type != "cuda":
+            return
         options = load_options(self.settings)
         options["gpu_trial"] = "off"  # runs once the weights are here
         if self.side is not None:

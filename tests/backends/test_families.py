@@ -30,7 +30,10 @@ SPEC = ModelSpec(VOCAB, 32, (LayerSpec(MIXER, MlpSpec(40)),) * 2, norm_eps=1e-5,
 
 # names of the CUDA backend that belong to no family: of both sources the smaller number of rows, checks before the
 # choice, and what only native projections have
-OTHER_NAMES = {"PREFILL_CHUNK_ROWS", "check_supported", "check_spec", "tilings_of", "with_tiling"}
+OTHER_NAMES = {
+    "KNOWN_FIELDS", "PREFETCH_BYTES", "PREFILL_CHUNK_ROWS", "check_spec", "check_supported", "enable_weight_prefetch",
+    "name", "tilings_of", "with_tiling",
+}  # fmt: skip
 
 
 def test_each_operator_of_the_cuda_backend_is_in_one_family() -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.backends.cpu import cpu
+from swiftspec.backends.cpu import sampling as cpu_sampling
 from swiftspec.backends.reference import resampling
 from tests.support.resampling import ALWAYS, check_by_enumeration, checked, groups_of
 
 
-@pytest.mark.parametrize("operator", [resampling.resample, cpu.resample], ids=["reference", "host"])
+@pytest.mark.parametrize("operator", [resampling.resample, cpu_sampling.resample], ids=["reference", "host"])
 @pytest.mark.parametrize(("count", "parts"), [(1, 3), (2, 7), (3, 5), (4, 4)])
 def test_every_distribution_of_the_weights(operator: Any, count: int, parts: int) -> None:
     check_by_enumeration(operator, count, parts, "cpu")
@@ -29,7 +29,7 @@ def test_the_cpu_operator_equals_the_reference(count: int, threshold: float) -> 
     weights[2, 0] = torch.nan
     uniform = torch.rand(40, dtype=torch.float64, generator=dice)
     for slots, width in ((24, 24), (30, 13)):
-        found = checked(cpu.resample, groups_of(weights, slots, 11, slots), uniform, threshold, width, "cpu")
+        found = checked(cpu_sampling.resample, groups_of(weights, slots, 11, slots), uniform, threshold, width, "cpu")
         assert bool(found.ess[2].isnan()), "a NaN weight affects its own group only"
 
 

@@ -468,7 +468,7 @@ def test_a_verdict_is_found_again(model: Path, tmp_path: Path, monkeypatch: pyte
     trials, folder = Trials(monkeypatch), tmp_path / "verdicts"
     trials.verdict = GpuVerdict({"attention": "it is off"}, TILINGS)
     line = "GPU: attention by torch's operators (it is off); all else runs on the CUDA operators"
-    for hint in ("", "; the verdict of an earlier start, --gpu-trial again repeats the trial"):
+    for hint in ("", f"; the verdict of an earlier start, remove {folder} to repeat the trial"):
         pair, notes = created(model, folder)
         assert pair.gpu.verdict == trials.verdict and notes == [f"{line}{hint}"]
     assert len(trials.plans) == 1 and trials.plans[0].tree is not None and trials.plans[0].particles == 0
@@ -505,7 +505,7 @@ def test_a_trial_without_a_result_is_not_kept(model: Path, tmp_path: Path, monke
     trials = Trials(monkeypatch)
     trials.problem = "its process ended (exit code 1)"
     _, notes = created(model, tmp_path / "verdicts")
-    assert notes == [f"the GPU trial was not completed: {trials.problem}; --gpu-trial off skips it"]
+    assert notes == [f"the GPU trial was not completed: {trials.problem}; --ops unfused skips it"]
     assert not (tmp_path / "verdicts").exists()
 
 

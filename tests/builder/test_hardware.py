@@ -15,7 +15,8 @@ from swiftspec.backends.cpu import cpu
 from swiftspec.backends.reference import reference
 from swiftspec.builder import hardware
 from swiftspec.builder.rules import resolve_config
-from swiftspec.config import GRAFTED, SUFFIX_LOOKUP, EngineConfig
+from swiftspec.config import EngineConfig
+from swiftspec.drafter_kinds import GRAFTED, SUFFIX_LOOKUP
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.serve.terminal import StartupProgress

@@ -44,7 +44,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 def texts(pair: tuple[Path, Path], plan: EngineConfig, context: int, prefix_cache_memory: int) -> list[list[int]]:
     """The answers to REQUESTS, one after the other on one engine or in batches."""
     options: dict[str, Any] = {"dtype": torch.float64, "ops": "reference", "max_model_len": context}
-    draft = None if plan.mode == "ar" or plan.drafts_by_lookup else pair[1]
+    draft = None if plan.mode == "ar" or plan.drafts_without_model else pair[1]
     llm = LLMEngine(pair[0], draft, plan, prefix_cache_memory=prefix_cache_memory, **options)
     if plan.max_num_seqs > 1:
         prompts, samplings = zip(*REQUESTS, strict=True)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftspec.builder.rules import RULES, Choices, Resolution, resolve_config
-from swiftspec.config import GRAFTED, MODES, MTP_HEAD, SUFFIX_LOOKUP, EngineConfig
+from swiftspec.builder.rules import RULES, Choices, Resolution
+from swiftspec.config import MODES, EngineConfig
+from swiftspec.drafter_kinds import GRAFTED, MTP_HEAD, SUFFIX_LOOKUP
 from swiftspec.errors import UserError
 from swiftspec.settings.flags import flag_name
 from swiftspec.settings.settings import Settings, UsageError
@@ -54,14 +55,14 @@ def test_a_resolved_configuration_stays_as_it_is(
         draft = chosen.get("draft_model")
         options.make_plan(draft is not None or "draft_url" in chosen, ranks)
         choices = options.choices(draft is not None or "draft_url" in chosen, ranks)
-        resolution = Resolution(choices, device, block)
+        resolution = Resolution(choices, device, lambda: block)
         config = resolution.config()
     except UserError as error:
         assert "\n" not in str(error) and "{" not in str(error)
         return
     assert config.mode in MODES and config.drafter in ("model", SUFFIX_LOOKUP, GRAFTED)
     assert config.num_ranks == ranks
-    again = Resolution(Choices.of(config, draft), device, block)
+    again = Resolution(Choices.of(config, draft), device, lambda: block)
     assert again.config() == config
     for option in RULES.keys() - {"time_rows"}:
         value = getattr(config, option)
@@ -85,7 +86,7 @@ def test_a_given_value_precedes_that_of_a_profile() -> None:
 @pytest.mark.parametrize(("given_", "steps"), [(None, 4), (2, 2), (9, 4)])
 def test_a_block_head_limits_the_draft_steps(given_: int | None, steps: int) -> None:
     config = EngineConfig("serial", draft_steps=given_, adapt_steps=True, self_switch=True)
-    resolved = resolve_config(config, "head", "cpu", block_size=4)
+    resolved = Resolution(Choices.of(config, "head"), "cpu", lambda: 4).config()
     assert (resolved.draft_steps, resolved.adapt_steps, resolved.time_rows) == (steps, False, False)
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.config import GRAFTED, EngineConfig
+from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
 from swiftspec.control.round_stats import RoundStats
 from swiftspec.control.trial_budget import STOPPED, TrialBudget
+from swiftspec.drafter_kinds import GRAFTED
 from swiftspec.errors import DrafterLost, UserError
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import NodeSource, Proposal, VerifyResult

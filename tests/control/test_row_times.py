@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.builder.rules import resolve_config
-from swiftspec.config import MAX_ADAPTED_NODES, SUFFIX_LOOKUP, EngineConfig
+from swiftspec.config import MAX_ADAPTED_NODES, EngineConfig
 from swiftspec.control import row_times
 from swiftspec.control.cost_model import CostModel
 from swiftspec.control.measurement_file import MeasurementFile
@@ -27,6 +27,7 @@ from swiftspec.control.row_times import (
     measure_row_times,
 )
 from swiftspec.control.trial_budget import INITIAL_SAVINGS, TrialBudget
+from swiftspec.drafter_kinds import SUFFIX_LOOKUP
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.suffix_drafter import SuffixDrafter

@@ -61,8 +61,8 @@ def run_rank(world: World, pair: tuple[Path, Path], config: EngineConfig, act: C
     """Rank 0 acts on its LLMEngine, the others run until it ends."""
     if world.rank == 0:
         return act(LLMEngine(*pair, config, world=world, **OPTIONS))
-    models = Models.of(Plan.create(*pair, config, world, OPTIONS))
-    return ranks.run_rank(ranks.start_engine_rank(world, config, models, None), traced=False)
+    plan = Plan.create(*pair, config, world, OPTIONS)
+    return ranks.run_rank(ranks.start_engine_rank(world, plan.engine, Models.of(plan), None), traced=False)
 
 
 @pytest.mark.parametrize(("target", "draft"), [(1, 1), (3, 1), (6, 2)])
@@ -310,8 +310,8 @@ def end_job(
             job.hold_graph(llm.roles.rank)
             with closing(llm):  # as the chat, a single answer and the server do
                 return act(llm)
-        models = Models.of(Plan.create(*pair, SERIAL, world, OPTIONS))
-        rank = ranks.start_engine_rank(world, SERIAL, models, None)
+        plan = Plan.create(*pair, SERIAL, world, OPTIONS)
+        rank = ranks.start_engine_rank(world, plan.engine, Models.of(plan), None)
         job.hold_graph(rank)
         return ranks.run_rank(rank, traced=False)
 

@@ -150,12 +150,14 @@ def test_padding_contributes_nothing(tmp_path: Path) -> None:
             seen.append("heads")
             return out
 
-        def mlp(self, x: Tensor, norm: Any, weights: PackedMlp, residual: Tensor, reduce: Any, *rest: Any) -> Tensor:
+        def mlp(self, x: Tensor, norm: Any, weights: PackedMlp, residual: Tensor, **rest: Any) -> Tensor:
             gated = reference.norm_swiglu(x, norm, weights.gate_up)
             assert (gated[:, self.shard.down < 0] == 0).all()
             gated[:, self.shard.down < 0] = 1e30
             seen.append("mlp")
-            return reference.linear_residual(gated, weights.down, residual, reduce, *rest)
+            return reference.linear_residual(
+                gated, weights.down, residual, rest["reduce"], rest["output_norm"], rest["multiplier"]
+            )
 
     config = read_config(tmp_path)
     want = logits(tmp_path, None)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cpu import cpu
-from swiftspec.backends.cuda import cuda
+from swiftspec.backends.cpu import sampling as cpu_sampling
+from swiftspec.backends.cuda import sampling as cuda_sampling
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
 from tests.support.resampling import ALWAYS, assert_agreement, check_by_enumeration, checked, groups_of, on
 
@@ -35,14 +35,14 @@ def test_as_the_reference_and_the_host(count: int, slots: int, width: int, words
     """Rows are bitwise identical; so are log_z and ess if exp and log are the same, as on the emulated GPU."""
     weights, uniform = weights_of(5, count)
     groups = groups_of(weights, slots, words, 1)
-    found, host = checked(cuda.resample, groups, uniform, threshold, width, DEVICE.type), on("cpu", groups)
-    cpu.resample(host, uniform, threshold, width)
+    found, host = checked(cuda_sampling.resample, groups, uniform, threshold, width, DEVICE.type), on("cpu", groups)
+    cpu_sampling.resample(host, uniform, threshold, width)
     assert_agreement(found, host, bits=EMULATED)
 
 
 @pytest.mark.parametrize(("count", "parts"), most([(3, 3), (4, 4), (2, 9), (5, 6)], 2, 1))
 def test_every_distribution_of_the_weights(count: int, parts: int) -> None:
-    check_by_enumeration(cuda.resample, count, parts, DEVICE.type)
+    check_by_enumeration(cuda_sampling.resample, count, parts, DEVICE.type)
 
 
 def test_resampling_can_be_captured() -> None:
@@ -55,14 +55,14 @@ def test_resampling_can_be_captured() -> None:
             getattr(ours, name).copy_(tensor)
 
     def work() -> Tensor:
-        cuda.resample(ours, numbers, 0.7, 32)
+        cuda_sampling.resample(ours, numbers, 0.7, 32)
         return ours.log_weights
 
     replay = captured(work)
     put_back()
     replay()
     wanted = on(DEVICE, groups)
-    cuda.resample(wanted, numbers, 0.7, 32)
+    cuda_sampling.resample(wanted, numbers, 0.7, 32)
     assert_agreement(ours, wanted, bits=True)
 
 

@@ -63,7 +63,7 @@ def test_the_plan_names_what_has_set_every_option(capsys: pytest.CaptureFixture[
     assert lines["draft_steps"] == ["3", "given"] and lines["device"] == ["cpu", "given"]
     assert lines["mode"] == ["serial", "shared ranks: draft and target run alternately"]
     assert lines["adapt_batch"] == ["off", "no adaptation: adapt is off"]
-    assert lines["drafter"][0] == "model+suffix" and lines["drafter"][1].startswith("grafting: ")
+    assert lines["drafter"][0] == "model" and lines["drafter"][1].startswith("draft model: ")
     assert {*map(str.lower, lines)} >= {"dtype", "threads", "max_model_len", "target", "draft"}
     assert doctor.main(["--plan", "--model", "demo", "--mode", "async"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

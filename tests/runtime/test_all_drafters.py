@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.config import GRAFTED, EngineConfig
+from swiftspec.config import EngineConfig
+from swiftspec.drafter_kinds import GRAFTED
 from swiftspec.engine import Completion, TreeDecoding
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import Proposal, RequestStart, VerifyResult

@@ -16,7 +16,8 @@ from torch import Tensor
 from swiftspec.backends.cpu import cpu
 from swiftspec.backends.reference import reference
 from swiftspec.builder.plan import Plan
-from swiftspec.config import GRAFTED, EngineConfig
+from swiftspec.config import EngineConfig
+from swiftspec.drafter_kinds import GRAFTED
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import NodeSource, merge_results

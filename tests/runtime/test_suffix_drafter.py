@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from swiftspec.batching.decoding import BatchDecoding
-from swiftspec.config import SUFFIX_LOOKUP, EngineConfig
+from swiftspec.config import EngineConfig
+from swiftspec.drafter_kinds import SUFFIX_LOOKUP
 from swiftspec.errors import DrafterLost
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import NodeSource, Proposal, VerifyResult

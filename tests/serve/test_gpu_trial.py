@@ -32,6 +32,6 @@ def test_an_illegal_access_is_no_lack_of_memory(
         raise RuntimeError(text)
 
     monkeypatch.setattr(llm_engine, "LLMEngine", fail)
-    stands_in: Any = SimpleNamespace(size=1, target=None, draft=None, plan=None)
+    stands_in: Any = SimpleNamespace(size=1, target=None, draft=None, choices=None)
     with pytest.raises(kind):
         session._load_llm(Settings(), stands_in, stands_in, (), None, StartupProgress(quiet=True))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.config import GRAFTED, EngineConfig
+from swiftspec.config import EngineConfig
+from swiftspec.drafter_kinds import GRAFTED
 from swiftspec.errors import UserError
 from swiftspec.serve.cli import generate
 from swiftspec.serve.cli.arguments import HELP_PAGES, build_parser, parse_command

@@ -13,30 +13,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
 
-from swiftspec.backends.reference import (
-    attention,
-    chains,
-    delta,
-    linear,
-    mixture,
-    noise,
-    packing,
-    per_layer,
-    resampling,
-    sampling,
-)
-from swiftspec.model.formats.int8 import HeadFormat
+from swiftspec.backends.reference import attention, delta, linear, mixture, noise, packing, per_layer, sampling
 from swiftspec.model.packed_model import FusedModel, PackedModel
 from swiftspec.model.spec import ModelSpec
-
-# signatures of operators of backends/cuda/chains.py
-MatchChains = Callable[[Tensor, int, Tensor, Tensor | None, sampling.Scores], chains.ChainVerdict]
-RejectChains = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], chains.ChainVerdict]
 
 
 class Backend:
@@ -48,7 +31,9 @@ class Backend:
     """
 
     name = "reference"
-    DRAFT_HEAD: HeadFormat | None = None  # to which a dense LM head of a draft is quantised at load; None: not at all
+    DRAFT_HEAD: Literal["int8", "int4"] | None = (
+        None  # to which a dense LM head of a draft is quantised at load; None: not at all
+    )
     FLOAT32_STREAM: bool = False  # bfloat16 models have a residual stream in float32
     FUSED_ATTENTION: bool = False  # attention keeps no mask and no scores over the whole cache in memory
     INT8_ACTIVATIONS: bool = False  # products can quantise activations to int8 numbers
@@ -60,9 +45,11 @@ class Backend:
     PREFILL_CHUNK_ROWS: int = 256  # of a prefill chunk without logits: compute-bound, and soon interrupted
     TILINGS: bool = False  # `tilings_of` returns tilings of a packed projection, among which a GPU is tuned
 
-    # optional operators: None where batches use the functions of reference/chains.py
-    match_chains: MatchChains | None = None
-    reject_chains: RejectChains | None = None
+    # optional operators: None where batches use the functions of reference/chains.py, and particles those of
+    # reference/resampling.py
+    match_chains: Callable[..., Any] | None = None
+    reject_chains: Callable[..., Any] | None = None
+    resample: Callable[..., None] | None = None
 
     pack = staticmethod(packing.pack)
     pack_norm = staticmethod(packing.pack_norm)
@@ -94,7 +81,6 @@ class Backend:
     draw_keyed = staticmethod(sampling.draw_keyed)
     children = staticmethod(sampling.children)
     log_probs = staticmethod(sampling.log_probs)
-    resample = staticmethod(resampling.resample)
 
     def check_supported(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:
         """Raises UserError if these operators cannot run the model on this machine."""

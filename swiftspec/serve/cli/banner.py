@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
+from swiftspec.drafter_kinds import DRAFTER_KINDS
 from swiftspec.serve.terminal import ACCEPTED_STYLE, print_note
 from swiftspec.startup.session import Session
 
@@ -34,7 +35,7 @@ def show_banner(session: Session, console: Console, *, raw: bool) -> None:
                 "bold",
             )
         )
-    drafter = "suffix lookup" if plan.drafts_by_lookup else f"draft {draft}"
+    drafter = DRAFTER_KINDS[plan.drafter].title if plan.drafts_without_model else f"draft {draft}"
     pair = target if draft is None else f"{target}, {drafter}"
     ranks = (
         "" if plan.num_ranks == 1 else f" on {plan.target_tp} + {plan.draft_tp} ranks, d = {plan.initial_draft_steps}"

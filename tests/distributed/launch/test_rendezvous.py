@@ -17,7 +17,7 @@ from swiftspec.distributed.launch.rendezvous import DEAD_AFTER_S, Rendezvous
 from swiftspec.distributed.launch.startup_barrier import Timeouts
 from swiftspec.distributed.launch.supervision import JobEnded, RankInfo, RankTable, SupervisorLink
 from swiftspec.distributed.launch.world import World, rejoin
-from swiftspec.distributed.remote.draft_group import DraftGroupRecovery
+from swiftspec.distributed.remote.reconnect import DraftGroupRecovery
 from swiftspec.distributed.transport.connections import Connections
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.transport import Transport

@@ -85,7 +85,7 @@ def written(
     return built
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q8_0", pytest.param("F32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_those_of_transformers(tmp_path: Path, name: str, kind: str) -> None:
     path = tmp_path / "model.gguf"

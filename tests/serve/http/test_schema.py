@@ -19,7 +19,7 @@ PATHS = {
     "/v1/completions/render", "/v1/chat/completions/render", "/v1/models", "/v1/models/{model}", "/health",
     "/health/generate", "/version", "/tokenize", "/detokenize",
     "/metrics", "/v1/spec/events", "/v1/responses/input_tokens", "/v1/responses/{response_id}",
-    "/v1/responses/{response_id}/input_items", "/v1/responses/{response_id}/cancel", "/ping", "/load",
+    "/v1/responses/{response_id}/input_items", "/ping", "/load",
     "/tokenizer_info", "/ready", "/live",
 }  # fmt: skip
 
