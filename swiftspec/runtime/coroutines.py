@@ -11,31 +11,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from greenlet import greenlet
 
+from swiftspec.runtime.runner import Call
+
 EXPANSION, VERIFICATION, PREFILL = 0, 1, 2  # priorities of calls; every request expands its tree before any is verified
-
-
-class Call(Protocol):
-    """What a suspended request waits for."""
-
-    result: Any  # set by `run`
-    error: Exception | None  # why `run` has failed
-
-    @property
-    def key(self) -> object:
-        """Calls with equal keys run as one."""
-        ...
-
-    @property
-    def priority(self) -> int:
-        """Calls with a lower number run first; of those of `PREFILL` one runs at a time."""
-        ...
-
-    def run(self, others: Sequence[Any]) -> None:
-        """Runs this call together with `others`, which have the same key, and sets the result of each."""
 
 
 class CallQueue:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import Chain, ForwardOutput, HostBatch, Ints
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.coroutines import Call
 from swiftspec.sampling.guidance import Guidance
 from swiftspec.sampling.sampler import Sampler, ShardedVocab, TokenConstraint
 from swiftspec.sampling.token_rules import TokenRules
@@ -32,6 +31,26 @@ StepHook = Callable[[float, int], None]  # called after a step with its start ti
 def delta_slots(context: int, tree_slots: int) -> int:
     """Returns the number of slots of a delta cache for one sequence. Parameters as in `Runner`."""
     return min(MAX_UNFOLDED_POSITIONS + PREFILL_CHUNK_TOKENS, context) + tree_slots
+
+
+class Call(Protocol):
+    """What a request asks of a model. Those of several requests can run as one (coroutines.py)."""
+
+    result: Any  # set by `run`
+    error: Exception | None  # why `run` has failed
+
+    @property
+    def key(self) -> object:
+        """Calls with equal keys run as one."""
+        ...
+
+    @property
+    def priority(self) -> int:
+        """Calls with a lower number run first (coroutines.py)."""
+        ...
+
+    def run(self, others: Sequence[Any]) -> None:
+        """Runs this call together with `others`, which have the same key, and sets the result of each."""
 
 
 class Runner:

@@ -10,8 +10,8 @@ from swiftspec.cache.model_cache import SequenceView
 from swiftspec.cache.prefix_cache import TokenText
 from swiftspec.cache.prefix_reuse import SequencePrefixes
 from swiftspec.model.batch import ForwardOutput, HostBatch, Ints, merge_batches
-from swiftspec.runtime.coroutines import PREFILL, Call, CallQueue
-from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.coroutines import PREFILL, CallQueue
+from swiftspec.runtime.runner import Call, Runner
 from swiftspec.sampling.guidance import Guidance
 
 
