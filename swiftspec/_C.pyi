@@ -218,50 +218,50 @@ class Population:
         rows, seconds) after each forward. Returns the seconds of the draft's forwards and of the target's."""
 
 class Rounds:
-    """Expansions and verifications as one call each, for one decoder and a cache of one sequence, or of two for
-    verifications of guided requests; see host/decoder/rounds.h. The ranks of a group make the same calls and merge
-    their best tokens. Raises OSError if a rank is lost."""
+    """Expansions and verifications of one request, or of several at a time, as one call each, for one decoder and a
+    cache; see host/decoder/rounds.h. The ranks of a group make the same calls and merge their best tokens. Raises
+    OSError if a rank is lost."""
     def __init__(self, decoder: Decoder, cache: ModelCache) -> None: ...
     def expand(
         self,
-        tree: Tree,
-        prefix: int,
-        pending: Sequence[int],
-        leaves: int,
-        children: int,
-        scoring: Scoring,
-        coupled: bool,
-        tau: float,
-        allowed: Callable | None,
-    ) -> tuple[int, float]:
-        """Expands the likeliest leaves. `prefix`: number of verified tokens with KV. `pending`: verified tokens without
-        KV, only before the first expansion. `allowed`: maps the leaves to their token masks, uint8 [leaves, bytes], one
-        bit per token; None allows all. Returns the number of expanded leaves and the seconds of the forward."""
-    def logits(self, nodes: Sequence[int], out: Array) -> None:
-        """Copies the raw logits of these nodes of the proposal that was verified last to `out` [nodes, outputs of the
-        head]. Raises ValueError if it had fewer nodes."""
-    def probabilities(self, tokens: Sequence[int], parents: Sequence[int], scoring: Scoring) -> list[float]:
-        """Target probabilities of each node's token after its parent, root excluded, for the proposal that was verified
-        last. Raises ValueError if it had fewer nodes."""
+        expansions: Sequence[tuple[Tree, int, int, Sequence[int], int, int, Scoring, bool, float, Callable | None]],
+    ) -> tuple[list[int], float]:
+        """Expands the likeliest leaves of trees. Each of `expansions`: tree; index of the sequence; prefix, the number
+        of verified tokens with KV; pending, the verified tokens without KV, only before the first expansion; leaves;
+        children of each; scoring; whether children are coupled; tau; allowed, which maps the leaves to their token
+        masks, uint8 [leaves, bytes], one bit per token, or None for all. Returns the numbers of expanded leaves and the
+        seconds of the forward."""
+    def logits(self, rows: Sequence[int], out: Array) -> None:
+        """Copies the raw logits of these rows of the last verification to `out` [rows, outputs of the head]. Raises
+        ValueError if it had fewer rows."""
+    def probabilities(self, tokens: Sequence[int], parents: Sequence[int], scoring: Scoring, row: int) -> list[float]:
+        """Target probabilities of each node's token after its parent, root excluded, for a proposal that was verified
+        last. `row`: of its root. Raises ValueError if it had fewer nodes."""
     def scoring(
         self, vocab: int, temperature: float, bias: Array | None, noisy: bool, seed: int, stream: int
     ) -> Scoring:
         """`bias`: [vocab] float32. `noisy`: add the noise of `seed` and `stream`."""
     def verify(
         self,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        prefix: int,
-        scoring: Scoring,
-        allowed: Array | None,
-        guidance: tuple[int, int, float] | None,
-        forced: Sequence[int] | None = None,
-    ) -> tuple[list[int], list[int], float]:
-        """Verifies a proposal. `allowed`: token masks of the nodes, uint8 [nodes, bytes], or None. `guidance`: root
-        token, prefix and scale of the unconditional sequence of a guided request, or None. `forced`: the path to accept
-        whatever is drawn, root first; None: the path of the drawn tokens. Returns the accepted path, whose KV now
+        verifications: Sequence[
+            tuple[
+                Sequence[int],
+                Sequence[int],
+                int,
+                int,
+                Scoring,
+                Array | None,
+                tuple[int, int, int, float] | None,
+                Sequence[int] | None,
+            ]
+        ],
+    ) -> tuple[list[tuple[list[int], list[int], int]], float]:
+        """Verifies proposals. Each of `verifications`: tokens; parents; index of the sequence; prefix; scoring;
+        allowed, token masks of the nodes, uint8 [nodes, bytes], or None; guidance, index of the sequence, root token,
+        prefix and scale of the unconditional sequence of a guided request, or None; forced, the path to accept whatever
+        is drawn, root first, or None for the path of the drawn tokens. Returns for each the accepted path, whose KV now
         follows the prefix, the token drawn after each of its nodes (in a forced path only the last one; before it the
-        nodes' own tokens), and the seconds of the forward."""
+        nodes' own tokens), and the row of its root in the logits; and the seconds of the forward."""
 
 class Scoring:
     """Scores of one request's logits: temperature, bias, penalties, filters and noise. Created by `Rounds.scoring`."""

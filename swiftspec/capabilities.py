@@ -147,6 +147,9 @@ ENGINE_FEATURES = {
     "overlap": Feature("{mode} async on one rank", "start two ranks"),
     "no draft": Feature("no draft model", "specify one with {draft_model}", "without a draft model"),
     "several requests": Feature("{max_num_seqs} above 1", "use {max_num_seqs} 1"),
+    "chains": Feature(
+        "{max_num_seqs} above 1 on a GPU, on several ranks or with {verify} reject", "use {max_num_seqs} 1"
+    ),
     "verify reject": Feature("{verify} reject", "use {verify} match"),
     "proposal top": Feature("{proposal} top", "use another {proposal}"),
     "proposal coupled": Feature("{proposal} coupled", "use another {proposal}"),
@@ -249,12 +252,12 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "mode serial": NEEDS_DRAFT,
         "mode async": NEEDS_DRAFT,
         "mode smc": NEEDS_DRAFT,
-        "several requests": Conflict(),
+        "chains": Conflict(),
         "grafting": Conflict(),
         "profile": Conflict(),
     },
     "mode ar": {
-        "several requests": Conflict("which decodes one request at a time"),
+        "chains": Conflict("which decodes one request at a time there"),
         "request draft": Conflict(fix=REMOVE_THEM),
         "synthetic acceptance": Conflict(NO_TREE),
         "profile": Conflict(NO_TREE, REMOVE),
@@ -291,7 +294,17 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "target group": NO_TARGET_GROUP,
     },
     "several requests": {
-        **SEQUENCE_GROUPS,
+        "profile": Conflict("since it holds the tree of a single request", REMOVE),
+        "draft head": Conflict(),
+        "target worker": Conflict(),
+        "draft worker": Conflict(),
+    },
+    "chains": {
+        **{
+            row: conflict
+            for row, conflict in SEQUENCE_GROUPS.items()
+            if "worker" not in row and row not in ("profile", "draft head")
+        },
         "self-switch": Conflict(),
         "adapted shape": Conflict(),
         "uncoupled proposal": Conflict(fix=REMOVE),

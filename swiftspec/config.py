@@ -231,13 +231,14 @@ class EngineConfig:
     )
     max_num_seqs: int = setting(
         1,
-        "Requests decoded concurrently in mode serial, guided ones counted twice; above 1 each has a chain of D"
-        " draft tokens instead of a tree.",
+        "Requests decoded concurrently in modes ar and serial, guided ones counted twice. On a GPU, on several"
+        " ranks and with --verify reject each has a chain of D draft tokens instead of a tree.",
         SPECULATION,
         "G",
         ge=1,
         le=MAX_CONCURRENT_REQUESTS,
     )
+    chains: bool = False  # several requests have a chain of draft tokens each, not a tree (builder/rules.py)
     self_switch: bool = False  # decode without the draft while that is faster; rounds then depend on the clock
     adapt_steps: bool = False  # d follows measurements of running requests; rounds then depend on the clock
     adapt_batch: bool = False  # bs follows measurements, up to `max_nodes`; rounds then depend on the clock
@@ -258,14 +259,17 @@ class EngineConfig:
         usual = {"ar": 0, "async": 0 if remote else 1}.get(self.mode, self.target_tp)
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
+        if self.max_num_seqs > 1 and (self.num_ranks > 1 or self.verify == "reject"):
+            object.__setattr__(self, "chains", True)
         check_features(self.features)
         length, most = self.synthetic_acceptance_length, self.verify_batch
         fits = length is None or 1 <= length <= most
         require(fits, f"synthetic_acceptance_length must lie in 1..{most} (verify_batch), not {length or 0:g}")
-        chains, steps = self.max_num_seqs > 1, self.initial_draft_steps
+        steps = self.initial_draft_steps
         require(
-            not chains or steps < MAX_TREE_NODES,
-            f"with max_num_seqs above 1, draft_steps must lie in 1..{MAX_TREE_NODES - 1}, not {steps}",
+            not self.chains or steps < MAX_TREE_NODES,
+            f"with max_num_seqs above 1 on a GPU, on several ranks or with verify reject, draft_steps must lie in"
+            f" 1..{MAX_TREE_NODES - 1}, not {steps}",
         )
         if self.mode == "async":
             alone = self.draft_tp == 0 and self.target_tp == 1
@@ -282,6 +286,7 @@ class EngineConfig:
             "overlap": self.overlap_on_one_gpu,
             "several ranks": self.num_ranks > 1,
             "several requests": self.max_num_seqs > 1,
+            "chains": self.chains,
             "verify reject": self.verify == "reject",
             f"proposal {self.proposal}": drafts_tree or self.verify == "reject",
             "uncoupled proposal": self.proposal != ("sample" if self.verify == "reject" else "coupled"),
@@ -409,15 +414,15 @@ class EngineConfig:
 
     @property
     def batch(self) -> BatchConfig | None:
-        """Configuration of the exact batch if `max_num_seqs` is above 1, otherwise None."""
-        if self.max_num_seqs == 1:
+        """Configuration of the exact batch of chains; None if requests have trees."""
+        if not self.chains:
             return None
         return BatchConfig(self.max_num_seqs, self.initial_draft_steps, self.verify)
 
     @property
     def group_shape(self) -> GroupShape | None:
-        """Shape of the sequence groups that decode requests, in mode smc and in an exact batch; None if a draft tree
-        decodes one request at a time."""
+        """Shape of the sequence groups that decode requests, in mode smc and in an exact batch of chains; None if
+        requests have trees."""
         if self.mode == "smc":
             return self.population.shape
         return None if self.batch is None else self.batch.shape
@@ -426,7 +431,7 @@ class EngineConfig:
     def num_sequences(self) -> int:
         """Number of sequences in the KV cache of a model: one for each concurrent request. A guided request takes two
         of several; a single one allocates a second one."""
-        return 1 if self.group_shape is None else self.group_shape.max_groups
+        return self.max_num_seqs if self.group_shape is None else self.group_shape.max_groups
 
     @property
     def overlap_on_one_gpu(self) -> bool:

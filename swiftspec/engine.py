@@ -217,30 +217,8 @@ class Engine:
         self._requests += 1
         request = self._requests
         stats = self.stats = Stats(prompt_tokens=len(prompt))
-        stop_criteria, decoding = self._stop_criteria(prompt, sampling), self.decoding
-        began, captures = time.perf_counter(), decoding.captured_graphs()
-        try:
-            afresh = (0, 0) if sampling.prompt_logprobs is not None else None
-            stats.cached_tokens = decoding.open(
-                RequestStart(request, prompt, sampling, len(prompt), num_cached_tokens=afresh), stop_criteria
-            )
-            opened = time.perf_counter()
-            stats.prompt_time = opened - began
-            target, draft = decoding.busy
-            for chunk in decoding.chunks(stop_criteria, stats):
-                now = decoding.busy
-                stats.record_times(bool(chunk.token_ids), began, opened, (now[0] - target, now[1] - draft))
-                stats.graph_captures = decoding.captured_graphs() - captures
-                yield chunk
-                if chunk.finish_reason is not None:
-                    return
-                if self._requests != request:
-                    raise UserError(
-                        "this request was ended by a later one: read each stream to its end before starting another"
-                    )
-        finally:
-            if self._requests == request:  # otherwise the caches belong to a later request
-                decoding.close(stats)
+        start, stop_criteria = request_start(request, prompt, sampling), self._stop_criteria(prompt, sampling)
+        yield from decode_request(self.decoding, start, stop_criteria, stats, lambda: self._requests == request)
 
     def _stop_criteria(self, prompt: Sequence[int], sampling: SamplingParams) -> StopCriteria:
         negative = sampling.negative_prompt_ids if sampling.guided else ()
@@ -248,6 +226,43 @@ class Engine:
         budget = budget if sampling.max_tokens is None else min(budget, sampling.max_tokens)
         eos = self.limits.eos_token_ids if sampling.grammar is not None or not sampling.ignore_eos else ()
         return StopCriteria(budget, {*sampling.stop_token_ids, *eos})
+
+
+def request_start(request: int, prompt: Sequence[int], sampling: SamplingParams) -> RequestStart:
+    """Returns the start of a request. All tokens of a prompt whose log-probabilities are requested are prefilled."""
+    afresh = (0, 0) if sampling.prompt_logprobs is not None else None
+    return RequestStart(request, tuple(prompt), sampling, len(prompt), num_cached_tokens=afresh)
+
+
+def decode_request(
+    decoding: Decoding,
+    start: RequestStart,
+    stop_criteria: StopCriteria,
+    stats: Stats,
+    is_current: Callable[[], bool] = lambda: True,
+) -> Generator[TokenChunk]:
+    """Decodes a request from its prefill to its end: yields one chunk per round and completes `stats`. `is_current`:
+    whether the caches still belong to this request; if not, the next chunk raises UserError."""
+    began, captures = time.perf_counter(), decoding.captured_graphs()
+    try:
+        stats.cached_tokens = decoding.open(start, stop_criteria)
+        opened = time.perf_counter()
+        stats.prompt_time = opened - began
+        target, draft = decoding.busy
+        for chunk in decoding.chunks(stop_criteria, stats):
+            now = decoding.busy
+            stats.record_times(bool(chunk.token_ids), began, opened, (now[0] - target, now[1] - draft))
+            stats.graph_captures = decoding.captured_graphs() - captures
+            yield chunk
+            if chunk.finish_reason is not None:
+                return
+            if not is_current():
+                raise UserError(
+                    "this request was ended by a later one: read each stream to its end before starting another"
+                )
+    finally:
+        if is_current():
+            decoding.close(stats)
 
 
 def _count(stats: Stats, proposal: Proposal, result: VerifyResult, kept: int) -> None:

@@ -81,6 +81,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "mode async": {"mode": "async", "target_tp": 1, "draft_tp": 1},
     "mode smc": {"mode": "smc", "population": PopulationConfig(particles=2, smc_draft_tokens=2)},
     "several requests": {"max_num_seqs": 2},
+    "chains": {"max_num_seqs": 2, "chains": True},
     "verify reject": {"verify": "reject"},
     "proposal top": {"proposal": "top"},
     "proposal coupled": {"proposal": "coupled"},
@@ -99,6 +100,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{f"mode {mode}": {"mode": mode} for mode in ("ar", "serial", "async", "smc")},
     "no draft": {},
     "several requests": {"max_num_seqs": 2},
+    "chains": {"max_num_seqs": 2},
     "verify reject": {"verify": "reject"},
     "suffix lookup": {"draft_model": SUFFIX_LOOKUP},
     "grafting": {"graft_suffix": True},
@@ -305,8 +307,8 @@ def test_every_entry_of_the_table_is_reported(row: str, column: str, conflict: C
         assert any(flag_name(name) in note and " no effect " in note for note in notes)
     else:
         settings = load_settings(SETTINGS[column] | SETTINGS[row])
-        several = row != "one rank" and (settings.mode == "async" or column == "several ranks")
-        ranks = 3 if row == "draft group" else 2 if several else 1
+        several = settings.mode == "async" or column == "several ranks" or "chains" in (row, column)
+        ranks = 3 if row == "draft group" else 2 if several and row != "one rank" else 1
         with pytest.raises(UsageError, match=" not supported ") as error:
             settings.make_plan("no draft" not in (row, column), ranks)
         assert "\n" not in str(error.value) and "{" not in str(error.value)

@@ -153,7 +153,7 @@ def verification(machine: Machine, case: RequestCase) -> Choice:
 
 def exact_batch(machine: Machine, case: RequestCase) -> Choice:
     """As `expansion`, for rounds of chains."""
-    config = replace(case.config, max_num_seqs=2)
+    config = replace(case.config, max_num_seqs=2, chains=True)
     check_features(config.features | case.sampling.features | case.traits)
     return machine.batch_executors(config.verify), case.sampling.features | config.features
 
@@ -168,7 +168,11 @@ Phase = Callable[[Machine, RequestCase], Choice]
 PHASES: tuple[tuple[str, Phase, tuple[RequestCase, ...]], ...] = (
     ("Expansions of the draft tree", expansion, (*SHAPED, SAMPLE, REJECT, COLD)),
     ("Verifications", verification, (*SHAPED, HIDDEN, SAMPLE, REJECT, COLD)),
-    ("Rounds of an exact batch (`--max-num-seqs`)", exact_batch, (*SHAPED, HIDDEN, REJECT)),
+    (
+        "Rounds of chains (`--max-num-seqs` on a GPU, on several ranks or with `--verify reject`)",
+        exact_batch,
+        (*SHAPED, HIDDEN, REJECT),
+    ),
     ("Population rounds (mode smc)", population, (*SHAPED, HIDDEN)),
 )
 

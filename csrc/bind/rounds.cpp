@@ -3,10 +3,12 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "bind/decoder_cache.h"
 #include "bind/module.h"
@@ -23,7 +25,6 @@ using host::Scoring;
 using host::Tree;
 
 std::unique_ptr<Rounds> make_rounds(host::Decoder& decoder, const ModelCache& cache) {
-  check(cache.sequences() <= 2, "the cache must have one sequence, or two for guided requests");
   check_cache(decoder, cache);
   return std::make_unique<Rounds>(decoder, cache);
 }
@@ -56,16 +57,17 @@ void set_filters(Scoring& scoring, const py::dict& filters) {
   scoring.filter = filter_args(filters);
 }
 
-// `out` [nodes, outputs of the head].
-void copy_logits(const Rounds& rounds, const Nodes& nodes, const Array& out) {
-  const auto count = static_cast<int64_t>(nodes.size());
-  for (const int64_t node : nodes) check(node >= 0, "a node is negative");
-  rounds.copy_logits(nodes, out.at<float>(kCpu, "out", {count, rounds.decoder().model().head->n}));
+// `out` [rows, outputs of the head].
+void copy_logits(const Rounds& rounds, const Nodes& rows, const Array& out) {
+  const auto count = static_cast<int64_t>(rows.size());
+  for (const int64_t row : rows) check(row >= 0, "a row is negative");
+  rounds.copy_logits(rows, out.at<float>(kCpu, "out", {count, rounds.decoder().model().head->n}));
 }
 
-// Checks that `rows` slots after the prefix fit the region, and that `scoring` fits the decoder.
-void check_room(const Rounds& rounds, int64_t prefix, int64_t rows, const Scoring& scoring) {
+// Checks that `rows` slots after the prefix fit the region of a sequence, and that `scoring` fits the decoder.
+void check_room(const Rounds& rounds, int64_t sequence, int64_t prefix, int64_t rows, const Scoring& scoring) {
   const host::PackedModel& model = rounds.decoder().model();
+  check(sequence >= 0 && sequence < rounds.cache().sequences(), "the cache does not have this sequence");
   check(prefix >= 0 && prefix + rows <= rounds.cache().capacity(), "the rows do not fit the cache");
   check(prefix + rows <= model.positions, "a position lies outside the context");
   check(scoring.columns().count <= model.head->n, "the scoring belongs to another decoder");
@@ -78,30 +80,59 @@ host::TokenMask allowed_from(const MaybeArray& bits, int64_t rows, const Scoring
   return {bits->at<uint8_t>(kCpu, "allowed", {rows, bytes}), bytes};
 }
 
-// Returns the number of expanded leaves and the seconds of the forward.
-std::pair<int64_t, double> expand(Rounds& rounds, Tree& tree, int64_t prefix, const Nodes& pending, int64_t leaves,
-                                  int64_t children, Scoring& scoring, bool coupled, double tau,
-                                  const std::optional<py::function>& allowed) {
-  const int64_t num_pending = static_cast<int64_t>(pending.size()), vocab = rounds.decoder().model().vocab;
-  size_arg("leaves", leaves, 1);
-  check(tau > 0, "tau must be above 0");
-  check(children >= 1 && children <= scoring.columns().vocab,
+// Checks that no sequence is in a call twice.
+void check_distinct(Nodes sequences) {
+  std::sort(sequences.begin(), sequences.end());
+  const bool repeated = std::adjacent_find(sequences.begin(), sequences.end()) != sequences.end();
+  check(!repeated, "two requests have the same sequence");
+}
+
+void check_expansion(const Rounds& rounds, const host::Expansion& each) {
+  const Tree& tree = *each.tree;
+  const int64_t num_pending = static_cast<int64_t>(each.pending.size()), vocab = rounds.decoder().model().vocab;
+  size_arg("leaves", each.leaves, 1);
+  check(each.tau > 0, "tau must be above 0");
+  check(each.children >= 1 && each.children <= each.scoring->columns().vocab,
         "the number of children must be between 1 and the vocabulary size");
-  check(tree.expanded() + leaves <= tree.slots && tree.count() + leaves * children <= tree.nodes, "the tree is full");
+  check(tree.expanded() + each.leaves <= tree.slots && tree.count() + each.leaves * each.children <= tree.nodes,
+        "the tree is full");
   check(num_pending == 0 || tree.expanded() == 0, "pending tokens need a tree without expansions");
-  check_range(pending.data(), num_pending, vocab, "a token lies outside the vocabulary");
+  check_range(each.pending.data(), num_pending, vocab, "a token lies outside the vocabulary");
   check_range(tree.token, tree.count(), vocab, "a token lies outside the vocabulary");
-  check_room(rounds, prefix, num_pending + tree.expanded() + leaves, scoring);
-  py::object bits;  // kept alive until the masks have been read
-  const host::TokenMaskFn after = [&](const Nodes& nodes) {
-    const py::gil_scoped_acquire locked;
-    bits = (*allowed)(nodes);
-    return allowed_from(bits.cast<Array>(), static_cast<int64_t>(nodes.size()), scoring);
-  };
-  const py::gil_scoped_release unlocked;
-  const int64_t count = rounds.expand(tree, prefix, pending, leaves, children, scoring, coupled, tau,
-                                      allowed ? after : host::TokenMaskFn{});
-  return {count, count == 0 ? 0.0 : rounds.seconds()};
+  check_room(rounds, each.sequence, each.prefix, num_pending + tree.expanded() + each.leaves, *each.scoring);
+}
+
+// tree, sequence, prefix, pending, leaves, children, scoring, coupled, tau, allowed
+using ExpandArgs = std::tuple<Tree*, int64_t, int64_t, Nodes, int64_t, int64_t, Scoring*, bool, double,
+                              std::optional<py::function>>;
+
+// Returns the numbers of expanded leaves and the seconds of the forward.
+std::pair<Nodes, double> expand(Rounds& rounds, const std::vector<ExpandArgs>& args) {
+  std::vector<host::Expansion> expansions;
+  std::vector<py::object> bits(args.size());  // kept alive until the masks have been read
+  Nodes sequences;
+  for (const auto& [tree, sequence, prefix, pending, leaves, children, scoring, coupled, tau, allowed] : args) {
+    check(tree != nullptr && scoring != nullptr, "an expansion needs a tree and a scoring");
+    host::Expansion& each = expansions.emplace_back(
+        host::Expansion{tree, sequence, prefix, pending, leaves, children, scoring, coupled, tau});
+    check_expansion(rounds, each);
+    sequences.push_back(sequence);
+    if (!allowed) continue;
+    each.allowed = [&masks = bits[expansions.size() - 1], &make = *allowed, scoring](const Nodes& nodes) {
+      const py::gil_scoped_acquire locked;
+      masks = make(nodes);
+      return allowed_from(masks.cast<Array>(), static_cast<int64_t>(nodes.size()), *scoring);
+    };
+  }
+  check_distinct(std::move(sequences));
+  {
+    const py::gil_scoped_release unlocked;
+    rounds.expand(expansions);
+  }
+  Nodes counts;
+  for (const host::Expansion& each : expansions) counts.push_back(static_cast<int64_t>(each.expanded.size()));
+  const bool idle = std::all_of(counts.begin(), counts.end(), [](int64_t count) { return count == 0; });
+  return {std::move(counts), idle ? 0.0 : rounds.seconds()};
 }
 
 // Checks that these are the nodes of a proposal.
@@ -126,39 +157,59 @@ void check_path(const Nodes& path, const Nodes& parents) {
   }
 }
 
-// Returns the path, the sampled tokens and the seconds of the forward.
-std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens, const Nodes& parents, int64_t prefix,
-                                        Scoring& scoring, const MaybeArray& allowed,
-                                        const std::optional<std::tuple<int64_t, int64_t, float>>& guidance,
-                                        const std::optional<Nodes>& forced) {
-  const auto count = static_cast<int64_t>(tokens.size());
-  check_nodes(rounds, tokens, parents);
-  if (forced) check_path(*forced, parents);
-  if (scoring.penalties) check_vocab(tokens, scoring);
-  check_room(rounds, prefix, count, scoring);
-  std::optional<host::Guidance> guided;
-  if (guidance) {
-    guided = std::make_from_tuple<host::Guidance>(*guidance);
-    check(rounds.cache().sequences() == 2, "guidance needs a cache of two sequences");
-    check_room(rounds, guided->prefix, count, scoring);
-    check_range(&guided->root, 1, rounds.decoder().model().vocab, "a token lies outside the vocabulary");
-  }
-  const host::TokenMask follow = allowed_from(allowed, count, scoring);
-  Nodes path, sampled;
-  {
-    py::gil_scoped_release unlocked;
-    rounds.verify(tokens, parents, prefix, guided, scoring, follow, forced, path, sampled);
-  }
-  return {std::move(path), std::move(sampled), rounds.seconds()};
+void check_verification(const Rounds& rounds, const host::Verification& each) {
+  const auto count = static_cast<int64_t>(each.tokens.size());
+  check_nodes(rounds, each.tokens, each.parents);
+  if (each.forced) check_path(*each.forced, each.parents);
+  if (each.scoring->penalties) check_vocab(each.tokens, *each.scoring);
+  check_room(rounds, each.sequence, each.prefix, count, *each.scoring);
+  if (!each.guidance) return;
+  check_room(rounds, each.guidance->sequence, each.guidance->prefix, count, *each.scoring);
+  check_range(&each.guidance->root, 1, rounds.decoder().model().vocab, "a token lies outside the vocabulary");
 }
 
-std::vector<float> probabilities(Rounds& rounds, const Nodes& tokens, const Nodes& parents, const Scoring& scoring) {
+// tokens, parents, sequence, prefix, scoring, allowed, guidance, forced
+using VerifyArgs = std::tuple<Nodes, Nodes, int64_t, int64_t, Scoring*, MaybeArray,
+                              std::optional<std::tuple<int64_t, int64_t, int64_t, float>>, std::optional<Nodes>>;
+using Verdict = std::tuple<Nodes, Nodes, int64_t>;  // path, sampled tokens, row of the root
+
+// Returns the verdicts and the seconds of the forward.
+std::pair<std::vector<Verdict>, double> verify(Rounds& rounds, const std::vector<VerifyArgs>& args) {
+  check(!args.empty(), "nothing to verify");
+  std::vector<host::Verification> verifications;
+  Nodes sequences;
+  for (const auto& [tokens, parents, sequence, prefix, scoring, allowed, guidance, forced] : args) {
+    check(scoring != nullptr, "a verification needs a scoring");
+    host::Verification& each =
+        verifications.emplace_back(host::Verification{tokens, parents, sequence, prefix, scoring});
+    each.allowed = allowed_from(allowed, static_cast<int64_t>(tokens.size()), *scoring);
+    if (guidance) each.guidance = std::make_from_tuple<host::Guidance>(*guidance);
+    each.forced = forced;
+    check_verification(rounds, each);
+    sequences.push_back(sequence);
+    if (each.guidance) sequences.push_back(each.guidance->sequence);
+  }
+  check_distinct(std::move(sequences));
+  {
+    const py::gil_scoped_release unlocked;
+    rounds.verify(verifications);
+  }
+  std::vector<Verdict> verdicts;
+  for (host::Verification& each : verifications) {
+    verdicts.emplace_back(std::move(each.path), std::move(each.sampled), each.row);
+  }
+  return {std::move(verdicts), rounds.seconds()};
+}
+
+std::vector<float> probabilities(Rounds& rounds, const Nodes& tokens, const Nodes& parents, const Scoring& scoring,
+                                 int64_t row) {
   check_nodes(rounds, tokens, parents);
+  check(row >= 0, "a row is negative");
   check(rounds.columns(scoring.columns().vocab).count == scoring.columns().vocab,
         "a rank of a group has only a part of the logits");
   check_range(tokens.data(), static_cast<int64_t>(tokens.size()), scoring.columns().vocab,
               "a token lies outside the vocabulary");
-  return rounds.probabilities(tokens, parents, scoring);
+  return rounds.probabilities(tokens, parents, scoring, row);
 }
 
 }  // namespace
@@ -173,34 +224,34 @@ void bind_rounds(py::module_& m) {
       .def("set_filters", &set_filters, py::arg("filters"),
            "Filters of verifications, by their names in SamplingParams.");
   py::class_<Rounds>(m, "Rounds",
-                     "Expansions and verifications as one call each, for one decoder and a cache of one sequence, or of "
-                     "two for verifications of guided requests; see "
-                     "host/decoder/rounds.h. The ranks of a group make the same calls and merge their best tokens. "
-                     "Raises OSError if a rank is lost.")
+                     "Expansions and verifications of one request, or of several at a time, as one call each, for one "
+                     "decoder and a cache; see host/decoder/rounds.h. The ranks of a group make the same calls and merge "
+                     "their best tokens. Raises OSError if a rank is lost.")
       .def(py::init(&make_rounds), py::arg("decoder"), py::arg("cache"), py::keep_alive<1, 2>(),
            py::keep_alive<1, 3>())
       .def("scoring", &make_scoring, py::arg("vocab"), py::arg("temperature"), py::arg("bias"), py::arg("noisy"),
            py::arg("seed"), py::arg("stream"), py::keep_alive<0, 1>(), py::keep_alive<0, 4>(),
            "`bias`: [vocab] float32. `noisy`: add the noise of `seed` and `stream`.")
-      .def("expand", &expand, py::arg("tree"), py::arg("prefix"), py::arg("pending"), py::arg("leaves"),
-           py::arg("children"), py::arg("scoring"), py::arg("coupled"), py::arg("tau"), py::arg("allowed"),
-           "Expands the likeliest leaves. `prefix`: number of verified tokens with KV. `pending`: verified tokens "
-           "without KV, only before the first expansion. `allowed`: maps the leaves to their token masks, uint8 "
-           "[leaves, bytes], one bit per token; None allows all. Returns the number of expanded leaves and the "
-           "seconds of the forward.")
-      .def("verify", &verify, py::arg("tokens"), py::arg("parents"), py::arg("prefix"), py::arg("scoring"),
-           py::arg("allowed"), py::arg("guidance"), py::arg("forced") = py::none(),
-           "Verifies a proposal. `allowed`: token masks of the nodes, uint8 [nodes, bytes], or None. `guidance`: root "
-           "token, prefix and scale of the unconditional sequence of a guided request, or None. `forced`: the path "
-           "to accept whatever is drawn, root first; None: the path of the drawn tokens. Returns the accepted path, "
-           "whose KV now follows the prefix, the token drawn after each of its nodes (in a forced path only the last "
-           "one; before it the nodes' own tokens), and the seconds of the forward.")
+      .def("expand", &expand, py::arg("expansions"),
+           "Expands the likeliest leaves of trees. Each of `expansions`: tree; index of the sequence; prefix, the number "
+           "of verified tokens with KV; pending, the verified tokens without KV, only before the first expansion; "
+           "leaves; children of each; scoring; whether children are coupled; tau; allowed, which maps the leaves to their "
+           "token masks, uint8 [leaves, bytes], one bit per token, or None for all. Returns the numbers of expanded "
+           "leaves and the seconds of the forward.")
+      .def("verify", &verify, py::arg("verifications"),
+           "Verifies proposals. Each of `verifications`: tokens; parents; index of the sequence; prefix; scoring; allowed, "
+           "token masks of the nodes, uint8 [nodes, bytes], or None; guidance, index of the sequence, root token, prefix "
+           "and scale of the unconditional sequence of a guided request, or None; forced, the path to accept whatever is "
+           "drawn, root first, or None for the path of the drawn tokens. Returns for each the accepted path, whose KV now "
+           "follows the prefix, the token drawn after each of its nodes (in a forced path only the last one; before it "
+           "the nodes' own tokens), and the row of its root in the logits; and the seconds of the forward.")
       .def("probabilities", &probabilities, py::arg("tokens"), py::arg("parents"), py::arg("scoring"),
-           "Target probabilities of each node's token after its parent, root excluded, for the proposal that was "
-           "verified last. Raises ValueError if it had fewer nodes.")
-      .def("logits", &copy_logits, py::arg("nodes"), py::arg("out"),
-           "Copies the raw logits of these nodes of the proposal that was verified last to `out` [nodes, outputs of "
-           "the head]. Raises ValueError if it had fewer nodes.");
+           py::arg("row"),
+           "Target probabilities of each node's token after its parent, root excluded, for a proposal that was verified "
+           "last. `row`: of its root. Raises ValueError if it had fewer nodes.")
+      .def("logits", &copy_logits, py::arg("rows"), py::arg("out"),
+           "Copies the raw logits of these rows of the last verification to `out` [rows, outputs of the head]. Raises "
+           "ValueError if it had fewer rows.");
 }
 
 }  // namespace swiftspec::binding

@@ -134,6 +134,11 @@ class BatchDecoding:
     def busy(self) -> tuple[float, float]:
         return self.scheduler.busy
 
+    @property
+    def max_requests(self) -> int:
+        """See `BatchScheduler.max_requests`."""
+        return self.scheduler.max_requests
+
     def open(self, start: RequestStart, stop_criteria: StopCriteria) -> int:
         self._evict_all()
         self._on_event("opening", start)

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from swiftspec.batching.group_method import GroupMethod
-from swiftspec.batching.prefix_reuse import SequencePrefixes
 from swiftspec.batching.round import GroupRound
 from swiftspec.batching.rows import LIVE, SHARED
 from swiftspec.batching.sequence_group import CompanionSequence, GroupAnswer, LaunchedGroup, SequenceGroup
 from swiftspec.cache.prefix_cache import TokenText, common_prefix_len
+from swiftspec.cache.prefix_reuse import SequencePrefixes
 from swiftspec.errors import NonFiniteLogits
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams

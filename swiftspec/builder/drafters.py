@@ -13,10 +13,9 @@ from typing import Any, Literal
 from swiftspec.builder.plan import draft_tree_slots
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
-from swiftspec.control.policy import initial_stats
-from swiftspec.control.row_times import PairTimes, RowTimes
+from swiftspec.control.row_times import RowTimes
+from swiftspec.control.shared_stats import SharedStats
 from swiftspec.control.step_times import SteppedDrafter
-from swiftspec.control.trial_budget import StoredBudgets
 from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter, RemoteTreeDeltaLink
 from swiftspec.distributed.remote.failover import FailoverDrafter, RemoteDraft
 from swiftspec.distributed.remote.served_roles import streams_tree_deltas
@@ -71,15 +70,13 @@ class WrapperInputs:
     `remote`: the drafter, if it is in another process.
     `suffix`: proposes after the drafter has failed, and with grafting adds to its proposals; None: only the root is
         proposed then.
-    `row_times`: times of the models' forwards by number of rows; None: not measured.
-    `budgets`: what the drafter has gained in earlier starts.
+    `stats`: measurements for the controller.
     """
 
     config: EngineConfig
     remote: RemoteDraft | None
     suffix: SuffixDrafter | None
-    row_times: PairTimes | None
-    budgets: StoredBudgets
+    stats: SharedStats
 
 
 Wrapper = Callable[[Any, WrapperInputs], Drafter]  # returns the drafter that surrounds another one, or that one itself
@@ -173,15 +170,11 @@ def _replica(given: DrafterInputs) -> ReplicaDrafter:
 
 def adapt(drafter: SteppedDrafter, given: WrapperInputs) -> SteppedDrafter | Controller:
     """Surrounds the drafter with a controller, if the configuration is adaptive or grafts suffix lookup."""
-    config, budgets = given.config, given.budgets
+    config, stats = given.config, given.stats
     if not (config.is_adaptive or config.grafts_suffix):
         return drafter
-    return Controller(
-        drafter,
-        lambda kind: initial_stats(config, given.row_times, budgets.of(kind)),
-        suffix=given.suffix if config.grafts_suffix else None,
-        keep_budget=budgets.keep,
-    )
+    suffix = given.suffix if config.grafts_suffix else None
+    return Controller(drafter, stats.of, suffix=suffix, keep_budget=stats.keep)
 
 
 def fall_back(drafter: Drafter, given: WrapperInputs) -> FallbackDrafter:

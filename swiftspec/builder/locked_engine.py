@@ -12,9 +12,9 @@ import torch
 
 from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory
 from swiftspec.batching.decoding import BatchDecoding, BatchRequest, IsCancelled, NextRequest
-from swiftspec.engine import Decoding, Engine, RequestLimits, Stats, TokenChunk
+from swiftspec.batching.tree_batch import TreeBatchDecoding
+from swiftspec.engine import Decoding, Engine, RequestLimits, Stats, TokenChunk, request_start
 from swiftspec.errors import NonFiniteLogits, UserError, truncated_repr
-from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck, Cancelled
 from swiftspec.runtime.current_device import on_device
@@ -85,7 +85,7 @@ class LockedEngine(Engine):
         request cannot be served."""
         prompt = token_ids(prompt)
         self.limits.check(prompt, sampling)
-        start = RequestStart(number, prompt, sampling, len(prompt))
+        start = request_start(number, prompt, sampling)
         return BatchRequest(start, self._stop_criteria(prompt, sampling), Stats(prompt_tokens=len(prompt)))
 
     def batch(
@@ -112,8 +112,8 @@ class LockedEngine(Engine):
     def run_batch(
         self, next_request: NextRequest, cancelled: IsCancelled
     ) -> Generator[tuple[BatchRequest, TokenChunk]]:
-        """Decodes requests that may arrive while others run: concurrently if the decoding has several sequence groups,
-        otherwise one after the other. Yields (request, chunk) pairs.
+        """Decodes requests that may arrive while others run: concurrently if the decoding supports that, otherwise one
+        after the other. Yields (request, chunk) pairs.
 
         `next_request`: returns the next waiting request, or None.
         `cancelled`: called between rounds and before each prefill chunk; returns True to end a request.
@@ -129,7 +129,7 @@ class LockedEngine(Engine):
 
         decoding = self.decoding
         with self._engine_lock():
-            if isinstance(decoding, BatchDecoding) and decoding.scheduler.max_requests > 1:
+            if isinstance(decoding, BatchDecoding | TreeBatchDecoding) and decoding.max_requests > 1:
                 chunks = self._batch(decoding.batch(fetch, cancelled))
             else:
                 chunks = self._run_one_by_one(fetch, cancelled)

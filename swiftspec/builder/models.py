@@ -226,11 +226,11 @@ class Models:
         the model. `group`: the ranks that hold the other shards."""
         if plan.group_shape is not None:
             return LocalRoles(scheduler=self._scheduler(plan, group, progress))
-        verifier = build_verifier(*self._runner("target", plan, group, progress), plan) if target else None
+        verifier = build_verifier(*self.runner("target", plan, group, progress), plan) if target else None
         if not draft:
             return LocalRoles(verifier)
         entry = DRAFTERS[local_drafter_kind(plan, self.draft_head)]
-        given = DrafterInputs(plan, model=self._runner("draft", plan, group, progress), verifier=verifier)
+        given = DrafterInputs(plan, model=self.runner("draft", plan, group, progress), verifier=verifier)
         drafter = entry.build(given)
         assert isinstance(drafter, LocalDrafter)
         return LocalRoles(verifier, drafter)
@@ -238,8 +238,8 @@ class Models:
     def _scheduler(self, plan: EngineConfig, group: RankGroup | None, progress: Progress | None) -> BatchScheduler:
         """Loads both models and returns a scheduler of sequence groups on them, for the batch or population of
         `plan`."""
-        target, deps = self._runner("target", plan, group, progress)
-        draft, draft_deps = self._runner("draft", plan, group, progress)
+        target, deps = self.runner("target", plan, group, progress)
+        draft, draft_deps = self.runner("draft", plan, group, progress)
         lag = 1 if self.options.device.type == "cuda" else 0  # on a CPU rounds are synchronous
         method = make_group_method(plan.batch or plan.population, target, draft, self.options.max_model_len)
         executors = available.population_executors(target, draft, deps, draft_deps, method.shape, method.native_params)
@@ -247,10 +247,10 @@ class Models:
             target, draft, executors, method, lag=lag, reuse_prefixes=self.options.prefix_cache_memory > 0
         )
 
-    def _runner(
+    def runner(
         self, side: Side, plan: EngineConfig, group: RankGroup | None, progress: Progress | None
     ) -> tuple[Runner, ExecutorDeps]:
-        """Loads a model, or this rank's shard of it. Returns its only runner and the dependencies of the executors."""
+        """Loads a model, or this rank's shard of it. Returns a runner and the dependencies of the executors."""
         return self.load_side(side, plan, group, progress).runner(
             self.options.tree_slots(side, plan), self.cancel_check
         )

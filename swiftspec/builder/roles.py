@@ -14,14 +14,16 @@ from pathlib import Path
 
 from swiftspec.batching.decoding import BatchDecoding
 from swiftspec.batching.scheduler import BatchScheduler
+from swiftspec.batching.tree_batch import TreeBatchDecoding
 from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, WrapperInputs, build_suffix_drafter, drafter_kind
-from swiftspec.builder.models import LocalRoles, Models
+from swiftspec.builder.load_options import Side
+from swiftspec.builder.models import LocalRoles, Models, build_verifier
 from swiftspec.builder.ranks import Rank, start_engine_rank
 from swiftspec.cache.prefix_cache import TokenText
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
+from swiftspec.control.shared_stats import SharedStats
 from swiftspec.control.step_times import SteppedDrafter, measure_verification_time, steps_for
-from swiftspec.control.trial_budget import StoredBudgets
 from swiftspec.distributed.group.leader import LeaderDrafter, LeaderScheduler, LeaderVerifier
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter
@@ -37,11 +39,15 @@ from swiftspec.observe.trace import DraftTimeline, ObserverToggle, ParticleTrace
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.observe.trace_format import Record, trace_header
 from swiftspec.params import MAX_LOGPROB_VALUES, MAX_LOGPROBS, SamplingParams
-from swiftspec.runtime.executors.available import graph_captures
+from swiftspec.runtime.coroutines import EXPANSION, VERIFICATION, CallQueue
+from swiftspec.runtime.executors.available import ExecutorDeps, graph_captures
 from swiftspec.runtime.graph_capture import capture_graphs, num_captures
+from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import OverlappedDrafter, ThreadedVerifier, warm_up
 from swiftspec.runtime.prefix_caching import PrefixCachingRunner
 from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.sequence_runner import SequencePool, SequenceRunner
+from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import Verifier
 from swiftspec.sampling.grammar import GrammarCompiler
 
@@ -188,6 +194,10 @@ def build_roles(
         scheduler, decoding = _groups(models, config, rank, recorder, progress)
         head = trace_begin(recorder, options.trace_metadata(config))
         return Roles(decoding, scheduler, config, limits, rank, recorder, head, models=models)
+    if config.max_num_seqs > 1:
+        first, trees = _trees(models, config, recorder, progress)
+        head = trace_begin(recorder, options.trace_metadata(config))
+        return Roles(trees, first, config, limits, None, recorder, head, models=models)
     if rank is not None:
         parts, config = _lead(rank, models, config, recorder)
     else:
@@ -215,6 +225,41 @@ def _groups(
     on_event = ObserverToggle(lambda: recorder.enabled, ParticleTrace(scheduler.target, scheduler.draft, recorder))
     leading = scheduler if rank is None else LeaderScheduler(scheduler, rank.lead())
     return scheduler, BatchDecoding(leading, on_event, partial(graph_captures, scheduler.executors))
+
+
+def _trees(
+    models: Models, config: EngineConfig, recorder: Recorder, progress: Progress | None
+) -> tuple[TreeRoles, TreeBatchDecoding]:
+    """Returns the roles of the first of several concurrent requests, and the decoding with roles for each of them."""
+    kind, calls = drafter_kind(config, models.draft_head), CallQueue()
+    entry = DRAFTERS[kind]
+
+    def load(side: Side, priority: int) -> tuple[SequencePool, ExecutorDeps]:
+        runner, deps = models.runner(side, config, None, progress)
+        reuse = models.options.prefix_cache_memory > 0
+        return SequencePool(runner, config.max_num_seqs, calls, priority, reuse_prefixes=reuse), deps
+
+    target, target_deps = load("target", VERIFICATION)
+    draft = load("draft", EXPANSION) if entry.needs == "model" else None
+    verifiers = [build_verifier(SequenceRunner(target), target_deps, config) for _ in range(config.max_num_seqs)]
+    times = models.target_times(config, verifiers[0]) if draft is None else None
+
+    def make_roles(verifier: TargetVerifier) -> TreeRoles:
+        model = None if draft is None else (SequenceRunner(draft[0]), draft[1])
+        drafter = entry.build(
+            DrafterInputs(config, _model_limits(models, config), model=model, verifier=verifier, target_times=times)
+        )
+        held = LocalRoles(verifier, drafter if isinstance(drafter, LocalDrafter) else None)
+        return TreeRoles(kind, drafter, verifier, held)
+
+    roles, stats, decodings = [make_roles(verifier) for verifier in verifiers], None, list[TreeDecoding]()
+    for parts in roles:
+        given = _wrapper_inputs(parts, config, models, True, stats, lambda: calls.num_requests)
+        stats = given.stats
+        own = recorder if parts is roles[0] else Recorder(beside=recorder)
+        decodings.append(_tree_decoding(parts, config, own, given, None))
+    pools = [target] if draft is None else [target, draft[0]]
+    return roles[0], TreeBatchDecoding(decodings, pools, calls)
 
 
 def _alone(models: Models, config: EngineConfig, remote: RemoteDraft | None, progress: Progress | None) -> TreeRoles:
@@ -296,24 +341,10 @@ def tree_engine(
     `rpc_log`: log of the RPCs with the worker of the target; None: that of the draft's worker, if there is one.
     `disconnect`: disconnects from the worker of the target.
     """
-    held, remote = parts.held, parts.remote
-    given = _wrapper_inputs(parts, config, models, measure=rank is None)
-    drafter, controller = parts.drafter, None
-    for wrap in DRAFTERS[parts.kind].wrappers:
-        drafter = wrap(drafter, given)
-        controller = drafter if isinstance(drafter, Controller) else controller
-    if held.drafter is not None and controller is not None and given.row_times is not None:
-        held.drafter.max_nodes = max(controller.round_stats.batch_sizes)
+    remote = parts.remote
+    given = _wrapper_inputs(parts, config, models, rank is None)
     rpc_log = rpc_log if remote is None or remote.rpc_log is None else remote.rpc_log
-    decoding = TreeDecoding(
-        drafter,
-        parts.verifier,
-        _observers(recorder, parts, controller, rpc_log),
-        lambda: getattr(drafter, "lost_reason", None),
-        policy_report=(lambda: None) if controller is None else controller.report,
-        captured_graphs=partial(num_captures, held.verifier, held.drafter),
-    )
-    decoding.synthetic_acceptance_length = config.synthetic_acceptance_length
+    decoding = _tree_decoding(parts, config, recorder, given, rpc_log)
 
     def leave() -> None:
         if remote is not None:
@@ -324,13 +355,42 @@ def tree_engine(
     return Roles(decoding, parts, config, limits, rank, recorder, head, leave, rpc_log, models)
 
 
-def _wrapper_inputs(parts: TreeRoles, config: EngineConfig, models: Models | None, *, measure: bool) -> WrapperInputs:
+def _tree_decoding(
+    parts: TreeRoles, config: EngineConfig, recorder: Recorder, given: WrapperInputs, rpc_log: RpcLog | None
+) -> TreeDecoding:
+    """Returns the decoding with a draft tree. `given`: what the wrappers of the drafter are built from."""
+    held, drafter, controller = parts.held, parts.drafter, None
+    for wrap in DRAFTERS[parts.kind].wrappers:
+        drafter = wrap(drafter, given)
+        controller = drafter if isinstance(drafter, Controller) else controller
+    if held.drafter is not None and controller is not None and given.stats.row_times is not None:
+        held.drafter.max_nodes = max(controller.round_stats.batch_sizes)
+    decoding = TreeDecoding(
+        drafter,
+        parts.verifier,
+        _observers(recorder, parts, controller, rpc_log),
+        lambda: getattr(drafter, "lost_reason", None),
+        policy_report=(lambda: None) if controller is None else controller.report,
+        captured_graphs=partial(num_captures, held.verifier, held.drafter),
+    )
+    decoding.synthetic_acceptance_length = config.synthetic_acceptance_length
+    return decoding
+
+
+def _wrapper_inputs(
+    parts: TreeRoles,
+    config: EngineConfig,
+    models: Models | None,
+    measure: bool,
+    stats: SharedStats | None = None,
+    num_requests: Callable[[], int] = lambda: 1,
+) -> WrapperInputs:
     """Returns what the wrappers of the drafter are built from. `measure`: whether this process may measure models that
-    it runs alone."""
+    it runs alone. `stats`: measurements that it shares with other drafters; None: new ones, for `num_requests`."""
     target, draft = parts.held.verifier, parts.held.drafter
-    times, suffix, budgets = None, None, StoredBudgets.read(None)
+    times, suffix, budgets = None if stats is None else stats.row_times, None, None
     if models is not None and target is not None:
-        if measure and draft is not None:
+        if measure and draft is not None and stats is None:
             times = models.row_times(config, target, draft)
         if measure and parts.remote is None:
             budgets = models.trial_budgets(config)
@@ -338,7 +398,7 @@ def _wrapper_inputs(parts: TreeRoles, config: EngineConfig, models: Models | Non
             target_times = None if times is None else times.target
             lookup = DrafterInputs(config, _model_limits(models, config), target_times=target_times)
             suffix = build_suffix_drafter(lookup)
-    return WrapperInputs(config, parts.remote, suffix, times, budgets)
+    return WrapperInputs(config, parts.remote, suffix, stats or SharedStats(config, times, budgets, num_requests))
 
 
 def make_recorder(trace: Path | None) -> Recorder:

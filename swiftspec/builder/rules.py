@@ -58,7 +58,11 @@ class Choices:
         if isinstance(config, Choices):
             return config
         config = config or EngineConfig()
-        left = {"time_rows"} | ({"mode", "draft_tp"} if config.mode == AUTO else set())
+        left = (
+            {"time_rows"}
+            | (set() if config.chains else {"chains"})
+            | ({"mode", "draft_tp"} if config.mode == AUTO else set())
+        )
         left |= {name for name in ENGINE_FIELDS if getattr(config, name) in (None, AUTO)}
         given = {name: getattr(config, name) for name in ENGINE_FIELDS if name not in left}
         needed = config.mode == AUTO or config.has_draft_model
@@ -151,7 +155,7 @@ class Resolution:
     def fixed_rounds(self) -> bool:
         """Whether rounds depend on measured times only if that is requested."""
         synthetic = self["synthetic_acceptance_length"] is not None
-        return self["verify"] == "reject" or self["max_num_seqs"] > 1 or synthetic
+        return self["verify"] == "reject" or self["chains"] or synthetic
 
     @property
     def alternates(self) -> bool:
@@ -215,7 +219,7 @@ class Chosen:
 
 CHOSEN = Chosen()
 ONE_FORWARD = "one forward drafts a whole block"
-FIXED_ROUNDS = "with verify reject, synthetic acceptance or several requests, rounds do not depend on the clock"
+FIXED_ROUNDS = "with verify reject, synthetic acceptance or chains, rounds do not depend on the clock"
 MEASURED = "measured times decide"
 NO_ADAPTATION = Rule("no adaptation", "adapt is off", False, lambda at: at.chosen("adapt") is False)
 ADAPTATION = (
@@ -260,6 +264,17 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
         ),
         CHOSEN,
         Rule("rest of the ranks", "the draft leaves these", lambda at: at.ranks - at["draft_tp"], lambda at: at.splits),
+    ),
+    "chains": (
+        Rule(
+            "several requests",
+            "trees of several requests need one process on a CPU, and match verification",
+            True,
+            lambda at: (
+                at["max_num_seqs"] > 1 and (at.device == "cuda" or at["target_tp"] > 1 or at["verify"] == "reject")
+            ),
+        ),
+        CHOSEN,
     ),
     "self_switch": (
         CHOSEN,
@@ -307,14 +322,14 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
     "verify_batch": (
         Rule(
             "chains",
-            "several requests verify all of a chain",
+            "all of a chain is verified",
             lambda at: min(at.steps + 1, MAX_TREE_NODES),
-            lambda at: at["max_num_seqs"] > 1,
+            lambda at: at["chains"],
         ),
         CHOSEN,
     ),
     "draft_leaves": (
-        Rule("chains", "several requests have chains", 1, lambda at: at["max_num_seqs"] > 1),
+        Rule("chains", "a chain has one leaf", 1, lambda at: at["chains"]),
         CHOSEN,
         Rule(
             "GPU",

@@ -32,6 +32,7 @@ class ModelCache:
         self.kv, self.delta, self.capacity = kv, delta, kv.capacity
         self.kinds: tuple[LayerCache, ...] = (kv, *further) if delta is None else (kv, *further, delta)
         self.prefix_len: list[int] = []
+        self.buffers: Sequence[int] = ()  # index of each sequence in the buffers of `kinds`
         self.reset(sequences)
 
     def reset(self, sequences: int = 1) -> None:
@@ -40,7 +41,7 @@ class ModelCache:
             self.prefix_len = []  # if an allocation fails, the next call tries again
             for kind in self.kinds:
                 kind.allocate(sequences)
-        self.prefix_len = [0] * sequences
+        self.prefix_len, self.buffers = [0] * sequences, range(sequences)
         self.tree_len = 0
         for kind in self.kinds:
             for sequence in range(sequences):
@@ -54,6 +55,10 @@ class ModelCache:
     def kv_len(self) -> list[int]:
         """Returns the number of slots in use of each sequence."""
         return [p + self.tree_len for p in self.prefix_len]
+
+    def buffer_kv_len(self) -> list[int]:
+        """Returns the number of slots in use of each sequence of the buffers, as a batch needs it."""
+        return self.kv_len()
 
     def append_prefix(self, count: int, sequence: int = 0) -> int:
         """Allocates `count` prefix slots of a sequence. The tree must be empty. Returns the first slot."""
@@ -100,7 +105,7 @@ class ModelCache:
         if still < len(order):
             moved = [slot + start for slot in order[still:]]
             for kind in self.kinds:
-                kind.move(sequence, moved, start + still)
+                kind.move(self.buffers[sequence], moved, start + still)
         self.prefix_len[sequence] += len(path)
         self._settle(sequence, len(keep))
 
@@ -108,12 +113,12 @@ class ModelCache:
         """Calls `LayerCache.settle` for the prefix of a sequence. `tree_slots`: tree slots in use."""
         verified = self.prefix_len[sequence]
         for kind in self.kinds:
-            kind.settle(sequence, verified, verified + tree_slots)
+            kind.settle(self.buffers[sequence], verified, verified + tree_slots)
 
     def reusable_len(self, sequence: int, count: int) -> int:
         """Returns the largest number of verified tokens of a sequence, at most `count`, that can be the prefix of
         another text, or be copied. The sequence holds at least `count`."""
-        return longest(count, [partial(kind.reusable_len, sequence) for kind in self.kinds])
+        return longest(count, [partial(kind.reusable_len, self.buffers[sequence]) for kind in self.kinds])
 
     def saved_len(self, saved: Sequence[Any], count: int) -> int:
         """As `reusable_len`, for copies from `save_prefix`."""
@@ -125,12 +130,12 @@ class ModelCache:
         assert self.tree_len == 0
         self._settle(sequence, 0)
         for kind in self.kinds:
-            kind.snapshot(sequence, self.prefix_len[sequence])
+            kind.snapshot(self.buffers[sequence], self.prefix_len[sequence])
 
     def num_snapshots(self, sequence: int, count: int) -> int:
         """Returns the number of states that `save_prefix` returns in addition to those of the tokens, by which the size
         of the copies grows; 0 if every kind of layer has a state for each token."""
-        return sum(kind.num_snapshots(sequence, count) for kind in self.kinds)
+        return sum(kind.num_snapshots(self.buffers[sequence], count) for kind in self.kinds)
 
     def set_prefix(self, sequence: int, count: int, source: int | None = None) -> None:
         """Makes `count` verified tokens the prefix of a sequence: those that it holds already, or, with `source`,
@@ -138,21 +143,21 @@ class ModelCache:
         empty."""
         for kind in self.kinds:
             if source is not None and source != sequence and count > 0:
-                kind.copy_prefix(source, sequence, count)
+                kind.copy_prefix(self.buffers[source], self.buffers[sequence], count)
             else:
-                kind.truncate(sequence, count)
+                kind.truncate(self.buffers[sequence], count)
         self.prefix_len[sequence] = count
 
     def save_prefix(self, sequence: int, count: int) -> tuple[Any, ...]:
         """Returns copies of the states of the first `count` tokens of a sequence, one for each kind of layer. `count`:
         a result of `reusable_len`."""
-        return tuple(kind.save_prefix(sequence, count) for kind in self.kinds)
+        return tuple(kind.save_prefix(self.buffers[sequence], count) for kind in self.kinds)
 
     def load_prefix(self, sequence: int, saved: Sequence[Any], count: int) -> None:
         """Makes copies of the states of the first `count` tokens from `save_prefix` the prefix of a sequence. `count`:
         a result of `saved_len`. The tree must be empty."""
         for kind, copy in zip(self.kinds, saved, strict=True):
-            kind.load_prefix(sequence, copy, count)
+            kind.load_prefix(self.buffers[sequence], copy, count)
         self.prefix_len[sequence] = count
 
     def drop_tree(self) -> None:
@@ -162,8 +167,36 @@ class ModelCache:
     def wipe(self, sequence: int, tree_slots: int) -> None:
         """Zeroes the prefix and the first `tree_slots` tree slots of a sequence, and empties its prefix."""
         for kind in self.kinds:
-            kind.wipe(sequence, self.prefix_len[sequence] + tree_slots)
+            kind.wipe(self.buffers[sequence], self.prefix_len[sequence] + tree_slots)
         self.prefix_len[sequence] = 0
+
+
+class SequenceView(ModelCache):
+    """Some sequences of another cache: it counts their slots apart from those of the other sequences, so that every
+    request has a tree of its own size. Sequence i is the one with the index `buffers[i]`."""
+
+    def __init__(self, whole: ModelCache) -> None:
+        self._whole, self.kv, self.delta, self.kinds = whole, whole.kv, whole.delta, whole.kinds
+        self.capacity = whole.capacity
+        self.view([])
+
+    def view(self, buffers: Sequence[int]) -> None:
+        """Makes these sequences the ones of the view, with the prefixes that the other cache has recorded, and an empty
+        tree."""
+        self.buffers, self.tree_len = buffers, 0
+        self.prefix_len = [self._whole.prefix_len[index] for index in buffers]
+
+    def reset(self, sequences: int = 0) -> None:
+        """Zeroes its sequences and empties their prefixes. The number of sequences does not change."""
+        for sequence in range(len(self.prefix_len)):
+            self.wipe(sequence, self.tree_len)
+        self.tree_len = 0
+
+    def buffer_kv_len(self) -> list[int]:
+        lengths = [0] * len(self._whole.prefix_len)
+        for index, length in zip(self.buffers, self.kv_len(), strict=True):
+            lengths[index] = length
+        return lengths
 
 
 def longest(count: int, limits: Sequence[Callable[[int], int]]) -> int:

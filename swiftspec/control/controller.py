@@ -13,7 +13,7 @@ from typing import NamedTuple
 from swiftspec.control import policy
 from swiftspec.control.round_stats import Decision, RoundSample, RoundStats
 from swiftspec.control.step_times import SteppedDrafter
-from swiftspec.control.trial_budget import GREEDY, TrialBudget, kind_of
+from swiftspec.control.trial_budget import GREEDY, kind_of
 from swiftspec.messages import Proposal, RequestStart, VerifyResult, merge_results
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import DrafterWrapper, NoDrafter
@@ -80,20 +80,20 @@ class Controller(DrafterWrapper[SteppedDrafter]):
     def __init__(
         self,
         drafter: SteppedDrafter,
-        make_stats: Callable[[str], RoundStats],
+        stats_of: Callable[[str], RoundStats],
         *,
         suffix: SuffixDrafter | None = None,
-        keep_budget: Callable[[str, TrialBudget], None] = lambda kind, budget: None,
+        keep_budget: Callable[[str], None] = lambda kind: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`make_stats`: returns empty measurements for a kind of request (`trial_budget.kind_of`). `suffix`: suffix
-        lookup to add; it is the spare of the drafter that surrounds this one, which opens it and sends it the results.
-        `keep_budget`: receives the budget of a kind at the end of a request. `clock`: returns the time in seconds."""
+        """`stats_of`: returns the measurements of a kind of request (`trial_budget.kind_of`), which may change from
+        round to round (`SharedStats.of`). `suffix`: suffix lookup to add; it is the spare of the drafter that surrounds
+        this one, which opens it and sends it the results. `keep_budget`: stores the budget of a kind, called at the end
+        of a request. `clock`: returns the time in seconds."""
         super().__init__(drafter)
         self._none, self._suffix = NoDrafter(), suffix
-        self._clock, self._make_stats, self._keep_budget = clock, make_stats, keep_budget
-        self.round_stats = make_stats(GREEDY)
-        self._all_stats = {GREEDY: self.round_stats}
+        self._clock, self._stats_of, self._keep_budget = clock, stats_of, keep_budget
+        self.round_stats = stats_of(GREEDY)
         self._draft_rounds = deque[_DraftRound](maxlen=DRAFT_ROUNDS)
         self._reset()
 
@@ -138,16 +138,27 @@ class Controller(DrafterWrapper[SteppedDrafter]):
     def _stats_for(self, sampling: SamplingParams) -> RoundStats:
         """Returns the measurements that a request continues: those of all requests of its kind, or empty ones if the
         request sets its own bs or d."""
-        ours = self._all_stats[GREEDY].config
+        ours = self._stats_of(GREEDY).config
         asked = ours.for_request(sampling)
         if asked is not ours:
             return RoundStats(asked)
-        kind = self._kind = kind_of(sampling)
-        if kind not in self._all_stats:
-            self._all_stats[kind] = self._make_stats(kind)
-        return self._all_stats[kind]
+        self._kind = kind_of(sampling)
+        return self._stats_of(self._kind)
+
+    def _follow_company(self) -> None:
+        """Continues other measurements if the number of requests that share the rounds has changed."""
+        if self._kind is None or (stats := self._stats_of(self._kind)) is self.round_stats:
+            return
+        self._count_ar_rounds(None)
+        self.round_stats, self._skip, self._idle = stats, SKIPPED_ROUNDS, 0
+        self._draft_rounds.clear()
+        if self._unopened is None:
+            self._set_steps()
+        if self._suffix is not None and stats.row_times is not None:
+            self._suffix.set_row_seconds(stats.row_times.target.at)
 
     def propose(self) -> Proposal:
+        self._follow_company()
         if self._idle > 0:
             return self._suffix.propose() if self._grafts and self._suffix is not None else self._none.propose()
         now = self._round = _Round(self._clock())
@@ -270,7 +281,7 @@ class Controller(DrafterWrapper[SteppedDrafter]):
             self.inner.close()
         self._count_ar_rounds(None)
         if self._kind is not None and self.round_stats.config.self_switch:
-            self._keep_budget(self._kind, self.round_stats.budget)
+            self._keep_budget(self._kind)
 
     def report(self) -> PolicyReport | None:
         """Returns the report of the request so far, or None if the config enables no adaptation."""

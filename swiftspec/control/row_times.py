@@ -60,6 +60,10 @@ class RowTimes:
         slope = (last - self.seconds[-2]) / (most - self.rows[-2])
         return last + slope * (rows - most)
 
+    def shared_by(self, requests: int) -> RowTimes:
+        """Returns the times by the rows of one of several requests, each of which has that many in the forward."""
+        return RowTimes(self.rows, tuple(self.at(requests * rows) for rows in self.rows))
+
     def to_json(self) -> dict[str, float]:
         return {str(rows): seconds for rows, seconds in zip(self.rows, self.seconds, strict=True)}
 
@@ -83,6 +87,10 @@ class PairTimes:
 
     target: RowTimes
     draft: RowTimes
+
+    def shared_by(self, requests: int) -> PairTimes:
+        """See `RowTimes.shared_by`."""
+        return PairTimes(self.target.shared_by(requests), self.draft.shared_by(requests))
 
     def to_json(self) -> dict[str, object]:
         return {"target": self.target.to_json(), "draft": self.draft.to_json()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,3 +88,17 @@ class HostBatch:
         return Batch(
             *on_device, max_kv_len=self.max_kv_len, chain=self.chain, hidden=self.hidden, num_logits=self.num_logits
         )
+
+
+def merge_batches(batches: Sequence[HostBatch]) -> HostBatch:
+    """Returns one batch with the rows of several, which have no sequence in common and no `hidden`: the rows of the
+    first batch, then those of the next one. The `kv_len` of each batch is 0 for sequences that it does not have."""
+    if len(batches) == 1:
+        return batches[0]
+    fields = "tokens", "positions", "slots", "sequence"
+    tokens, positions, slots, sequence = (np.concatenate([getattr(b, name) for b in batches]) for name in fields)
+    width = max(batch.mask.shape[1] for batch in batches)
+    # what precedes a mask is visible
+    masks = [np.pad(b.mask, ((0, 0), (width - b.mask.shape[1], 0)), constant_values=True) for b in batches]
+    kv_len = np.max([batch.kv_len for batch in batches], axis=0)
+    return HostBatch(tokens, positions, slots, np.concatenate(masks), sequence, kv_len)

@@ -28,14 +28,23 @@ class Recorder:
     round; receives it from the draft's process. `RemoteDrafter` sets this function.
     """
 
-    def __init__(self, file: TraceFile | None = None) -> None:
+    def __init__(self, file: TraceFile | None = None, beside: Recorder | None = None) -> None:
+        """`beside`: recorder of a request that runs at the same time, whose file and listener this one shares."""
         self.drain: Callable[[int], None] = lambda round_: None
-        self.file = file
-        self.listener: TraceListener | None = None
+        self.file = file if beside is None else beside.file
+        self._listeners: list[TraceListener | None] = [None] if beside is None else beside._listeners
         self._active_listener: TraceListener | None = None  # listener of the running request
         self._undelivered: list[TraceEntry] = []  # entries of the running request that are not delivered yet
         self._for_file: list[TraceEntry] = []  # delivered entries that are not written to the file yet
         self._request, self._delivered_at = 0, 0.0
+
+    @property
+    def listener(self) -> TraceListener | None:
+        return self._listeners[0]
+
+    @listener.setter
+    def listener(self, listener: TraceListener | None) -> None:
+        self._listeners[0] = listener
 
     @property
     def enabled(self) -> bool:

@@ -122,7 +122,7 @@ class DraftTimeline:
     def grown(self) -> tuple[DraftSnapshot, DraftSnapshot]:
         """Takes a snapshot after the expansions of a round. Returns it and that of the previous round."""
         drafter, before = self._drafter, self._last
-        self._last = drafter.tree.state.tobytes(), drafter.runner.cache.prefix_len[0], self._forwards.take()
+        self._last = drafter.tree.state.tobytes(), next(iter(drafter.runner.cache.prefix_len), 0), self._forwards.take()
         return self._last, before
 
 

@@ -136,7 +136,7 @@ class LocalDrafter:
             self._children.retain_slots(kept)
 
     def close(self) -> None:
-        self.runner.cache.commit(())  # keeps the prefix region
+        self.runner.close()
 
     def expand(self, count: int = 1) -> None:
         """Expands the tree `count` times, or fewer if the tree or the KV cache is full."""

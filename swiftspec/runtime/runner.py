@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +33,26 @@ def delta_slots(context: int, tree_slots: int) -> int:
     return min(MAX_UNFOLDED_POSITIONS + PREFILL_CHUNK_TOKENS, context) + tree_slots
 
 
+class Call(Protocol):
+    """What a request asks of a model. Those of several requests can run as one (coroutines.py)."""
+
+    result: Any  # set by `run`
+    error: Exception | None  # why `run` has failed
+
+    @property
+    def key(self) -> object:
+        """Calls with equal keys run as one."""
+        ...
+
+    @property
+    def priority(self) -> int:
+        """Calls with a lower number run first (coroutines.py)."""
+        ...
+
+    def run(self, others: Sequence[Any]) -> None:
+        """Runs this call together with `others`, which have the same key, and sets the result of each."""
+
+
 class Runner:
     """Model runner: runs one model over a prefix and a tree, and owns its cache.
 
@@ -52,22 +73,16 @@ class Runner:
         context: int,
         tree_slots: int,
         shard: ShardedVocab | None = None,
+        cache: ModelCache | None = None,
     ) -> None:
         """`vocab`: size of the base vocabulary; further logits of the LM head are ignored.
         `context`: slots of the prefix region.
         `tree_slots`: slots of the tree region.
         `shard`: this rank's part of the vocabulary, in a tensor-parallel group.
+        `cache`: None: a new one.
         """
         self.model, self.ops, self.vocab, self.shard, self.tree_slots = model, ops, vocab, shard, tree_slots
-        kv, *further = (
-            KVCache(*shape, context + tree_slots, ops.make_slot_mover, dtype=model.cache_dtype, device=model.device)
-            for shape in model.cache_shapes
-        )
-        delta = None
-        if model.delta_shape is not None:
-            slots = delta_slots(context, tree_slots)
-            delta = DeltaCache(model.delta_shape, slots, ops, dtype=model.stream_dtype, device=model.device)
-        self.cache = ModelCache(kv, further=further, delta=delta)
+        self.cache = cache or _new_cache(model, ops, context, tree_slots)
         self.busy = 0.0
         self.hooks: list[StepHook] = []
         self.cancel_check: Callable[[], None] = lambda: None  # called before each prefill chunk; may raise Cancelled
@@ -115,6 +130,10 @@ class Runner:
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Receives verified output tokens. Ignored here, without a prefix cache."""
+
+    def close(self) -> None:
+        """Ends a request: frees the tree region and keeps the prefix region."""
+        self.cache.commit(())
 
     def reusable_texts(self) -> list[Sequence[int] | Ints]:
         """Returns the texts of which any prefix can be that of the next request: none here, without a prefix cache."""
@@ -174,6 +193,11 @@ class Runner:
         self.hidden = output.hidden
         return output
 
+    def run_call(self, call: Call) -> Any:
+        """Runs a call, which those of other requests may join, and returns its result."""
+        call.run(())
+        return call.result
+
     def record_step(self, began: float, rows: int, seconds: float | None = None) -> None:
         """Calls the hooks for a step that has just finished, and adds its duration to `busy`: the measured `seconds`,
         or the time since `began` (perf_counter) if `seconds` is None or a hook may have prolonged the step."""
@@ -202,11 +226,10 @@ class Runner:
         rows = [self._rows(sequence, start, tokens, depths, first) for sequence, start in starts.items()]
         token, position, slot, sequence = map(np.concatenate, zip(*rows, strict=True)) if several else rows[0]
         mask = np.tile(tree_mask.pad_left(mask), (len(rows), 1))
-        kv_len = np.array(self.cache.kv_len())
+        kv_len = np.array(self.cache.buffer_kv_len())
         chain = None
         if depths is None and not several:
-            (only,) = starts
-            chain = Chain(only, int(kv_len[only]))
+            chain = Chain(int(sequence[0]), int(kv_len[sequence[0]]))
         return HostBatch(
             tokens=token, positions=position, slots=slot, mask=mask, sequence=sequence, kv_len=kv_len, chain=chain
         )
@@ -222,4 +245,17 @@ class Runner:
         if sequence == 1 and self.guidance is not None:  # the two sequences may begin with different roots
             text = self.guidance.tokens
             tokens = np.where(positions == len(text) - 1, text[-1], tokens)
-        return tokens, positions, slots, np.full(count, sequence)
+        return tokens, positions, slots, np.full(count, self.cache.buffers[sequence])
+
+
+def _new_cache(model: Transformer, ops: Backend, context: int, tree_slots: int) -> ModelCache:
+    """Returns the cache of a runner; parameters as in `Runner`."""
+    kv, *further = (
+        KVCache(*shape, context + tree_slots, ops.make_slot_mover, dtype=model.cache_dtype, device=model.device)
+        for shape in model.cache_shapes
+    )
+    delta = None
+    if model.delta_shape is not None:
+        slots = delta_slots(context, tree_slots)
+        delta = DeltaCache(model.delta_shape, slots, ops, dtype=model.stream_dtype, device=model.device)
+    return ModelCache(kv, further=further, delta=delta)

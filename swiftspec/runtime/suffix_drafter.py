@@ -4,7 +4,7 @@ occurrences of the latest tokens."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, takewhile
 from math import exp
 
@@ -49,6 +49,10 @@ class SuffixDrafter:
         """Returns the time of a verification of `nodes` nodes, in seconds if they were measured, and otherwise in units
         of that of one node."""
         return self._row_seconds[nodes - 1]
+
+    def set_row_seconds(self, at: Callable[[int], float]) -> None:
+        """Sets the times of verifications. `at`: returns that of a number of nodes."""
+        self._row_seconds = [at(nodes) for nodes in range(1, self._max_nodes + 1)]
 
     def open(self, start: RequestStart) -> None:
         if self._set_aside is not None:

@@ -131,4 +131,4 @@ class LocalVerifier:
         self.runner.observe(self._accepted.tokens)
 
     def close(self) -> None:
-        self.runner.cache.commit(())  # keeps the prefix region
+        self.runner.close()

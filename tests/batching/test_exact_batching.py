@@ -45,7 +45,7 @@ def requests_of(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def engine(pair: tuple[Path, Path], groups: int, steps: int = 3, verify: str = "match", **options: Any) -> LLMEngine:
-    config = EngineConfig("serial", max_num_seqs=groups, draft_steps=steps, verify=verify)
+    config = EngineConfig("serial", max_num_seqs=groups, chains=True, draft_steps=steps, verify=verify)
     return LLMEngine(*pair, config, max_model_len=96, **options)
 
 
@@ -70,7 +70,7 @@ def test_coupled_chains_equal_autoregressive_decoding(pair: tuple[Path, Path], d
         assert stats.population is None and stats.rounds == len(stats.verified) and stats.drafted == 3 * stats.rounds
         assert stats.tokens == stats.rounds + stats.accepted
     if dtype == torch.float64:  # in bfloat16 the draft's head is rounded
-        config = EngineConfig("serial", max_num_seqs=2, draft_steps=3)
+        config = EngineConfig("serial", max_num_seqs=2, chains=True, draft_steps=3)
         same = LLMEngine(pair[0], pair[0], config, max_model_len=96, dtype=dtype)
         answer = same.generate([5, 6], SamplingParams(0.7, seed=1, max_tokens=40, ignore_eos=True))
         assert answer.stats.rounds == 10 and answer.stats.accepted == 30, "a draft that says what the target will"
@@ -174,11 +174,14 @@ def test_requests_that_chains_do_not_support_are_refused(pair: tuple[Path, Path]
     ]
     for config, message in configs:
         with pytest.raises(UserError, match=message):
-            EngineConfig(max_num_seqs=2, **config)
+            EngineConfig(max_num_seqs=2, chains=True, **config)
     llm = engine(pair, 2)
     assert (llm.config.verify_batch, llm.config.draft_leaves, llm.max_num_seqs) == (4, 1, 2)
     requests: Sequence[tuple[dict[str, Any], str]] = [
-        ({"logprobs": 1}, "log-probabilities are not supported with max_num_seqs above 1; .*, or use max_num_seqs 1"),
+        (
+            {"logprobs": 1},
+            "log-probabilities are not supported with max_num_seqs above 1 on a GPU.*, or use max_num_seqs 1",
+        ),
         ({"draft_steps": 2}, "verify_batch and draft_steps of a request are not supported"),
     ]
     for sampling, message in requests:

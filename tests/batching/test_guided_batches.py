@@ -46,7 +46,7 @@ def requests_of(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def engine(pair: tuple[Path, Path], sequences: int, verify: str = "match", **options: Any) -> LLMEngine:
-    config = EngineConfig("serial", max_num_seqs=sequences, draft_steps=3, verify=verify)
+    config = EngineConfig("serial", max_num_seqs=sequences, chains=True, draft_steps=3, verify=verify)
     return LLMEngine(*pair, config, max_model_len=128, **options)
 
 

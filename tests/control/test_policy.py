@@ -4,6 +4,7 @@ token."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -130,7 +131,7 @@ def test_no_decision_changes_a_token(pair: tuple[Path, Path], ahead: bool, sampl
     plain = LLMEngine(pair[0], dtype=torch.float64).generate(PROMPT, sampling).token_ids
     llm = LLMEngine(*pair, EngineConfig(self_switch=True), dtype=torch.float64)
     drafter = make_drafter(drafter_of(llm).runner, llm.config, ahead=ahead)
-    switch = Controller(drafter, lambda kind: RoundStats(llm.config))
+    switch = Controller(drafter, cache(lambda kind: RoundStats(llm.config)))
     replace_roles(llm, switch)
     for chance in (0.5, 0.1):
         with switched_by_dice(chance):

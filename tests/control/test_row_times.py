@@ -233,7 +233,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[RoundStats]:
         made.append(initial_stats(config, times, budget))
         return made[-1]
 
-    monkeypatch.setattr("swiftspec.builder.drafters.initial_stats", record)
+    monkeypatch.setattr("swiftspec.control.shared_stats.initial_stats", record)
     return made
 
 

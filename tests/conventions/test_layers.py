@@ -21,6 +21,7 @@ USER_INTERFACE = LAYERS["profiles"]  # from this layer on, packages print and re
 CORE_LIBRARIES = set(sys.stdlib_module_names) | {"torch", "numpy", "safetensors", "swiftspec"}
 ALLOWED_LIBRARIES = {  # by file or folder
     "distributed/transport/grpc/": {"grpc", "grpc_health", "grpc_reflection", "google"},
+    "runtime/coroutines.py": {"greenlet"},
     "sampling/grammar.py": {"llguidance"},
     "sampling/grammar_process.py": {"llguidance"},
     "text/": {"transformers", "tokenizers", "huggingface_hub", "jinja2"},

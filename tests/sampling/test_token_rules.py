@@ -178,8 +178,3 @@ def test_contradictory_rules_are_refused(pair: Pair, values: dict[str, Any], mes
     llm = engine(pair, "ar")
     with pytest.raises(UserError, match=message):
         llm.generate(PROMPT, SamplingParams(**values))
-
-
-def test_a_batch_refuses_bad_words_of_several_tokens(pair: Pair) -> None:
-    with pytest.raises(UserError, match="not supported with max_num_seqs above 1; remove them, or use max_num_seqs 1"):
-        engine(pair, "batch").generate(PROMPT, SamplingParams(bad_words_ids=((4, 5),)))

@@ -355,7 +355,7 @@ def test_values_set_by_the_user_are_not_adapted(given: dict[str, Any], steps: bo
         (["--no-adapt", "--speculative-config.self_switch", "true"], GRAFTED),
         (["--draft-steps", "3", "--verify-batch", "8"], GRAFTED),
         ([*NO_SWITCH, "--draft-steps", "3", "--verify-batch", "8"], "model"),
-        (["--verify", "reject"], "model"), (["--max-num-seqs", "2"], "model"), (["--mode", "smc"], "model"),
+        (["--verify", "reject"], "model"), (["--max-num-seqs", "2"], GRAFTED), (["--mode", "smc"], "model"),
         (["--mode", "ar"], "model"), (["--draft-url", "127.0.0.1:7071", "--mode", "serial"], "model"),
         (["--no-adapt", *GRAFT], GRAFTED),
     ],
@@ -367,8 +367,8 @@ def test_suffix_lookup_is_grafted_by_default_where_rounds_are_adapted(flags: lis
 @pytest.mark.parametrize(
     ("flags", "cause"),
     [
-        (["--verify", "reject"], "verify reject"), (["--max-num-seqs", "2"], "--max-num-seqs above 1"),
-        (["--mode", "smc"], "mode smc"), (["--draft-url", "127.0.0.1:7071"], "--draft-url"),
+        (["--verify", "reject"], "verify reject"), (["--mode", "smc"], "mode smc"),
+        (["--draft-url", "127.0.0.1:7071"], "--draft-url"),
     ],
 )  # fmt: skip
 def test_grafting_is_refused_only_if_it_is_given(flags: list[str], cause: str) -> None:

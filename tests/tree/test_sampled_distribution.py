@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import numpy as np
 import pytest
@@ -124,7 +125,7 @@ def test_a_restarted_tree_follows_the_target(monkeypatch: pytest.MonkeyPatch) ->
 def test_rounds_without_the_draft_keep_the_distribution(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """After a first round the drafter pauses for one round, then receives the tokens of the meantime."""
     pair = Pair(2, 3, plan_of(mode, 3, 1, 2), PLAIN)
-    pair.around = lambda drafter: Controller(drafter, lambda kind: RoundStats(pair.plan))
+    pair.around = lambda drafter: Controller(drafter, cache(lambda kind: RoundStats(pair.plan)))
     monkeypatch.setattr(TrialBudget, "settle", lambda self, gain: None)  # the rounds must not depend on the clock
     monkeypatch.setattr(policy, "decide", lambda measured: Decision(2, 3, not measured.speculating))
     assert pair.enumerate(monkeypatch, 3, 4)[0] < 1e-12

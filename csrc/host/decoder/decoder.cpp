@@ -269,8 +269,15 @@ void Decoder::forward(const ForwardArgs& args) {
   if (!hidden_layers_.empty()) hidden_rows_ = rows;
   if (args.logits == nullptr) return;
   const void* last = at(hidden_.data(), args.logits_from * s.hidden * size_);
+  int64_t with_logits = rows - args.logits_from;
+  if (args.logit_rows != nullptr) {
+    with_logits = static_cast<int64_t>(args.logit_rows->size());
+    void* chosen = reserve(projected_, with_logits * s.hidden);
+    gather_rows(hidden_.data(), args.logit_rows->data(), with_logits, s.hidden * size_, chosen);
+    last = chosen;
+  }
   linear({.weights = s.head, .x = last, .norm = s.norm, .eps = s.eps, .logits = args.logits,
-          .rows = rows - args.logits_from, .scale = s.logit_multiplier, .softcap = s.logit_softcap},
+          .rows = with_logits, .scale = s.logit_multiplier, .softcap = s.logit_softcap},
          s.is_f32);
 }
 

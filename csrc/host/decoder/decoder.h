@@ -109,6 +109,7 @@ struct ForwardArgs {
   const ModelCache* cache;
   int64_t logits_from;  // earlier rows have no logits
   float* logits;        // [rows - logits_from, outputs of the head], or null
+  const std::vector<int64_t>* logit_rows = nullptr;  // instead of the rows from logits_from on: only these
 };
 
 class Decoder {

@@ -67,44 +67,54 @@ VocabShard Rounds::columns(int64_t vocab) const {
   return {first, std::min(width, vocab - first), vocab};
 }
 
-// The rows from `first` on, whose mask is `mask_` [rows, width].
-SequenceRows Rounds::rows_of(int64_t sequence, int64_t first, int64_t prefix, int64_t width) const {
-  return {first, static_cast<int64_t>(mask_.size()) / width, mask_.data(), width, prefix + width, sequence};
+void Rounds::clear_rows() {
+  tokens_.clear();
+  positions_.clear();
+  slots_.clear();
+  mask_.clear();
+  sequence_rows_.clear();
 }
 
-// Runs the rows in `tokens_`, `positions_` and `slots_`; logits of rows from `logits_from` on.
-void Rounds::forward(std::vector<SequenceRows> sequence_rows, int64_t logits_from) {
+// Begins `rows` rows of a sequence, after the `tokens_` so far. Returns their mask [rows, width], all zero, which is
+// valid until the next call.
+uint8_t* Rounds::add_sequence(int64_t sequence, int64_t prefix, int64_t rows, int64_t width) {
+  const size_t at = mask_.size();
+  mask_.resize(at + static_cast<size_t>(rows * width));
+  sequence_rows_.push_back({static_cast<int64_t>(tokens_.size()), rows, nullptr, width, prefix + width, sequence});
+  return mask_.data() + at;
+}
+
+// Runs the rows of all sequences; logits of `logit_rows`, or for null of the rows from `logits_from` on.
+void Rounds::forward(int64_t logits_from, const Nodes* logit_rows) {
   const auto rows = static_cast<int64_t>(tokens_.size());
-  logits_.resize(static_cast<size_t>((rows - logits_from) * decoder_.model().head->n));
+  const auto with_logits = logit_rows == nullptr ? rows - logits_from : static_cast<int64_t>(logit_rows->size());
+  const uint8_t* mask = mask_.data();
+  for (SequenceRows& each : sequence_rows_) {
+    each.mask = mask;
+    mask += each.rows * each.width;
+  }
+  logits_.resize(static_cast<size_t>(with_logits * decoder_.model().head->n));
   const auto began = std::chrono::steady_clock::now();
   decoder_.forward({tokens_.data(),
                     positions_.data(),
                     slots_.data(),
                     rows,
-                    std::move(sequence_rows),
+                    sequence_rows_,
                     &cache_,
                     logits_from,
-                    logits_.data()});
+                    logits_.data(),
+                    logit_rows});
   seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
-// Runs the rows in `tokens_`, `positions_` and `slots_` in both sequences and combines their logits.
-void Rounds::forward_guided(int64_t prefix, const Guidance& guidance) {
-  const size_t count = tokens_.size();
-  for (size_t i = 0; i < count; ++i) {
-    tokens_.push_back(i == 0 ? guidance.root : tokens_[i]);
-    positions_.push_back(positions_[i] - prefix + guidance.prefix);
-    slots_.push_back(slots_[i] - prefix + guidance.prefix);
+// Combines the logits of the two sequences of a guided request.
+void Rounds::combine_guided(const Verification& each) {
+  const int64_t count = static_cast<int64_t>(each.tokens.size()) * decoder_.model().head->n;
+  float* conditional = logits_.data() + each.row * decoder_.model().head->n;
+  for (int64_t i = 0; i < count; ++i) {
+    const float unconditional = conditional[count + i];
+    conditional[i] = (conditional[i] - unconditional) * each.guidance->scale + unconditional;
   }
-  const auto rows = static_cast<int64_t>(count);
-  forward({rows_of(0, 0, prefix, rows), rows_of(1, rows, guidance.prefix, rows)}, 0);
-  positions_.resize(count);
-  const size_t half = logits_.size() / 2;
-  for (size_t i = 0; i < half; ++i) {
-    const float unconditional = logits_[half + i];
-    logits_[i] = (logits_[i] - unconditional) * guidance.scale + unconditional;
-  }
-  logits_.resize(half);
 }
 
 // Sets the logits of forbidden tokens to -inf.
@@ -120,75 +130,122 @@ void Rounds::apply_token_mask(float* all, int64_t rows, const VocabShard& column
   }
 }
 
-int64_t Rounds::expand(Tree& tree, int64_t prefix, const Nodes& pending, int64_t w, int64_t k, Scoring& scoring,
-                       bool coupled, double tau, const TokenMaskFn& allowed) {
-  const int64_t first = tree.expanded(), num_pending = static_cast<int64_t>(pending.size());
-  const Nodes leaves = tree.take_leaves(w);
-  const auto count = static_cast<int64_t>(leaves.size());
-  if (count == 0) return 0;
-  const TokenMask follow = allowed ? allowed(leaves) : TokenMask{};
+void Rounds::expand(std::vector<Expansion>& expansions) {
+  clear_rows();
+  Nodes logit_rows;
+  for (Expansion& each : expansions) {
+    add_leaves(each);
+    for (auto row = tokens_.size() - each.expanded.size(); row < tokens_.size(); ++row) {
+      logit_rows.push_back(static_cast<int64_t>(row));
+    }
+  }
+  if (logit_rows.empty()) return;
+  const auto rows = static_cast<int64_t>(tokens_.size()), with_logits = static_cast<int64_t>(logit_rows.size());
+  forward(rows - with_logits, logit_rows.front() == rows - with_logits ? nullptr : &logit_rows);
+  int64_t row = 0;
+  auto logit_row = logit_rows.begin();
+  for (const Expansion& each : expansions) {
+    const auto count = static_cast<int64_t>(each.expanded.size());
+    if (count == 0) continue;
+    at_.assign(positions_.begin() + *logit_row, positions_.begin() + *logit_row + count);
+    add_children(each, row);
+    row += count;
+    logit_row += count;
+  }
+}
+
+// Takes the leaves of an expansion and adds their rows, after those of the pending tokens.
+void Rounds::add_leaves(Expansion& each) {
+  Tree& tree = *each.tree;
+  const int64_t first = tree.expanded(), num_pending = static_cast<int64_t>(each.pending.size());
+  each.expanded = tree.take_leaves(each.leaves);
+  const auto count = static_cast<int64_t>(each.expanded.size());
+  if (count == 0) return;
   const int64_t after = tree.expanded(), width = num_pending + after;
-  tokens_ = pending;
-  mask_.assign(static_cast<size_t>((num_pending + count) * width), 0);
-  slots_.resize(static_cast<size_t>(num_pending));
-  std::iota(slots_.begin(), slots_.end(), prefix);
-  positions_ = slots_;
-  for (int64_t i = 0; i < num_pending; ++i) std::fill_n(mask_.begin() + i * width, i + 1, uint8_t{1});
+  uint8_t* mask = add_sequence(each.sequence, each.prefix, num_pending + count, width);
+  for (int64_t i = 0; i < num_pending; ++i) {
+    std::fill_n(mask + i * width, i + 1, uint8_t{1});
+    tokens_.push_back(each.pending[static_cast<size_t>(i)]);
+    slots_.push_back(each.prefix + i);
+    positions_.push_back(each.prefix + i);
+  }
   for (int64_t i = 0; i < count; ++i) {
     const uint8_t* sees = tree.row(first + i);
-    const auto row = mask_.begin() + (num_pending + i) * width;
+    uint8_t* row = mask + (num_pending + i) * width;
     std::fill_n(row, num_pending, uint8_t{1});
     std::copy(sees, sees + after, row + num_pending);
-    tokens_.push_back(tree.token[leaves[static_cast<size_t>(i)]]);
-    slots_.push_back(prefix + num_pending + first + i);
-    positions_.push_back(prefix + num_pending + std::count(sees, sees + after, uint8_t{1}) - 1);
+    tokens_.push_back(tree.token[each.expanded[static_cast<size_t>(i)]]);
+    slots_.push_back(each.prefix + num_pending + first + i);
+    positions_.push_back(each.prefix + num_pending + std::count(sees, sees + after, uint8_t{1}) - 1);
   }
-  forward({rows_of(0, 0, prefix, width)}, num_pending);
-  apply_token_mask(logits_.data(), count, scoring.columns(), follow);
-  positions_.erase(positions_.begin(), positions_.begin() + num_pending);
+}
+
+// Adds the children of the expanded leaves, whose logits begin at `row` and whose positions are in `at_`.
+void Rounds::add_children(const Expansion& each, int64_t row) {
+  Scoring& scoring = *each.scoring;
+  const auto count = static_cast<int64_t>(each.expanded.size()), k = each.children;
+  const int64_t stride = decoder_.model().head->n;
+  float* logits = logits_.data() + row * stride;
+  if (each.allowed) apply_token_mask(logits, count, scoring.columns(), each.allowed(each.expanded));
   sampled_.resize(static_cast<size_t>(count * k));
   values_.resize(sampled_.size());
   totals_.resize(static_cast<size_t>(count));
-  const ScoreArgs scores = scoring.args(logits_.data(), decoder_.model().head->n, positions_, coupled, tau);
+  const ScoreArgs scores = scoring.args(logits, stride, at_, each.coupled, each.tau);
   children(scores, k, sampled_.data(), values_.data(), merger_ ? totals_.data() : nullptr);
   if (merger_) (*merger_)(scoring.columns().first, count, k, sampled_.data(), values_.data(), totals_.data());
-  tree.add_children(leaves, k, sampled_.data(), values_.data());
-  return count;
+  each.tree->add_children(each.expanded, k, sampled_.data(), values_.data());
 }
 
-void Rounds::verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, const std::optional<Guidance>& guidance,
-                    Scoring& scoring, const TokenMask& allowed, const std::optional<Nodes>& forced, Nodes& path,
-                    Nodes& sampled) {
+// Adds the rows of a proposal in one sequence.
+void Rounds::add_nodes(const Nodes& tokens, const Nodes& parents, int64_t sequence, int64_t prefix) {
   const auto count = static_cast<int64_t>(tokens.size());
-  tokens_ = tokens;
-  mask_.assign(static_cast<size_t>(count * count), 0);
-  positions_.clear();
-  slots_.resize(tokens.size());
-  std::iota(slots_.begin(), slots_.end(), prefix);
+  const size_t first = tokens_.size();
+  uint8_t* mask = add_sequence(sequence, prefix, count, count);
   for (int64_t i = 0; i < count; ++i) {
-    const auto row = mask_.begin() + i * count;
+    uint8_t* row = mask + i * count;
     const int64_t parent = parents[static_cast<size_t>(i)];
-    if (parent >= 0) std::copy_n(mask_.begin() + parent * count, i, row);
+    if (parent >= 0) std::copy_n(mask + parent * count, i, row);
     row[i] = 1;
-    positions_.push_back(parent < 0 ? prefix : positions_[static_cast<size_t>(parent)] + 1);
+    tokens_.push_back(tokens[static_cast<size_t>(i)]);
+    slots_.push_back(prefix + i);
+    positions_.push_back(parent < 0 ? prefix : positions_[first + static_cast<size_t>(parent)] + 1);
   }
-  if (guidance) {
-    forward_guided(prefix, *guidance);
+}
+
+void Rounds::verify(std::vector<Verification>& verifications) {
+  clear_rows();
+  for (Verification& each : verifications) {
+    each.row = static_cast<int64_t>(tokens_.size());
+    add_nodes(each.tokens, each.parents, each.sequence, each.prefix);
+    if (!each.guidance) continue;
+    const size_t root = tokens_.size();
+    add_nodes(each.tokens, each.parents, each.guidance->sequence, each.guidance->prefix);
+    tokens_[root] = each.guidance->root;
+  }
+  forward(0, nullptr);
+  for (Verification& each : verifications) accept(each);
+}
+
+// Decides from the logits which nodes of a proposal are accepted.
+void Rounds::accept(Verification& each) {
+  if (each.guidance) combine_guided(each);
+  at_.assign(positions_.begin() + each.row,
+             positions_.begin() + each.row + static_cast<int64_t>(each.tokens.size()));
+  draw_nodes(each);
+  if (each.forced) {
+    each.path = *each.forced;
+    each.sampled.clear();
+    for (size_t i = 1; i < each.path.size(); ++i) {
+      each.sampled.push_back(each.tokens[static_cast<size_t>(each.path[i])]);
+    }
+    each.sampled.push_back(sampled_[static_cast<size_t>(each.path.back())]);
   } else {
-    forward({rows_of(0, 0, prefix, count)}, 0);
+    match(each.tokens, each.parents, each.path, each.sampled);
   }
-  draw_nodes(tokens, parents, scoring, allowed);
-  if (forced) {
-    path = *forced;
-    sampled.clear();
-    for (size_t i = 1; i < path.size(); ++i) sampled.push_back(tokens[static_cast<size_t>(path[i])]);
-    sampled.push_back(sampled_[static_cast<size_t>(path.back())]);
-  } else {
-    match(tokens, parents, path, sampled);
-  }
-  if (scoring.penalties && sampled.back() >= 0) scoring.penalties->observe(sampled);
-  commit(0, prefix, path);
-  if (guidance) commit(1, guidance->prefix, path);
+  Scoring& scoring = *each.scoring;
+  if (scoring.penalties && each.sampled.back() >= 0) scoring.penalties->observe(each.sampled);
+  commit(each.sequence, each.prefix, each.path);
+  if (each.guidance) commit(each.guidance->sequence, each.guidance->prefix, each.path);
 }
 
 // Follows the drawn tokens `sampled_` down the tree.
@@ -202,38 +259,43 @@ void Rounds::match(const Nodes& tokens, const Nodes& parents, Nodes& path, Nodes
   }
 }
 
-// Draws the token after each node into `sampled_`, from the logits of the last forward.
-void Rounds::draw_nodes(const Nodes& tokens, const Nodes& parents, Scoring& scoring, const TokenMask& allowed) {
-  const auto count = static_cast<int64_t>(tokens.size());
-  sampled_.resize(tokens.size());
-  values_.resize(tokens.size());
-  const bool process = allowed.bits != nullptr || scoring.penalties || scoring.filter;
-  if (process) process_rows(tokens, parents, scoring, allowed);
+// Draws the token after each node into `sampled_`, from the logits of the last forward. `at_`: positions of the nodes.
+void Rounds::draw_nodes(const Verification& each) {
+  Scoring& scoring = *each.scoring;
+  const auto count = static_cast<int64_t>(each.tokens.size());
+  sampled_.resize(each.tokens.size());
+  values_.resize(each.tokens.size());
+  const bool process = each.allowed.bits != nullptr || scoring.penalties || scoring.filter;
+  if (process) process_rows(each);
   if (scoring.filter) {
     keys_.clear();
-    for (const int64_t position : positions_) keys_.push_back(scoring.key(position));
+    for (const int64_t position : at_) keys_.push_back(scoring.key(position));
     return draw_filtered(gather_whole_rows(count, scoring), *scoring.filter, keys_.data(), sampled_.data());
   }
-  const float* logits = process ? processed_.data() : logits_.data();
-  ScoreArgs args = scoring.args(logits, decoder_.model().head->n, positions_, scoring.noisy(), 1.0);
+  const int64_t stride = decoder_.model().head->n;
+  const float* logits = process ? processed_.data() : logits_.data() + each.row * stride;
+  ScoreArgs args = scoring.args(logits, stride, at_, scoring.noisy(), 1.0);
   if (process) args.bias = nullptr;
   draw(args, sampled_.data(), values_.data());
   if (merger_) (*merger_)(scoring.columns().first, count, 1, sampled_.data(), values_.data(), nullptr);
 }
 
 // Writes the logits with token mask, bias and penalties, this rank's columns, to `processed_`.
-void Rounds::process_rows(const Nodes& tokens, const Nodes& parents, Scoring& scoring, const TokenMask& allowed) {
-  const auto count = static_cast<int64_t>(tokens.size()), stride = decoder_.model().head->n;
+void Rounds::process_rows(const Verification& each) {
+  const auto count = static_cast<int64_t>(each.tokens.size()), stride = decoder_.model().head->n;
+  Scoring& scoring = *each.scoring;
   const VocabShard columns = scoring.columns();
-  processed_.assign(logits_.begin(), logits_.begin() + count * stride);
-  apply_token_mask(processed_.data(), count, columns, allowed);
+  const auto first = logits_.begin() + each.row * stride;
+  processed_.assign(first, first + count * stride);
+  apply_token_mask(processed_.data(), count, columns, each.allowed);
   for (int64_t row = 0; row < count; ++row) {
     float* logits = processed_.data() + row * stride;
     add_bias(logits, columns, scoring.bias());
     if (!scoring.penalties) continue;
     Nodes path;
-    for (auto node = static_cast<size_t>(row); parents[node] >= 0; node = static_cast<size_t>(parents[node])) {
-      path.push_back(tokens[node]);
+    for (auto node = static_cast<size_t>(row); each.parents[node] >= 0;
+         node = static_cast<size_t>(each.parents[node])) {
+      path.push_back(each.tokens[node]);
     }
     scoring.penalties->apply(logits, columns, path);
   }
@@ -260,42 +322,43 @@ ScoreArgs Rounds::gather_whole_rows(int64_t rows, const Scoring& scoring) {
   return args;
 }
 
-void Rounds::copy_logits(const Nodes& nodes, float* out) const {
+void Rounds::copy_logits(const Nodes& rows, float* out) const {
   const int64_t stride = decoder_.model().head->n;
-  for (const int64_t node : nodes) {
-    if ((node + 1) * stride > static_cast<int64_t>(logits_.size())) {
+  for (const int64_t row : rows) {
+    if ((row + 1) * stride > static_cast<int64_t>(logits_.size())) {
       throw std::invalid_argument("the proposal has more nodes than were verified");
     }
-    out = std::copy_n(logits_.data() + node * stride, stride, out);
+    out = std::copy_n(logits_.data() + row * stride, stride, out);
   }
 }
 
-std::vector<float> Rounds::probabilities(const Nodes& tokens, const Nodes& parents, const Scoring& scoring) {
+std::vector<float> Rounds::probabilities(const Nodes& tokens, const Nodes& parents, const Scoring& scoring,
+                                         int64_t row) {
   const auto count = static_cast<int64_t>(tokens.size()), stride = decoder_.model().head->n;
-  if (count * stride > static_cast<int64_t>(logits_.size())) {
+  if ((row + count) * stride > static_cast<int64_t>(logits_.size())) {
     throw std::invalid_argument("the proposal has more nodes than were verified");
   }
   constexpr float kUnknown = -std::numeric_limits<float>::infinity();
   totals_.assign(tokens.size(), kUnknown);
   std::vector<float> out;
   for (size_t i = 1; i < tokens.size(); ++i) {
-    const float* row = logits_.data() + parents[i] * stride;
+    const float* logits = logits_.data() + (row + parents[i]) * stride;
     float& total = totals_[static_cast<size_t>(parents[i])];
     if (total == kUnknown) {
       int64_t best = 0;
       float value = 0.0F;
-      children({row, nullptr, nullptr, nullptr, 1.0F, 1.0F, 1, scoring.columns().count, stride}, 1, &best, &value,
+      children({logits, nullptr, nullptr, nullptr, 1.0F, 1.0F, 1, scoring.columns().count, stride}, 1, &best, &value,
                &total);
     }
-    out.push_back(std::exp(row[tokens[i]] - total));
+    out.push_back(std::exp(logits[tokens[i]] - total));
   }
   return out;
 }
 
 void Rounds::commit(int64_t sequence, int64_t prefix, const Nodes& path) {
-  slots_.clear();
-  for (const int64_t node : path) slots_.push_back(prefix + node);
-  cache_.move(sequence, slots_, prefix);
+  moved_.clear();
+  for (const int64_t node : path) moved_.push_back(prefix + node);
+  cache_.move(sequence, moved_, prefix);
 }
 
 }  // namespace swiftspec::host

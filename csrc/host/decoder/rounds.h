@@ -54,59 +54,86 @@ struct TokenMask {
   int64_t bytes = 0;  // per row
 };
 
-// Computes the masks of these leaves; called before their forward.
+// Computes the masks of these leaves; called after their forward.
 using TokenMaskFn = std::function<TokenMask(const Nodes& leaves)>;
 
-// The unconditional sequence of a guided request, which is the second one of the KV cache.
+// The unconditional sequence of a guided request.
 struct Guidance {
-  int64_t root;    // its root token
-  int64_t prefix;  // number of its verified tokens with KV
+  int64_t sequence;  // index in the caches
+  int64_t root;      // its root token
+  int64_t prefix;    // number of its verified tokens with KV
   float scale;
 };
 
-// Runs the rounds of one decoder on one sequence, or verifications of a guided request on two; buffers are allocated
-// once. Slots before `prefix` hold verified tokens, the following ones the tree. The ranks of a group make the same
-// calls, merge the best tokens of their logits and get the same result.
+// Adds `children` children to each of the likeliest `leaves` leaves of a tree. Slots of its sequence before `prefix`
+// hold verified tokens, the following ones the tree.
+struct Expansion {
+  Tree* tree;
+  int64_t sequence, prefix;
+  Nodes pending;  // verified tokens between prefix and root without KV, allowed only if the tree consists of its root
+  int64_t leaves, children;
+  Scoring* scoring;
+  bool coupled;  // adds the noise of `scoring`
+  double tau;    // divides the scores
+  TokenMaskFn allowed{};
+  Nodes expanded{};  // result: the expanded leaves
+};
+
+// Draws the target's token after every node of a proposal and follows the drawn tokens down the tree. With `guidance`
+// every node runs in both sequences, and the guided logits u + scale (c - u) take the place of the conditional ones c.
+// With `forced`, a path of the proposal from its root, these nodes are accepted instead, and `sampled` has their own
+// tokens before the one drawn after the last of them.
+struct Verification {
+  Nodes tokens, parents;
+  int64_t sequence, prefix;
+  Scoring* scoring;
+  TokenMask allowed{};
+  std::optional<Guidance> guidance{};
+  std::optional<Nodes> forced{};
+  Nodes path{};     // result: the accepted nodes, root first, whose slots are moved to the end of the prefix
+  Nodes sampled{};  // result: the token drawn after each, which the penalties of `scoring` observe
+  int64_t row = 0;  // result: the row of logits of its root; those of the other nodes follow
+};
+
+// Runs the rounds of one decoder on the sequences of its caches, of one request or of several at a time, each with its
+// own tree, scoring and sequence; buffers grow to the largest forward. The ranks of a group make the same calls, merge
+// the best tokens of their logits and get the same result.
 class Rounds {
  public:
   Rounds(Decoder& decoder, ModelCache cache);
 
   VocabShard columns(int64_t vocab) const;  // this rank's; throws std::invalid_argument if the head is too small
 
-  // Adds the k likeliest children to each of the w likeliest leaves; `coupled` adds the noise of `scoring`, and tau
-  // divides the scores. `pending`: verified tokens between prefix and root without KV, allowed only if the tree
-  // consists of its root. `allowed` may be empty. Returns the number of expanded leaves.
-  int64_t expand(Tree& tree, int64_t prefix, const Nodes& pending, int64_t w, int64_t k, Scoring& scoring, bool coupled,
-                 double tau, const TokenMaskFn& allowed);
+  // Expands all trees in one forward.
+  void expand(std::vector<Expansion>& expansions);
 
-  // Draws the target's token after every node of a proposal and follows the drawn tokens down the tree. `path`: the
-  // accepted nodes, root first, whose slots are moved to the end of the prefix; `sampled`: the token drawn after each,
-  // which the penalties of `scoring` observe. With `guidance` every node runs in both sequences, and the guided logits
-  // u + scale (c - u) take the place of the conditional ones c. With `forced`, a path of the proposal from its root,
-  // these nodes are accepted instead, and `sampled` has their own tokens before the one drawn after the last of them.
-  void verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, const std::optional<Guidance>& guidance,
-              Scoring& scoring, const TokenMask& allowed, const std::optional<Nodes>& forced, Nodes& path,
-              Nodes& sampled);
+  // Verifies all proposals in one forward.
+  void verify(std::vector<Verification>& verifications);
 
   // Target probabilities of each node's token after its parent, root excluded, from the logits of the last
-  // verification.
-  std::vector<float> probabilities(const Nodes& tokens, const Nodes& parents, const Scoring& scoring);
+  // verification, in which the root of the proposal had this row.
+  std::vector<float> probabilities(const Nodes& tokens, const Nodes& parents, const Scoring& scoring, int64_t row);
 
-  // The raw logits of these nodes of the last verification, this rank's columns: [nodes, outputs of the head].
-  void copy_logits(const Nodes& nodes, float* out) const;
+  // The raw logits of these rows of the last verification, this rank's columns: [rows, outputs of the head].
+  void copy_logits(const Nodes& rows, float* out) const;
 
   double seconds() const { return seconds_; }  // of the last forward
   const Decoder& decoder() const { return decoder_; }
   const ModelCache& cache() const { return cache_; }
 
  private:
-  SequenceRows rows_of(int64_t sequence, int64_t first, int64_t prefix, int64_t width) const;
-  void forward(std::vector<SequenceRows> sequence_rows, int64_t logits_from);
-  void forward_guided(int64_t prefix, const Guidance& guidance);
+  void clear_rows();
+  uint8_t* add_sequence(int64_t sequence, int64_t prefix, int64_t rows, int64_t width);
+  void add_leaves(Expansion& each);
+  void add_nodes(const Nodes& tokens, const Nodes& parents, int64_t sequence, int64_t prefix);
+  void forward(int64_t logits_from, const Nodes* logit_rows);
+  void combine_guided(const Verification& each);
+  void add_children(const Expansion& each, int64_t row);
+  void accept(Verification& each);
   void apply_token_mask(float* logits, int64_t rows, const VocabShard& columns, const TokenMask& allowed) const;
-  void draw_nodes(const Nodes& tokens, const Nodes& parents, Scoring& scoring, const TokenMask& allowed);
+  void draw_nodes(const Verification& each);
   void match(const Nodes& tokens, const Nodes& parents, Nodes& path, Nodes& sampled) const;
-  void process_rows(const Nodes& tokens, const Nodes& parents, Scoring& scoring, const TokenMask& allowed);
+  void process_rows(const Verification& each);
   ScoreArgs gather_whole_rows(int64_t rows, const Scoring& scoring);
   void commit(int64_t sequence, int64_t prefix, const Nodes& path);
 
@@ -114,7 +141,9 @@ class Rounds {
   ModelCache cache_;
   std::optional<TopKMerger> merger_;  // set in a group
   Nodes tokens_, positions_, slots_, sampled_;
-  std::vector<uint8_t> mask_;
+  Nodes at_, moved_;  // positions of the rows of one request; slots of an accepted path
+  std::vector<SequenceRows> sequence_rows_;
+  std::vector<uint8_t> mask_;  // of all sequences
   std::vector<float> logits_, values_, totals_;
   std::vector<float> processed_, gathered_, whole_;  // logits with mask, bias and penalties; those of all ranks
   std::vector<uint32_t> keys_;

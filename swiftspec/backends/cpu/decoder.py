@@ -59,7 +59,7 @@ class HostDecoder:
         )
 
     def rounds(self, cache: LayerCaches) -> _C.Rounds:
-        """Returns native expansion and verification on a cache with one sequence."""
+        """Returns native expansion and verification on the sequences of a cache."""
         return _C.Rounds(self._native, _cache_args(cache))
 
     @staticmethod

@@ -307,14 +307,16 @@ def test_invalid_arguments_are_refused(checkpoint: Path) -> None:
         ([1, 2], [-1, 0], 200 + TREE - 1, "fit the cache"),
     ]:
         with pytest.raises(ValueError, match=message):
-            rounds.verify(tokens, parents, prefix, scoring, None, None)
+            rounds.verify([(tokens, parents, 0, prefix, scoring, None, None, None)])
     with pytest.raises(ValueError, match="allowed"):
-        rounds.verify([1, 2], [-1, 0], 0, scoring, np.zeros((2, VOCAB // 8 - 1), np.uint8), None)
-    with pytest.raises(ValueError, match="two sequences"):
-        rounds.verify([1, 2], [-1, 0], 0, scoring, None, (1, 0, 2.0))
+        rounds.verify([([1, 2], [-1, 0], 0, 0, scoring, np.zeros((2, VOCAB // 8 - 1), np.uint8), None, None)])
+    with pytest.raises(ValueError, match="does not have this sequence"):
+        rounds.verify([([1, 2], [-1, 0], 0, 0, scoring, None, (1, 1, 0, 2.0), None)])
+    with pytest.raises(ValueError, match="the same sequence"):
+        rounds.verify([([1], [-1], 0, 0, scoring, None, None, None)] * 2)
     for path, message in (([], "begins at the root"), ([1], "begins at"), ([0, 2], "not a child"), ([0, 0], "not a")):
         with pytest.raises(ValueError, match=message):
-            rounds.verify([1, 2], [-1, 0], 0, scoring, None, None, path)
+            rounds.verify([([1, 2], [-1, 0], 0, 0, scoring, None, None, path)])
     with pytest.raises(ValueError, match="need noise"):
         scoring.set_filters({"top_k": 5, "top_p": 1.0, "min_p": 0.0})
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -335,8 +337,9 @@ def test_invalid_arguments_are_refused(checkpoint: Path) -> None:
     drafter = roles.make_drafter(runner, EngineConfig())
     tree: Any = drafter.tree
     with pytest.raises(ValueError, match="full"):
-        rounds.expand(tree.native, 0, [], TREE + 1, 2, scoring, False, 1.0, None)
+        rounds.expand([(tree.native, 0, 0, [], TREE + 1, 2, scoring, False, 1.0, None)])
     with pytest.raises(ValueError, match="allowed"):
-        rounds.expand(tree.native, 0, [], 1, 2, scoring, False, 1.0, lambda nodes: np.zeros((1, 1), np.uint8))
+        bad = lambda nodes: np.zeros((1, 1), np.uint8)  # noqa: E731
+        rounds.expand([(tree.native, 0, 0, [], 1, 2, scoring, False, 1.0, bad)])
     with pytest.raises(ValueError, match="does not have"):
         tree.reroot(3)

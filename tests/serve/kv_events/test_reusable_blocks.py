@@ -33,7 +33,7 @@ PLANS = {
     "ar": EngineConfig("ar"),
     "serial": EngineConfig("serial"),
     "smc": EngineConfig("smc", population=PopulationConfig(3, 2)),
-    "chains": EngineConfig("serial", draft_steps=3, max_num_seqs=3),
+    "chains": EngineConfig("serial", draft_steps=3, max_num_seqs=3, chains=True),
 }
 Pair = tuple[Path, Path]
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.backends.reference import reference
-from swiftspec.batching.prefix_reuse import SequencePrefixes
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
+from swiftspec.cache.prefix_reuse import SequencePrefixes
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm_engine import Completion, LLMEngine
 from swiftspec.params import SamplingParams
@@ -23,7 +23,7 @@ from tests.support.tiny_checkpoints import make_pair
 
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=80)
 SMC = EngineConfig("smc", population=PopulationConfig(3, 3, 0.7, smc_groups=3))
-CHAINS = EngineConfig("serial", draft_steps=3, max_num_seqs=3)
+CHAINS = EngineConfig("serial", draft_steps=3, max_num_seqs=3, chains=True)
 
 
 @given(st.lists(st.tuples(TEXTS, st.booleans()), max_size=12))

@@ -1,0 +1,191 @@
+"""The decoding loop of several requests with a draft tree each.
+
+Every request runs as a coroutine, on its own drafter and verifier (runtime/coroutines.py). The loop resumes all of them
+until each waits for a forward, and then runs one forward for all: expansions as long as any request expands its tree,
+then the verification of all proposals, then one prefill chunk of one new request. A long prompt therefore delays the
+other requests by one chunk per round, and the next prompt by one chunk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+
+from swiftspec.batching.decoding import UNGUIDED, BatchRequest, IsCancelled, NextRequest
+from swiftspec.engine import Stats, StopCriteria, TokenChunk, TreeDecoding, decode_request
+from swiftspec.errors import UserError
+from swiftspec.messages import RequestStart
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.coroutines import (
+    EXPANSION,
+    PREFILL,
+    CallQueue,
+    RequestCoroutine,
+    run_calls,
+    suspend,
+)
+from swiftspec.runtime.sequence_runner import SequencePool
+from swiftspec.settings_schema import require
+
+
+class RunningRequest(RequestCoroutine):
+    """A request that runs on one of the decodings of a batch."""
+
+    def __init__(self, request: BatchRequest, decoding: TreeDecoding) -> None:
+        super().__init__(self._decode)
+        self.request, self.decoding, self._is_current = request, decoding, True
+
+    def end(self) -> bool:
+        ended = super().end()
+        if not ended:  # another thread closes the engine: the coroutine stays suspended and must not close a later one
+            self._is_current = False
+            self.decoding.close(self.request.stats)
+        return ended
+
+    def _decode(self) -> None:
+        each = self.request
+        for chunk in decode_request(
+            self.decoding, each.start, each.stop_criteria, each.stats, lambda: self._is_current
+        ):
+            suspend(chunk)
+
+
+class TreeBatchDecoding:
+    """Decoding of up to `len(decodings)` requests at a time, or of one request without the loop."""
+
+    def __init__(
+        self,
+        decodings: Sequence[TreeDecoding],
+        pools: Sequence[SequencePool],
+        calls: CallQueue,
+        captured_graphs: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`decodings`: each with a drafter and a verifier of its own. `pools`: of the target, and of the draft if there
+        is one. `calls`: of all runners."""
+        self.decodings, self.pools, self._calls, self.captured_graphs = decodings, pools, calls, captured_graphs
+        self._running = deque[RunningRequest]()
+
+    @property
+    def max_requests(self) -> int:
+        """Maximum number of requests that are decoded concurrently; a guided one counts twice."""
+        return len(self.decodings)
+
+    @property
+    def busy(self) -> tuple[float, float]:
+        target, *draft = (pool.runner.busy for pool in self.pools)
+        return target, sum(draft)
+
+    def open(self, start: RequestStart, stop_criteria: StopCriteria) -> int:
+        self._end_all()
+        return self.decodings[0].open(start, stop_criteria)
+
+    def chunks(self, stop_criteria: StopCriteria, stats: Stats) -> Iterator[TokenChunk]:
+        return self.decodings[0].chunks(stop_criteria, stats)
+
+    def close(self, stats: Stats) -> None:
+        self.decodings[0].close(stats)
+
+    def batch(self, next_request: NextRequest, cancelled: IsCancelled) -> Generator[tuple[BatchRequest, TokenChunk]]:
+        """Decodes requests concurrently. Yields (request, chunk) pairs.
+
+        `next_request`: called while there is room; the batch ends once it returns None and all requests have ended. A
+        guided request waits until two sequences are free, and later requests wait behind it.
+        `cancelled`: called before a request is admitted, after each round and before each prefill chunk.
+
+        The finish reason of a request's last chunk is "stop", "length", "abort" if `cancelled` returned True for it, or
+        "error" if the request has failed (`BatchRequest.error`); the other requests are not affected.
+        """
+        self._end_all()
+        waiting: BatchRequest | None = None
+        try:
+            while True:
+                while waiting is not None or (self._has_room(UNGUIDED) and (waiting := next_request())):
+                    if cancelled(waiting):
+                        yield waiting, waiting.ended_chunk("abort")
+                    elif not self._has_room(waiting.start.sampling):
+                        break
+                    else:
+                        self._admit(waiting)
+                    waiting = None
+                if not self._running:
+                    return
+                yield from self._advance(cancelled)
+        finally:
+            self._end_all()
+
+    def _has_room(self, sampling: SamplingParams) -> bool:
+        """Returns whether a decoding and enough sequences are free for a request with these parameters."""
+        in_use = sum(_num_sequences(running.request.start.sampling) for running in self._running)
+        return in_use + _num_sequences(sampling) <= self.max_requests
+
+    def _admit(self, request: BatchRequest) -> None:
+        in_use = [running.decoding for running in self._running]
+        decoding = next(each for each in self.decodings if each not in in_use)
+        self._running.append(RunningRequest(request, decoding))
+
+    def _advance(self, cancelled: IsCancelled) -> Iterator[tuple[BatchRequest, TokenChunk]]:
+        """Resumes all requests that do not wait for a call, and then runs calls, if all wait for one."""
+        prefilling = sum(
+            running.waiting is not None and running.waiting.priority == PREFILL for running in self._running
+        )
+        self._calls.company = len(self._running) > 1
+        self._calls.num_requests = max(len(self._running) - prefilling, 1)
+        for running in list(self._running):
+            if cancelled(running.request):
+                self._end(running)
+                yield running.request, running.request.ended_chunk("abort")
+            elif running.waiting is None and (chunk := self._resume(running)) is not None:
+                yield running.request, chunk
+        if self._running and all(running.waiting is not None for running in self._running):
+            self._run_calls()
+
+    def _resume(self, running: RunningRequest) -> TokenChunk | None:
+        """Resumes a request until its next call or chunk. Returns the chunk, None for a call."""
+        elsewhere = "these requests run in another thread: read all of a batch in one thread"
+        require(running.in_own_thread, elsewhere)
+        try:
+            value = running.resume()
+            if not isinstance(value, TokenChunk):
+                running.waiting = value
+                return None
+            if value.finish_reason is None:
+                return value
+            running.resume()  # completes its statistics
+        except UserError as error:
+            running.request.error = error
+            value = running.request.ended_chunk("error")
+        self._running.remove(running)
+        return value
+
+    def _run_calls(self) -> None:
+        """Runs the calls that come first, as one. A prefill chunk is among them if no tree is being expanded."""
+        waiting = [(running, running.waiting) for running in self._running if running.waiting is not None]
+        trees = [each for each in waiting if each[1].priority != PREFILL]
+        first = min((call.priority for _, call in trees), default=PREFILL)
+        key = next((call.key for _, call in trees if call.priority == first), None)
+        new = next((running for running, call in waiting if call.priority == PREFILL), None)
+        if first != EXPANSION and new is not None:
+            self._run([new])
+            self._running.remove(new)
+            self._running.append(new)  # the next chunk is that of another request
+        if trees:  # after the chunk, since the verified requests read logits and hidden states of the last forward
+            self._run([running for running, call in trees if call.priority == first and call.key == key])
+
+    def _run(self, requests: Sequence[RunningRequest]) -> None:
+        run_calls([running.waiting for running in requests if running.waiting is not None])
+        for running in requests:
+            running.waiting = None
+
+    def _end(self, running: RunningRequest) -> None:
+        self._running.remove(running)
+        running.end()
+
+    def _end_all(self) -> None:
+        while self._running:
+            self._end(self._running[0])
+        self._calls.company, self._calls.num_requests = False, 1
+
+
+def _num_sequences(sampling: SamplingParams) -> int:
+    """Returns the number of sequences of the target that a request takes."""
+    return 2 if sampling.guided else 1

@@ -1,0 +1,96 @@
+"""Requests as coroutines: code for one request that stops where a model is called, so that the calls of several
+requests become one forward.
+
+Each request runs in a greenlet of its own. `CallQueue.wait` suspends it until the loop over the requests
+(batching/tree_batch.py) has run its call, together with those of the same kind. Drafters, their wrappers and verifiers
+therefore need no second form for several requests.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from greenlet import greenlet
+
+from swiftspec.runtime.runner import Call
+
+EXPANSION, VERIFICATION, PREFILL = 0, 1, 2  # priorities of calls; every request expands its tree before any is verified
+
+
+class CallQueue:
+    """Connects the calls of requests with the loop that runs them.
+
+    `company`: whether several requests run; alone, a request runs its own calls, except prefill chunks, between which
+    others may arrive.
+    `num_requests`: of those that run, the number of requests that share the next round; 1 without the loop.
+    """
+
+    def __init__(self) -> None:
+        self.company, self.num_requests = False, 1
+
+    def wait(self, call: Call) -> Any:
+        """Returns the result of a call: suspends the request until the loop has run it, or runs it at once. Raises the
+        error of the call."""
+        in_coroutine = greenlet.getcurrent().parent is not None
+        if in_coroutine and (self.company or call.priority == PREFILL):
+            suspend(call)
+            if call.error is not None:
+                raise call.error
+        else:
+            call.run(())
+        return call.result
+
+
+def run_calls(calls: Sequence[Call]) -> None:
+    """Runs calls with equal keys, and sets the result or the error of each."""
+    try:
+        calls[0].run(calls[1:])
+    except Exception as error:
+        for call in calls:
+            call.error = error
+
+
+def suspend(value: Any) -> None:
+    """Suspends the current request and hands `value` to the loop over the requests."""
+    parent = greenlet.getcurrent().parent
+    assert parent is not None, "only a request that runs in a coroutine can be suspended"
+    parent.switch(value)
+
+
+@dataclass(eq=False)
+class RequestCoroutine:
+    """A request that runs in a greenlet. `body`: its code, which may call `suspend`.
+
+    `waiting`: the call that it waits for, or None if it can be resumed.
+    """
+
+    body: Callable[[], None]
+    waiting: Call | None = None
+    _greenlet: greenlet = field(init=False)
+    _thread: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._greenlet, self._thread = greenlet(self.body), threading.get_ident()
+
+    @property
+    def in_own_thread(self) -> bool:
+        """Whether the current thread is the only one that can run the request: that which has created it."""
+        return threading.get_ident() == self._thread
+
+    def resume(self) -> Any:
+        """Runs the request until it is suspended or ends. Returns the value that it hands over; None at its end. Raises
+        the exceptions of the request."""
+        self._greenlet.parent = greenlet.getcurrent()
+        return self._greenlet.switch()
+
+    def end(self) -> bool:
+        """Ends the request where it is suspended, so that its `finally` clauses run. Returns False in another thread,
+        where that is not possible."""
+        here = self.in_own_thread
+        if here and not self._greenlet.dead:
+            self._greenlet.parent = greenlet.getcurrent()
+            self._greenlet.throw()
+        return here

@@ -1,0 +1,157 @@
+"""Runners of concurrent requests: each has its own sequences of one cache, and their forwards run as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swiftspec.cache.model_cache import SequenceView
+from swiftspec.cache.prefix_cache import TokenText
+from swiftspec.cache.prefix_reuse import SequencePrefixes
+from swiftspec.model.batch import ForwardOutput, HostBatch, Ints, merge_batches
+from swiftspec.runtime.coroutines import PREFILL, CallQueue
+from swiftspec.runtime.runner import Call, Runner
+from swiftspec.sampling.guidance import Guidance
+
+
+class SequencePool:
+    """The sequences of the cache of one model, which concurrent requests take and give back.
+
+    `runner`: runs the joint forwards; its cache gets `sequences` sequences.
+    `calls`: of the requests.
+    `priority`: of the forwards of trees (runtime/coroutines.py).
+    `reuse_prefixes`: whether a prompt starts from the longest prefix that any sequence holds.
+    """
+
+    def __init__(
+        self, runner: Runner, sequences: int, calls: CallQueue, priority: int, *, reuse_prefixes: bool = True
+    ) -> None:
+        runner.cache.reset(sequences)
+        self.runner, self.calls, self.priority = runner, calls, priority
+        self._prefixes = SequencePrefixes([runner.cache], reuse_prefixes)
+        self._in_use: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Number of sequences that no request has taken."""
+        return len(self.runner.cache.prefix_len) - len(self._in_use)
+
+    def take(self, text: Sequence[int]) -> tuple[int, int]:
+        """Takes a free sequence for a text, and fills it with the longest prefix of the text that any sequence holds;
+        the last token is never part of it. Returns the sequence and the length of that prefix."""
+        sequence, cached = self._prefixes.acquire(text, self._in_use, 1)
+        self._in_use.add(sequence)
+        return sequence, cached
+
+    def record(self, view: SequenceView, texts: Sequence[Sequence[int]]) -> None:
+        """Records the verified tokens whose states the sequences of a request hold. `texts`: begin with them."""
+        for index, text, count in zip(view.buffers, texts, view.prefix_len, strict=True):
+            self.runner.cache.prefix_len[index] = count
+            self._prefixes.set_prefix(index, text[:count], 1)
+
+    def give_back(self, view: SequenceView) -> None:
+        """Takes the sequences of a request back. Their recorded tokens stay for later prompts."""
+        self._in_use.difference_update(view.buffers)
+        view.view([])
+
+    def reusable_texts(self) -> list[TokenText]:
+        """See `SequencePrefixes.reusable_texts`."""
+        return self._prefixes.reusable_texts()
+
+
+class SequenceRunner(Runner):
+    """Runner of one of several concurrent requests, on sequences that it takes from a pool for each request."""
+
+    def __init__(self, pool: SequencePool) -> None:
+        base = pool.runner
+        self._view = SequenceView(base.cache)
+        sizes = {"context": 0, "tree_slots": base.tree_slots}
+        super().__init__(base.model, base.ops, base.vocab, **sizes, shard=base.shard, cache=self._view)
+        self.pool = pool
+        self.make_constraint, self.cancel_check = base.make_constraint, base.cancel_check
+        self.eos_token_ids = base.eos_token_ids
+        self._texts: list[list[int]] = []  # the verified tokens of each sequence
+        self._incomplete = False  # whether prefix slots were allocated whose states are not computed yet
+        self._prefilling = False  # whether a prefill chunk is running
+
+    def match_prefix(self, texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None) -> Sequence[int]:
+        """Takes a sequence for each text, filled with the longest prefix that any sequence holds. Returns the lengths
+        of these prefixes."""
+        self.close()
+        taken = list[tuple[int, int]]()
+        for s, text in enumerate(texts):
+            most = len(text) - 1 if max_cached is None else max_cached[s] if s < len(max_cached) else 0
+            taken.append(self.pool.take(text[: most + 1]))
+        self._view.view([sequence for sequence, _ in taken])
+        self._texts = [list(text) for text in texts]
+        return [cached for _, cached in taken]
+
+    def open(
+        self, tokens: Sequence[int], guidance: Guidance | None = None, max_cached: Sequence[int] | None = None
+    ) -> int:
+        cached = super().open(tokens, guidance, max_cached)
+        self.pool.record(self._view, self._texts)  # now, so that other requests can begin with this prompt
+        return cached
+
+    def reusable_texts(self) -> list[TokenText]:
+        """Returns the texts whose prefixes the next request finds in the cache."""
+        return self.pool.reusable_texts()
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        for text in self._texts:
+            text += tokens
+
+    def close(self) -> None:
+        if self._view.buffers:
+            self.pool.record(self._view, [[]] * len(self._texts) if self._incomplete else self._texts)
+            self.pool.give_back(self._view)
+        self._texts, self._incomplete, self._prefilling = [], False, False
+
+    def chain_batch(self, tokens: Sequence[int]) -> HostBatch:
+        self._incomplete = True
+        return super().chain_batch(tokens)
+
+    def _prefill_chunk(self, chunk: Ints, sequence: int) -> None:
+        self._incomplete = self._prefilling = True
+        super()._prefill_chunk(chunk, sequence)
+        self._prefilling = False
+
+    def run(self, batch: HostBatch, *, head: bool = True) -> ForwardOutput:
+        priority = PREFILL if self._prefilling else self.pool.priority
+        output = self.run_call(ForwardCall(self.pool.runner, batch, head, priority))
+        self.hidden = output.hidden
+        return output
+
+    def run_call(self, call: Call) -> Any:
+        result = self.pool.calls.wait(call)
+        self.busy, self._incomplete = self.pool.runner.busy, False
+        return result
+
+    def record_step(self, began: float, rows: int, seconds: float | None = None) -> None:
+        self.pool.runner.record_step(began, rows, seconds)
+
+
+@dataclass(eq=False, slots=True)
+class ForwardCall:
+    """A forward of the rows of one request. `runner`: runs it, and those of the other requests."""
+
+    runner: Runner
+    batch: HostBatch
+    head: bool
+    priority: int
+    result: Any = None
+    error: Exception | None = None
+
+    @property
+    def key(self) -> object:
+        return self.runner
+
+    def run(self, others: Sequence[ForwardCall]) -> None:
+        """Runs the rows of all calls in one forward."""
+        calls = [self, *others]
+        output = self.runner.run(merge_batches([call.batch for call in calls]), head=self.head)
+        start = 0
+        for call in calls:
+            rows = slice(start, start := start + len(call.batch))
+            call.result = ForwardOutput(*(None if part is None else part[rows] for part in output))
