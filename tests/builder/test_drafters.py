@@ -10,7 +10,7 @@ from swiftspec.builder.drafters import DRAFTERS, WrapperInputs, drafter_kind, lo
 from swiftspec.capabilities import FEATURES
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
-from swiftspec.control.trial_budget import StoredBudgets
+from swiftspec.control.shared_stats import SharedStats
 from swiftspec.distributed.remote.failover import FailoverDrafter
 from swiftspec.drafter_kinds import DRAFTER_KINDS, DRAFTER_OF_FEATURE, MODEL_FREE, NodeSource
 from swiftspec.runtime.drafter import DrafterWrapper, NoDrafter
@@ -47,7 +47,7 @@ def test_the_configuration_selects_the_kind(config: EngineConfig, here: str, loc
 def test_only_the_outermost_wrapper_handles_a_loss(kind: str, adaptive: bool) -> None:
     remote: Any = object()
     config = EngineConfig("serial", self_switch=adaptive)
-    given = WrapperInputs(config, remote, None, None, StoredBudgets.read(None))
+    given = WrapperInputs(config, remote, None, SharedStats(config))
     entry, found = DRAFTERS[kind], list[type]()
     drafter: Any = NoDrafter()
     for wrap in entry.wrappers:
