@@ -85,9 +85,9 @@ PATHS_NOTES = f"""\
 Some single phases run differently from the request that they belong to:
 
 - Draft trees are expanded without filters and penalties, which change the draft's ranking little; the verification
-  applies them. Sampled children (`--proposal sample`, `--verify reject`) have filters and penalties.
+  applies them. Sampled children (proposal `sample`, `--verify reject`) have filters and penalties.
 - Native rounds of an exact batch and of mode `smc` need both models whole on one rank, since they read whole
-  distributions; a group of ranks runs these rounds eagerly. So does mode `smc` with `--smc-exact` above 0.
+  distributions; a group of ranks runs these rounds eagerly. So does mode `smc` with `smc_exact` above 0.
 - A graph of one model's forward holds at most {CAPTURED_ROWS[-1]} rows; a larger forward runs eagerly. Graphs of
   rounds of sequence groups may hold more.
 - The graph of expansions starts after the root's expansion, whose batch contains pending tokens. It also needs at least

@@ -125,9 +125,9 @@ SHAPED = (
     GREEDY, TEMPERATURE, BIAS, FILTERS, DEEP_FILTERS, PENALTIES, GUIDANCE, GRAMMAR, MIN_TOKENS, BAD_WORDS, SCORED,
 )  # fmt: skip
 HIDDEN = RequestCase("a target that keeps hidden states", SamplingParams(), traits=frozenset({"hidden states"}))
-SAMPLE = RequestCase("`--proposal sample`", SamplingParams(), DRAWN)
+SAMPLE = RequestCase("proposal `sample`", SamplingParams(), DRAWN)
 REJECT = RequestCase("`--verify reject`", SamplingParams(), REJECTED)
-COLD = RequestCase("`--proposal sample` at temperature 0", SamplingParams(temperature=0.0), DRAWN)
+COLD = RequestCase("proposal `sample` at temperature 0", SamplingParams(temperature=0.0), DRAWN)
 
 
 Choice = tuple[Sequence[Executor], Features]  # executors of a role, the fastest first, and what a request requires

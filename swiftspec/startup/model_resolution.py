@@ -203,7 +203,7 @@ def check_worker_settings(settings: Settings, ranks: int) -> None:
 
 
 def requested_emulation(settings: Settings) -> StepTimeEmulation | None:
-    """Returns the step times that --emulate requests; None if it is not set. Raises UserError if its value is
+    """Returns the step times that `emulate` requests; None if it is not set. Raises UserError if its value is
     invalid."""
     from swiftspec.profiles import emulation
 

@@ -49,7 +49,7 @@ class Session:
     dtype: str
     threads: int
     model_defaults: Mapping[str, Any]  # sampling values of the target's generation_config.json
-    packed_cache: str | None = None  # --packed-cache, if given
+    packed_cache: str | None = None  # if given
     tokenizer_folder: TemporaryDirectory[str] | None = None  # contains the tokenizer files of a remote target
     warn: Callable[[str], None] = LOG.warning  # receives the warnings of `close`
     wrap_chunks: Callable[[Iterator[TokenChunk]], Iterator[TokenChunk]] = lambda chunks: chunks  # wraps each answer
