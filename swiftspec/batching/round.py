@@ -248,7 +248,15 @@ class GroupRound:
             at = p.tail_positions[..., 1] + count
             self._forward(self._draft, context, tokens[-1], at, context.slots[..., count - 1], views[-1])
         log = torch.stack(log_q, -1).to(torch.float64)
-        return DraftChains(torch.stack(tokens, -1), log, shaped, drawn_by, tail[..., 1], views, counts)
+        return DraftChains(
+            torch.stack(tokens, -1),
+            log,
+            logits=shaped,
+            keys=drawn_by,
+            pending_slots=tail[..., 1],
+            views=views,
+            counts=counts,
+        )
 
     def _tail(self, context: RoundContext) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the tree slots [groups, N, 2] of the last two tokens of each row, which have no draft KV, and the
@@ -361,11 +369,11 @@ class GroupRound:
             batch = Batch(
                 tokens[chunk],
                 positions[chunk],
-                slots[chunk],
-                mask[chunk],
-                sequence[chunk],
-                kv_len,
-                _max_kv_len(runner, context.width),
+                slots=slots[chunk],
+                mask=mask[chunk],
+                sequence=sequence[chunk],
+                kv_len=kv_len,
+                max_kv_len=_max_kv_len(runner, context.width),
             )
             logits = runner.model.forward(batch, runner.cache).logits
             assert logits is not None

@@ -129,11 +129,11 @@ class BatchScheduler:
         group = SequenceGroup(
             sequence,
             companion,
-            executor,
-            start.tokens,
-            num_cached,
-            len(start.tokens) - 1,
-            max_rounds,
+            executor=executor,
+            prompt=start.tokens,
+            num_cached_tokens=num_cached,
+            committed_tokens=len(start.tokens) - 1,
+            max_rounds=max_rounds,
             compact_at=2 * self.shape.slots_per_round,
         )
         self.groups.append(group)

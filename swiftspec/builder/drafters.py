@@ -143,9 +143,25 @@ def _head(given: DrafterInputs) -> HeadDrafter:
     children = TopChildren(config.children_per_leaf, config.proposal == "coupled")
     if isinstance(head, BlockHead):
         block = BlockExecutor(runner, head.block, states)
-        return BlockDrafter(runner, block, DraftTree(config.max_nodes, 1), children, config, states, target.runner)
+        return BlockDrafter(
+            runner,
+            block,
+            tree=DraftTree(config.max_nodes, 1),
+            children=children,
+            config=config,
+            states=states,
+            target=target.runner,
+        )
     tree = DraftTree(1 + runner.tree_slots * config.children_per_leaf, runner.tree_slots)
-    return HeadDrafter(runner, HeadExecutor(runner, states), tree, children, config, states, target.runner)
+    return HeadDrafter(
+        runner,
+        HeadExecutor(runner, states),
+        tree=tree,
+        children=children,
+        config=config,
+        states=states,
+        target=target.runner,
+    )
 
 
 def build_suffix_drafter(given: DrafterInputs) -> SuffixDrafter:

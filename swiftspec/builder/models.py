@@ -300,14 +300,14 @@ class Models:
         return LoadedModel(
             model,
             ops,
-            options.vocab_size,
-            context,
-            prefix_tokens,
-            options.snapshot_tokens(plan),
-            options.grammars.compile,
-            options.grammars.eos_token_ids,
-            hook,
-            capture,
+            vocab=options.vocab_size,
+            context=context,
+            prefix_cache_tokens=prefix_tokens,
+            snapshot_tokens=options.snapshot_tokens(plan),
+            make_constraint=options.grammars.compile,
+            eos_token_ids=options.grammars.eos_token_ids,
+            hook=hook,
+            capture=capture,
         )
 
     def _new_capture(self, priority: int) -> CudaCapture:

@@ -193,11 +193,22 @@ def build_roles(
     if config.group_shape is not None:
         scheduler, decoding = _groups(models, config, rank, recorder, progress)
         head = trace_begin(recorder, options.trace_metadata(config))
-        return Roles(decoding, scheduler, config, limits, rank, recorder, head, models=models)
+        return Roles(
+            decoding,
+            scheduler,
+            config=config,
+            limits=limits,
+            rank=rank,
+            recorder=recorder,
+            trace_header=head,
+            models=models,
+        )
     if config.max_num_seqs > 1:
         first, trees = _trees(models, config, recorder, progress)
         head = trace_begin(recorder, options.trace_metadata(config))
-        return Roles(trees, first, config, limits, None, recorder, head, models=models)
+        return Roles(
+            trees, first, config=config, limits=limits, rank=None, recorder=recorder, trace_header=head, models=models
+        )
     if rank is not None:
         parts, config = _lead(rank, models, config, recorder)
     else:
@@ -352,7 +363,18 @@ def tree_engine(
         disconnect()
 
     head = trace_begin(recorder, metadata if rpc_log is None else metadata | clock_reading())
-    return Roles(decoding, parts, config, limits, rank, recorder, head, leave, rpc_log, models)
+    return Roles(
+        decoding,
+        parts,
+        config=config,
+        limits=limits,
+        rank=rank,
+        recorder=recorder,
+        trace_header=head,
+        disconnect_workers=leave,
+        rpc_log=rpc_log,
+        models=models,
+    )
 
 
 def _tree_decoding(

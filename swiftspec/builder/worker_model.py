@@ -183,12 +183,12 @@ def make_worker(
     info = ModelInfo(
         fingerprint(model.path),
         vocabulary.ordinary,
-        name,
-        models.options.vocab_size,
-        models.options.max_model_len,
-        models.options.vocabulary.eos_token_ids,
-        str(model.loaded.model.dtype).removeprefix("torch."),
-        vocabulary.added,
+        name=name,
+        vocab_size=models.options.vocab_size,
+        max_model_len=models.options.max_model_len,
+        eos_token_ids=models.options.vocabulary.eos_token_ids,
+        dtype=str(model.loaded.model.dtype).removeprefix("torch."),
+        added_tokens=vocabulary.added,
     )
     group = model.group or WorkerGroup(())
     followers: dict[ServedRole, SessionFollowerGroup] = {}  # of each session

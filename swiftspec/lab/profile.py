@@ -67,7 +67,7 @@ def build_profile_parser(prog: str = "python -m swiftspec.profile") -> argparse.
     made = FlagParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.positional = "model"
     for name in model_settings():
-        made.add_argument("--" + name.replace("_", "-"), dest=name, metavar="X", help="as in `serve`")
+        made.add_argument("--" + name.replace("_", "-"), dest=name, metavar="X", help=SETTINGS[name].setting.help)
     made.add_argument("--splits", default="all", help="all, or target+draft such as 3+1,2+2 (default: all)")
     made.add_argument("--modes", default="ar,serial,async,smc", help="modes to measure (default: ar,serial,async,smc)")
     made.add_argument(
@@ -84,7 +84,7 @@ def build_profile_parser(prog: str = "python -m swiftspec.profile") -> argparse.
 
 
 def model_settings() -> list[str]:
-    """Returns the names of the `serve` settings that a sweep also accepts."""
+    """Returns the names of the settings that a sweep accepts as flags."""
     return [name for name, flag in SETTINGS.items() if flag.setting.profile]
 
 

@@ -437,7 +437,15 @@ def _flag(config: type[DataclassInstance], item: Field[Any], declaration: Settin
         shown, default = f"the model's own, else {declaration.default_text or f'{default:g}'}", None
     if get_origin(kind) is tuple:
         kind, default = list[get_args(kind)[0]], list(default)
-    return Flag(item.name, declaration, config, kind if default is not None else kind | None, choices, default, shown)
+    return Flag(
+        item.name,
+        declaration,
+        config=config,
+        value_type=kind if default is not None else kind | None,
+        choices=choices,
+        default=default,
+        default_text=shown,
+    )
 
 
 SETTINGS = {  # by setting name, in the order of --help

@@ -11,10 +11,6 @@ from tests.conventions.sources import ROOT, parsed, python_sources
 
 MAX_LINES = 70
 MAX_POSITIONAL = 6  # arguments of a call; further ones are named
-# parts of the package in which longer calls remain
-PENDING = (
-    "batching", "builder", "settings",
-)  # fmt: skip
 
 
 def long_functions(source: str) -> Iterator[tuple[str, int]]:
@@ -53,7 +49,6 @@ def test_arguments_of_long_calls_are_named() -> None:
     found = [
         f"swiftspec/{path}:{line}: {count} positional arguments"
         for path, source in python_sources().items()
-        if path.partition("/")[0] not in PENDING
         for line, count in long_calls(source)
     ]
     assert found == []
