@@ -4,8 +4,8 @@ A *feature* is anything that a request, a setting, the engine or a model has: a 
 gated delta layers. `TABLE` holds the combinations of two features that are refused or have no effect; every other
 combination works. `EXECUTORS` holds the features of a request that an executor does not run, so that a slower one does.
 
-The objects name their features (`SamplingParams.features`, `EngineConfig.features`, `Settings.features`), and
-`check_features` raises for a combination that is refused. Flags, options of `LLM`, requests of the engine, of workers
+The objects name their features (`SamplingParams.features`, `EngineConfig.features`, `Settings.features`, options of
+`LLM` in `option_features` of builder/load_options.py), and `check_features` raises for a combination that is refused. Flags, options of `LLM`, requests of the engine, of workers
 and of the HTTP server, the notes at start, the choice of executors and docs/paths.md all use these two tables.
 """
 
@@ -167,7 +167,7 @@ ENGINE_FEATURES = {
     "one rank": Feature("one rank", "start it with torchrun --standalone --nproc-per-node 2"),
     "hidden states": Feature("{hidden_layers}", REMOVE_THEM, "with a target that keeps hidden states", plural=True),
 }
-SETTING_FEATURES = {  # the first four: given settings of a part of the engine (`Setting.applies_to`)
+SETTING_FEATURES = {  # the first six: given settings of a part of the engine (`Setting.applies_to`)
     "draft": Feature("settings of the draft", REMOVE_THEM, plural=True),
     "draft tree": Feature("settings of the draft tree", REMOVE_THEM, plural=True),
     "tree that grows during a verification": Feature("settings of its growth", REMOVE_THEM, plural=True),

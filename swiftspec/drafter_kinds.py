@@ -29,14 +29,14 @@ class DrafterKind:
 
     `title`: its name in messages.
     `feature`: its row in the capability table; None: it combines with everything.
-    `without_model`: mark of the nodes of a drafter that runs no draft model, and whose name is also a value of
+    `model_free_source`: mark of the nodes of a drafter that runs no draft model, and whose name is also a value of
         `draft_model`; None: it runs one.
     `methods`: those of vLLM's `speculative_config` that stand for it, if it runs no model.
     """
 
     title: str
     feature: str | None = None
-    without_model: NodeSource | None = None
+    model_free_source: NodeSource | None = None
     methods: tuple[str, ...] = ()
 
 
@@ -48,6 +48,6 @@ DRAFTER_KINDS = {
     SUFFIX_LOOKUP: DrafterKind("suffix lookup", "suffix lookup", NodeSource.SUFFIX, ("ngram", "ngram_gpu", "suffix")),
     GRAFTED: DrafterKind("a draft model and suffix lookup", "grafting"),
 }
-MODEL_FREE = frozenset(name for name, kind in DRAFTER_KINDS.items() if kind.without_model is not None)
+MODEL_FREE = frozenset(name for name, kind in DRAFTER_KINDS.items() if kind.model_free_source is not None)
 DRAFTER_OF_FEATURE = {kind.feature: name for name, kind in DRAFTER_KINDS.items() if kind.feature is not None}
 DRAFT_WORDS = MODEL_FREE | {MTP_HEAD}  # values of `draft_model` that are no models of their own

@@ -16,7 +16,7 @@ from swiftspec.messages import NodeSource
 FILE = Path(__file__).resolve().parents[1] / "csrc" / "host" / "decoder" / "message_layout.h"
 TEMPLATE = """\
 // Layout of packed proposals and results: a header, then columns of kCount 32-bit words each. Made by
-// `python -m tools.message_layout` from swiftspec/distributed/transport/codec.py and swiftspec/messages.py.
+// `python -m tools.message_layout` from swiftspec/distributed/transport/codec.py and swiftspec/drafter_kinds.py.
 #pragma once
 
 #include <cstdint>

@@ -89,7 +89,7 @@ class SweepRequest:
     repeats: int
     budget: float  # seconds
     samplings: tuple[SamplingParams, ...] = (GREEDY,)  # each prompt is decoded with each; the first one is greedy
-    draft_leaves: int = USUAL.leaves_per_expansion  # default w of the device
+    draft_leaves: int = USUAL.leaves_per_expansion  # w; the default of a CPU
     base_ops: Ops = "reference"  # operators of the ablation's base
 
     def settings(self) -> dict[str, Any]:

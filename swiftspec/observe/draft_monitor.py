@@ -8,7 +8,7 @@ from swiftspec.drafter_kinds import DRAFTER_KINDS
 from swiftspec.messages import VerifiedRound
 
 MIN_ROUNDS = 64  # with proposed tokens, before a draft is judged; one looping answer can have dozens without a hit
-MODEL_FREE_SOURCES = {kind.without_model for kind in DRAFTER_KINDS.values()} - {None}
+MODEL_FREE_SOURCES = {kind.model_free_source for kind in DRAFTER_KINDS.values()} - {None}
 LOW_SHARE = 0.05  # share of these rounds that accept a token, below which acceptance is low
 
 

@@ -43,13 +43,13 @@ def _threshold(logits: Tensor, params: LogitsParams, num_candidates: int) -> tup
     [n, 1]."""
     vocab = logits.shape[-1]
     ranked = logits.topk(min(num_candidates, vocab)).values
-    limit, certain = top_k_threshold(ranked, params, vocab)
+    limit, certain = head_threshold(ranked, params, vocab)
     total = logits.masked_fill(logits < limit, NEG_INF).logsumexp(-1, keepdim=True)
     last, reached = top_p_threshold(ranked.masked_fill(ranked < limit, NEG_INF), total, params)
     return torch.maximum(limit, last), certain & reached
 
 
-def top_k_threshold(ranked: Tensor, params: LogitsParams, vocab: int) -> tuple[Tensor, Tensor]:
+def head_threshold(ranked: Tensor, params: LogitsParams, vocab: int) -> tuple[Tensor, Tensor]:
     """Returns the smallest logit [n, 1] that min_p and top_k keep, and whether the candidates suffice to find it, a
     bool []. `ranked` [n, c]: the logits of each row's most likely tokens in descending order."""
     limit = ranked[:, :1] + params["min_p"].float().log()

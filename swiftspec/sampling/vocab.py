@@ -117,7 +117,7 @@ class VocabShard:
         heads, totals = self.group.all_gather(torch.cat((head, total), -1)).split((TOP_CANDIDATES, 1), -1)
         floor = heads[:, :, -1:].amax(0)
         ranked = _concat_ranks(heads).sort(-1, descending=True).values
-        limit, certain = filters.top_k_threshold(ranked, params, self.vocab)
+        limit, certain = filters.head_threshold(ranked, params, self.vocab)
         cut = filters.limits_head(params, self.vocab)
         kept = ranked.masked_fill(ranked < limit, NEG_INF)
         total = torch.where(cut, kept.logsumexp(-1, keepdim=True), totals.logsumexp(0))

@@ -20,7 +20,7 @@ from swiftspec.runtime.fallback_drafter import FallbackDrafter
 def test_every_kind_has_an_entry_and_a_row() -> None:
     assert {name for name, entry in DRAFTERS.items() if entry.needs == "nothing"} == MODEL_FREE | {"none"}
     assert {*DRAFTER_OF_FEATURE} <= {*FEATURES}
-    marks = [DRAFTER_KINDS[name].without_model for name in MODEL_FREE]
+    marks = [DRAFTER_KINDS[name].model_free_source for name in MODEL_FREE]
     assert len({*marks}) == len(marks) and NodeSource.ROOT not in marks
 
 

@@ -18,7 +18,7 @@ from swiftspec.messages import DraftProbs, NodeSource, Proposal, RequestStart, S
 from swiftspec.params import SamplingParams
 from swiftspec.tree.replica import TreeDelta
 
-PROTOCOL_VERSION = 7  # a peer with another version is refused
+PROTOCOL_VERSION = 8  # a peer with another version is refused
 Words = Sequence[int]  # flat; each is a 32-bit integer. A gRPC stream receives them as a memoryview
 Frame = tuple[int, Words]  # opcode and words of a message
 MAX_REASON_CHARS = 200  # longest quotation of a peer's data in an error message, in characters

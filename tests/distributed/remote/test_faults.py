@@ -245,7 +245,7 @@ def test_another_tokenizer_or_version_is_refused_at_the_start(
     monkeypatch.setattr(client, "PROTOCOL_VERSION", 1)
     for models in ((target, None), (pair[0], both["draft"].client_address())):
         with (
-            pytest.raises(UserError, match="uses protocol version 7, not 1"),
+            pytest.raises(UserError, match="uses protocol version 8, not 1"),
             client_on_workers(*models),
         ):
             pass

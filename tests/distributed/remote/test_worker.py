@@ -172,7 +172,7 @@ def test_a_session_for_another_model_is_refused(target: StartedWorker, monkeypat
     monkeypatch.undo()
     reason = client.refused(Opcode.SESSION_ATTACH, words)
     assert reason == (
-        "the worker uses protocol version 7, the client version 1: install the same SwiftSpec version on both"
+        "the worker uses protocol version 8, the client version 1: install the same SwiftSpec version on both"
     )
     client.close()
 
