@@ -5,8 +5,9 @@ gated delta layers. `TABLE` holds the combinations of two features that are refu
 combination works. `EXECUTORS` holds the features of a request that an executor does not run, so that a slower one does.
 
 The objects name their features (`SamplingParams.features`, `EngineConfig.features`, `Settings.features`, options of
-`LLM` in `option_features` of builder/load_options.py), and `check_features` raises for a combination that is refused. Flags, options of `LLM`, requests of the engine, of workers
-and of the HTTP server, the notes at start, the choice of executors and docs/paths.md all use these two tables.
+`LLM` in `option_features` of builder/load_options.py), and `check_features` raises for a combination that is refused.
+Flags, options of `LLM`, requests of the engine, of workers and of the HTTP server, the notes at start, the choice of
+executors and docs/paths.md all use these two tables.
 """
 
 from __future__ import annotations
