@@ -105,7 +105,7 @@ def eager_timer(calls: list[Call]) -> float:
 def copy_speed(device: str) -> float:
     """Returns the GB/s read and written by a device copy of COPY_BYTES in total, which are much larger than a GPU's
     caches."""
-    size = COPY_BYTES[device]
+    size = COPY_BYTES[device.partition(":")[0]]
     source = torch.ones(size // 2, dtype=torch.uint8, device=device)
     target = source.clone()  # pages of a CPU are mapped before the timing
     if device == "cpu":

@@ -16,6 +16,7 @@ from swiftspec.engine import Stats, StopCriteria, TokenChunk, TreeDecoding, deco
 from swiftspec.errors import UserError
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.cancellation import Cancelled
 from swiftspec.runtime.coroutines import (
     EXPANSION,
     PREFILL,
@@ -151,6 +152,8 @@ class TreeBatchDecoding:
             if value.finish_reason is None:
                 return value
             running.resume()  # completes its statistics
+        except Cancelled:  # the engine is closed: requests are cancelled between their calls
+            raise
         except UserError as error:
             running.request.error = error
             value = running.request.ended_chunk("error")

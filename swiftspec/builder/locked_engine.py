@@ -120,6 +120,10 @@ class LockedEngine(Engine):
 
         Finish reasons are those of `BatchDecoding.batch`.
         """
+        decoding = self.decoding
+        if isinstance(decoding, TreeBatchDecoding) and decoding.max_requests > 1:  # asks `cancelled` before each chunk
+            with self._engine_lock():
+                return self._rounds(self._batch(decoding.batch(next_request, cancelled)), lambda: False)
         prefilling: BatchRequest | None = None
 
         def fetch() -> BatchRequest | None:
@@ -127,9 +131,8 @@ class LockedEngine(Engine):
             prefilling = next_request()
             return prefilling
 
-        decoding = self.decoding
         with self._engine_lock():
-            if isinstance(decoding, BatchDecoding | TreeBatchDecoding) and decoding.max_requests > 1:
+            if isinstance(decoding, BatchDecoding) and decoding.max_requests > 1:
                 chunks = self._batch(decoding.batch(fetch, cancelled))
             else:
                 chunks = self._run_one_by_one(fetch, cancelled)

@@ -212,23 +212,20 @@ class MemoryEstimate:
         numbers = rows * 4 * (hidden + max(inner, *shared, 0))
         gathered = rows * hidden * (self.ranks * size + FLOAT_BYTES) if self.ranks > 1 else 0
         tables = sum(2 * self.capacity * mixer.head_dim for mixer in {mixer.kind for mixer in spec.attention_mixers})
+        needed = (numbers + tables) * size + gathered + self._widened_cache
         if self.ops.FUSED_ATTENTION:
-            # weights in rows for a library product, and the packed rows of x (csrc/cuda/linear/large_m.h)
-            return (
-                SCRATCH_BYTES
-                + (numbers + MAX_KERNEL_ROWS * max(hidden, inner) + tables) * size
-                + gathered
-                + max(
-                    scratch_bytes(rows, part.num_heads, part.kv_heads, part.head_dim, self.capacity, self.clusters)
-                    for part in self._attention
-                )
-                + self._widened_cache
+            needed += max(
+                scratch_bytes(rows, part.num_heads, part.kv_heads, part.head_dim, self.capacity, self.clusters)
+                for part in self._attention
             )
+        else:
+            needed += self._masks(rows) + self._scores(rows)
+        if self.ops.TILINGS:
+            # weights in rows for a library product, and the packed rows of x (csrc/cuda/linear/large_m.h)
+            return needed + SCRATCH_BYTES + MAX_KERNEL_ROWS * max(hidden, inner) * size
         experts = max((each.num_experts for each in self._mixtures), default=0)
         # all experts compute all rows: gate and up, their product, and the output in two dtypes
-        outputs = rows * experts * (3 * inner * size + hidden * (size + FLOAT_BYTES))
-        attention = self._masks(rows) + self._scores(rows)
-        return (numbers + tables) * size + gathered + attention + self._widened_cache + outputs
+        return needed + rows * experts * (3 * inner * size + hidden * (size + FLOAT_BYTES))
 
     @property
     def _widened_cache(self) -> int:

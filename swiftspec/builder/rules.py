@@ -159,9 +159,11 @@ class Resolution:
 
     @property
     def alternates(self) -> bool:
-        """Whether this job runs draft and target alternately, with match verification, and adapts to measured times."""
+        """Whether this job runs draft and target alternately on trees, with match verification, and adapts to measured
+        times."""
         adaptive = self["self_switch"] or self["adapt_steps"] or self["adapt_batch"]
-        return self["mode"] == "serial" and not self.remote and adaptive and self["verify"] == "match"
+        serial = self["mode"] == "serial" and not self.remote and not self["chains"]
+        return serial and adaptive and self["verify"] == "match"
 
     @property
     def block(self) -> int | None:

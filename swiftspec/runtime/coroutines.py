@@ -4,6 +4,8 @@ requests become one forward.
 Each request runs in a greenlet of its own. `CallQueue.wait` suspends it until the loop over the requests
 (batching/tree_batch.py) has run its call, together with those of the same kind. Drafters, their wrappers and verifiers
 therefore need no second form for several requests.
+
+greenlet is imported by the first batch of requests: an engine that decodes one at a time does not need it.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from greenlet import greenlet
+from typing import TYPE_CHECKING, Any
 
 from swiftspec.runtime.runner import Call
+
+if TYPE_CHECKING:
+    from greenlet import greenlet
 
 EXPANSION, VERIFICATION, PREFILL = 0, 1, 2  # priorities of calls; every request expands its tree before any is verified
 
@@ -34,8 +37,7 @@ class CallQueue:
     def wait(self, call: Call) -> Any:
         """Returns the result of a call: suspends the request until the loop has run it, or runs it at once. Raises the
         error of the call."""
-        in_coroutine = greenlet.getcurrent().parent is not None
-        if in_coroutine and (self.company or call.priority == PREFILL):
+        if (self.company or call.priority == PREFILL) and _own_loop() is not None:
             suspend(call)
             if call.error is not None:
                 raise call.error
@@ -55,9 +57,22 @@ def run_calls(calls: Sequence[Call]) -> None:
 
 def suspend(value: Any) -> None:
     """Suspends the current request and hands `value` to the loop over the requests."""
-    parent = greenlet.getcurrent().parent
-    assert parent is not None, "only a request that runs in a coroutine can be suspended"
-    parent.switch(value)
+    loop = _own_loop()
+    assert loop is not None, "only a request that runs in a coroutine can be suspended"
+    loop.switch(value)
+
+
+def _current() -> greenlet:
+    from greenlet import getcurrent
+
+    return getcurrent()
+
+
+def _own_loop() -> greenlet | None:
+    """Returns the greenlet that has resumed the current request; None outside the coroutine of a request, also in
+    greenlets of an application."""
+    current = _current()
+    return current.parent if getattr(current, "runs_request", False) else None
 
 
 @dataclass(eq=False)
@@ -70,20 +85,23 @@ class RequestCoroutine:
     body: Callable[[], None]
     waiting: Call | None = None
     _greenlet: greenlet = field(init=False)
-    _thread: int = field(init=False)
+    _thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        self._greenlet, self._thread = greenlet(self.body), threading.get_ident()
+        from greenlet import greenlet
+
+        self._greenlet, self._thread = greenlet(self.body), threading.current_thread()
+        setattr(self._greenlet, "runs_request", True)  # noqa: B010
 
     @property
     def in_own_thread(self) -> bool:
         """Whether the current thread is the only one that can run the request: that which has created it."""
-        return threading.get_ident() == self._thread
+        return threading.current_thread() is self._thread
 
     def resume(self) -> Any:
         """Runs the request until it is suspended or ends. Returns the value that it hands over; None at its end. Raises
         the exceptions of the request."""
-        self._greenlet.parent = greenlet.getcurrent()
+        self._greenlet.parent = _current()
         return self._greenlet.switch()
 
     def end(self) -> bool:
@@ -91,6 +109,6 @@ class RequestCoroutine:
         where that is not possible."""
         here = self.in_own_thread
         if here and not self._greenlet.dead:
-            self._greenlet.parent = greenlet.getcurrent()
+            self._greenlet.parent = _current()
             self._greenlet.throw()
         return here

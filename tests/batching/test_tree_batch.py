@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from greenlet import greenlet
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -176,6 +177,30 @@ def test_a_short_prompt_behind_a_long_one_waits_for_two_chunks(
     assert next(chunks)[0] == 1 and rows == [8, 4, 8, 1], "two chunks of the long one"
     chunks.close()
     assert_idle(llm)
+
+
+@NATIVE
+def test_a_cancelled_request_does_not_end_one_that_is_prefilled(
+    pair_of: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(pair_of("dense"), None, 2, dtype=torch.float32)
+    monkeypatch.setattr(decoding_of(llm).pools[0].runner.ops, "PREFILL_CHUNK_ROWS", 8)
+    begun, ends = set[int](), dict[int, str | None]()
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    for index, chunk in llm.stream_batch([[5] * 80, [6] * 5], sampling, lambda index: index == 1 and 1 in begun):
+        begun.add(index)
+        ends[index] = chunk.finish_reason
+    assert ends == {0: "length", 1: "abort"}
+
+
+@NATIVE
+def test_greenlets_of_an_application_are_no_coroutines_of_requests(
+    pair_of: Callable[[str], tuple[Path, Path]],
+) -> None:
+    llm = engine(pair_of("dense"), "model", 2, dtype=torch.float32)
+    sampling = SamplingParams(max_tokens=9)
+    found = greenlet(lambda: llm.generate([5, 6], sampling).token_ids).switch()
+    assert found == llm.generate([5, 6], sampling).token_ids
 
 
 @NATIVE

@@ -28,7 +28,7 @@ from tests.support.toy_pair import make_pair
 
 Options = dict[str, Any]
 TREE: Options = {"draft_steps": 2, "verify_batch": 8, "graft_suffix": False, "self_switch": False}
-CHAINS: Options = {"max_num_seqs": 2}
+TREES: Options = {**TREE, "max_num_seqs": 2, "adapt": False}
 PARTICLES: Options = {"mode": "smc", "particles": 2, "smc_draft_tokens": 2, "smc_groups": 2}
 LONG = SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True)
 
@@ -100,7 +100,7 @@ def tokens(chunks: list[TextChunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-@pytest.mark.parametrize("config", [TREE, CHAINS, PARTICLES], ids=["tree", "chains", "particles"])
+@pytest.mark.parametrize("config", [TREE, TREES, PARTICLES], ids=["tree", "trees", "particles"])
 def test_concurrent_requests_have_the_text_of_an_llm(pair: tuple[Path, Path], config: Options) -> None:
     llm = load(pair, config)
     requests = [([5, n], replace(LONG, seed=n, max_tokens=10 + 4 * n)) for n in range(1, 5)]
@@ -187,7 +187,7 @@ def test_a_request_ends_early_with_its_cost(pair: tuple[Path, Path]) -> None:
     run(load(pair), scene)
 
 
-@pytest.mark.parametrize("config", [TREE, CHAINS, PARTICLES], ids=["tree", "chains", "particles"])
+@pytest.mark.parametrize("config", [TREE, TREES, PARTICLES], ids=["tree", "trees", "particles"])
 def test_requests_of_one_caller_equal_each_alone(pair: tuple[Path, Path], config: Options) -> None:
     """Choices of one prompt, and other prompts."""
     llm = load(pair, config)
@@ -264,7 +264,7 @@ def test_waiting_and_running_have_time_limits(pair: tuple[Path, Path]) -> None:
 
 
 def test_event_loops_of_several_threads_share_an_engine(pair: tuple[Path, Path]) -> None:
-    llm = load(pair, CHAINS)
+    llm = load(pair, TREES)
     alone = {n: llm.llm_engine.generate([5, n], replace(LONG, seed=n)).token_ids for n in range(4)}
     engine, found = AsyncEngine(llm), dict[int, list[int]]()
 
@@ -282,7 +282,7 @@ def test_event_loops_of_several_threads_share_an_engine(pair: tuple[Path, Path])
 
 
 def test_an_error_of_a_request_affects_no_other(pair: tuple[Path, Path]) -> None:
-    llm = load(pair, CHAINS)
+    llm = load(pair, TREES)
     alone = llm.llm_engine.generate([5, 1], LONG).token_ids
 
     async def scene(engine: AsyncEngine) -> None:

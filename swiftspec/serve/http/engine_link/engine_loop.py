@@ -196,6 +196,8 @@ class EngineLoop:
                     cached_tokens=cached,
                 )
             )
+        if chunk.token_ids and request.stats.tokens == len(chunk.token_ids):
+            self._cache_changed = True  # since these are its first tokens, the cache holds its prompt
         self._report_cache()
         if request.error is not None:
             self._finish(frames.FailedFrame(number, str(request.error), user=False))
