@@ -107,10 +107,10 @@ def test_the_command(
     assert f"{models / 'target'}: " not in out and str(models / "target") not in table, "no draft of itself"
     assert "not drafts:" in rest and f"{models / 'other'}: target" in rest and "predicted for h200x2" in rest
     monkeypatch.setattr(pair, "this_machine", lambda: None)
-    assert main(["pair", str(models / "target"), str(models / "good")]) == 0
+    assert main([str(models / "target"), str(models / "good")]) == 0
     out = capsys.readouterr().out
     assert "the latency model does not know this GPU" in out and "toy/good" in out and "tok/s: predicted" not in out
-    assert main(["pair", str(models / "target"), str(models / "good"), "--hardware", "h100x1"]) == 0
+    assert main([str(models / "target"), str(models / "good"), "--hardware", "h100x1"]) == 0
     assert "predicted for h100x1" in capsys.readouterr().out
 
 

@@ -70,7 +70,7 @@ def test_on_one_rank(pair: list[str], short: list[str], tmp_path: Path, capsys: 
     fitted = [run["plan"]["calibration"] for run in found["runs"] if "calibration" in run["plan"]]
     assert len(fitted) <= 1 and all(calibration.LEAST <= c <= calibration.MOST for c in fitted), "none in mode ar"
     assert found["stopped"] is None
-    assert {path.suffix for path in (tmp_path / "profiles").iterdir()} == {".json", ".csv", ".yaml", ".html"}
+    assert {path.suffix for path in (tmp_path / "profiles").iterdir()} == {".json", ".csv", ".yaml"}
     assert "tok/round" in capsys.readouterr().out
 
 

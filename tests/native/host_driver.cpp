@@ -301,14 +301,19 @@ struct Model {
     Nodes pending = {3, 4}, path, surviving, sampled;
     for (int round = 0; round < 4; ++round) {
       for (int step = 0; step < 3; ++step) {
-        rounds.expand(tree, prefix, pending, 4, 5, scoring, round % 2 == 0, 0.7, round % 2 == 0 ? nullptr : after);
+        std::vector<Expansion> expansions{{&tree, 0, prefix, pending, 4, 5, &scoring, round % 2 == 0, 0.7,
+                                           round % 2 == 0 ? TokenMaskFn{} : after}};
+        rounds.expand(expansions);
         prefix += static_cast<int64_t>(pending.size());
         pending.clear();
       }
       const auto [nodes, tokens, parents, weights] = tree.best_subtree(6, 0);
       const TokenMask allowed = round % 2 == 0 ? TokenMask{} : after(nodes);
       // after the draft's slots
-      rounds.verify(tokens, parents, prefix + kTree, std::nullopt, scoring, allowed, std::nullopt, path, sampled);
+      std::vector<Verification> verifications{{tokens, parents, 0, prefix + kTree, &scoring, allowed}};
+      rounds.verify(verifications);
+      path = verifications[0].path;
+      sampled = verifications[0].sampled;
       trace.insert(trace.end(), sampled.begin(), sampled.end());
       require(own_decoder.hidden_rows() == static_cast<int64_t>(tokens.size()), "hidden states of other rows");
       const auto* hidden = static_cast<const uint8_t*>(own_decoder.hidden_states());

@@ -36,7 +36,7 @@ def shell(command: str, **environment: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("command", ["serve --version", "serve --help", "serve", "exactness --help"])
+@pytest.mark.parametrize("command", ["serve --version", "serve --help", "serve", "profile --help"])
 def test_closed_standard_streams(command: str) -> None:
     assert shell(f"{command} >&-") == (1, "", f"swiftspec: error: {CLOSED}\n")
     if command != "serve":

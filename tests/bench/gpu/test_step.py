@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ def test_every_mode_decodes_with_the_roles_of_the_product(monkeypatch: pytest.Mo
     create, loaded, roles = Plan.create, [], dict[str, tuple[str, str]]()
 
     def anywhere(target: Any, draft: Any, plan: EngineConfig, *others: Any) -> Plan:
-        return create(target, draft, EngineConfig("serial") if plan.overlap_on_one_gpu else plan, *others)
+        if not plan.overlap_on_one_gpu:
+            return create(target, draft, plan, *others)
+        return replace(create(target, draft, EngineConfig("serial"), *others), engine=plan)
 
     class Recorded(step.LLMEngine):
         def __init__(self, target: Any, draft: Any, config: EngineConfig, **options: Any) -> None:

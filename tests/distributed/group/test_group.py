@@ -149,7 +149,10 @@ def test_several_requests_on_a_group_equal_one_rank(pool: Pool, pairs: Pairs, si
         decode(pool, pairs["llama"], plan | {"target_tp": ranks}, requests=requests, together=True)
         for ranks in (1, size)
     )
-    assert group == alone
+    for answer, other in zip(group, alone, strict=True):
+        assert answer["reason"] == other["reason"]
+        length = min(len(answer["tokens"]), len(other["tokens"])) if answer["reason"] == "abort" else None
+        assert answer["tokens"][:length] == other["tokens"][:length]
     assert group[2]["reason"] == "abort" and any(len(answer["tokens"]) > 10 for answer in group)
 
 

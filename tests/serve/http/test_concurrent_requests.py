@@ -21,10 +21,10 @@ from tests.support.server_process import ServerProcess
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EXACT = ["--dtype", "float64", "--threads", "1", "--max-queue", "100"]
 PARTICLES = ["--mode", "smc", "--smc-groups", "3", "--particles", "3"]
-CHAINS = ["--max-num-seqs", "3"]
+TREES = ["--max-num-seqs", "3"]
 
 
-@pytest.fixture(scope="module", params=[PARTICLES, CHAINS], ids=["particles", "chains"])
+@pytest.fixture(scope="module", params=[PARTICLES, TREES], ids=["particles", "trees"])
 def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     """A server of the demo models."""
     with ServerProcess([*EXACT, *request.param]) as server:
@@ -77,7 +77,7 @@ def test_concurrent_requests_equal_requests_alone(server: ServerProcess) -> None
                     raw.recv(1 << 16)
 
         def refused(number: int) -> None:
-            bad = client.post("/v1/completions", json=request_body(number) | {"logprobs": 1})
+            bad = client.post("/v1/completions", json=request_body(number) | {"stop_token_ids": [10**6]})
             assert bad.status_code == 400 and "\n" not in bad.json()["error"]["message"]
 
         watching = pool.submit(watch)
