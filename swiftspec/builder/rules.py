@@ -105,6 +105,9 @@ class Resolution:
                 self.reasons[option] = reason
             if option == "mode":
                 check_choices(self)
+        for option in {**choices.profile, **choices.given}.keys() & ENGINE_FIELDS.keys() - RULES.keys():
+            if (chosen := CHOSEN.reason(self, option)) is not None and chosen.value != ENGINE_FIELDS[option]:
+                self.reasons[option] = chosen
 
     def __getitem__(self, name: str) -> Any:
         """Returns the value of an option."""

@@ -57,10 +57,11 @@ def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **values: Any) -> l
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_the_plan_names_what_has_set_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--model", "demo", "--device", "cpu", "--draft-steps", "3", "--no-adapt"]
+    flags = ["--model", "demo", "--device", "cpu", "--draft-steps", "3", "--no-adapt", "--max-num-seqs", "2"]
     assert doctor.main(["--plan", *flags]) == 0
     lines = {line.split()[0]: line.split(None, 2)[1:] for line in capsys.readouterr().out.splitlines()}
     assert lines["draft_steps"] == ["3", "given"] and lines["device"] == ["cpu", "given"]
+    assert lines["max_num_seqs"] == ["2", "given"] and lines["verify"] == ["match", "default"]
     assert lines["mode"] == ["serial", "shared ranks: draft and target run alternately"]
     assert lines["adapt_batch"] == ["off", "no adaptation: adapt is off"]
     assert lines["drafter"][0] == "model" and lines["drafter"][1].startswith("draft model: ")
