@@ -20,7 +20,7 @@ import pytest
 
 from swiftspec.serve.__main__ import main
 from tests.support.pty_terminal import Terminal
-from tests.support.server_process import restore_signals
+from tests.support.server_process import RESTORE_SIGNALS
 from tests.support.toy_pair import CONTEXT, byte_level_tokenizer, make_pair, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,10 +157,14 @@ def test_the_command_starts_its_ranks(pair: list[str], capsys: pytest.CaptureFix
 @pytest.mark.parametrize("number", [slow(signal.SIGINT), long(signal.SIGTERM), slow(signal.SIGKILL)])
 def test_the_started_ranks_end_with_the_command(pair: list[str], number: signal.Signals) -> None:
     process = subprocess.Popen(
-        [sys.executable, *SERVE, *pair, *LONG, "--target-tp", "1", "--draft-tp", "1"], cwd=ROOT, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"}, preexec_fn=restore_signals,
-    )  # fmt: skip
+        [*RESTORE_SIGNALS, sys.executable, *SERVE, *pair, *LONG, "--target-tp", "1", "--draft-tp", "1"],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
     assert process.stdout is not None
     process.stdout.read(1)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

@@ -35,7 +35,7 @@ from swiftspec.settings.settings import Settings
 from swiftspec.startup.worker_endpoints import load_security
 from tests.support.collector import collecting
 from tests.support.draft_heads import make_eagle3
-from tests.support.server_process import ROOT, ServerProcess, restore_signals
+from tests.support.server_process import RESTORE_SIGNALS, ROOT, ServerProcess
 from tests.support.workers import client_on_workers
 
 SERVE = (sys.executable, "-m", "swiftspec.serve")
@@ -50,9 +50,12 @@ class WorkerAddress:
         run = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
         start = SERVE if ranks == 1 else (*run, *SERVE[1:])
         self.process = subprocess.Popen(
-            [*start, "worker", side, "--listen", "127.0.0.1:0", *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-            env=ENVIRONMENT, preexec_fn=restore_signals,
-        )  # fmt: skip
+            [*RESTORE_SIGNALS, *start, "worker", side, "--listen", "127.0.0.1:0", *flags],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+        )
         assert self.process.stderr is not None
         lines = []
         for line in self.process.stderr:

@@ -16,6 +16,15 @@ from types import TracebackType
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 START_TIMEOUT_S = 60.0
+# Runs a command with SIGINT and SIGHUP restored, which background jobs and nohup ignore. Not `preexec_fn`: with it,
+# Python forks, and the fork handlers of a gRPC that this process has used can end the child before it runs the command.
+RESTORE_SIGNALS = (
+    sys.executable,
+    "-S",
+    "-c",
+    "import os, signal, sys; [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGHUP)]; "
+    "os.execv(sys.argv[1], sys.argv[1:])",
+)
 
 
 class ServerProcess:
@@ -29,12 +38,17 @@ class ServerProcess:
         self._ranks = ranks
         launcher = [] if ranks == 1 else [*TORCHRUN, str(ranks)]
         model = () if "--model" in flags else ("--model", "demo")
+        command = (sys.executable, *launcher, "-m", "swiftspec.serve", "--port", "0", "--plan", "none", *model, *flags)
         self.process = subprocess.Popen(
-            [sys.executable, *launcher, "-m", "swiftspec.serve", "--port", "0", "--plan", "none", *model, *flags],
-            cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}, start_new_session=True,
-            preexec_fn=restore_signals,
-        )  # fmt: skip
+            [*RESTORE_SIGNALS, *command],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},
+            start_new_session=True,
+        )
         self.stderr_lines: list[str] = []
         self.url = ""
         self._listening = threading.Event()
@@ -93,12 +107,6 @@ class ServerProcess:
             pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
             costs[process] = pages * 4096, len(list(Path(f"/proc/{process}/fd").iterdir()))
         return costs
-
-
-def restore_signals() -> None:
-    """Restores SIGINT and SIGHUP, which background jobs and nohup ignore."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _parent(process: int) -> int:

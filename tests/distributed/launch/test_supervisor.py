@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.http import until
-from tests.support.server_process import restore_signals
+from tests.support.server_process import RESTORE_SIGNALS
 from tests.support.tiny_supervisor import FOREVER
 
 pytestmark = pytest.mark.slow  # each test starts processes
@@ -33,10 +33,14 @@ class SupervisorProcess:
         read_fd, write_fd = os.pipe()
         argv = [str(write_fd), json.dumps({"programs": values, **job})]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.tiny_supervisor", *argv],
-            cwd=ROOT, pass_fds=[write_fd], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            start_new_session=True, preexec_fn=restore_signals,
-        )  # fmt: skip
+            [*RESTORE_SIGNALS, sys.executable, "-m", "tests.support.tiny_supervisor", *argv],
+            cwd=ROOT,
+            pass_fds=[write_fd],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         os.close(write_fd)
         self._lines = os.fdopen(read_fd)
         self.reports: list[dict[str, Any]] = []
