@@ -110,7 +110,7 @@ class PopulationConfig:
         "Draft tokens per round that are verified exactly, by rejection sampling; the rest are weighted.",
         PARTICLES,
         "K",
-        rule="lie in 0..smc_draft_tokens",
+        wording="lie in 0..smc_draft_tokens",
         depends_on="smc_draft_tokens",
         applies_to=POPULATION,
         json_flag=SPECULATIVE_CONFIG,
@@ -225,7 +225,7 @@ class EngineConfig:
         "A",
         "off",
         finite=True,
-        rule="lie in 1..verify_batch",
+        wording="lie in 1..verify_batch",
         depends_on="verify_batch",
         json_flag=SPECULATIVE_CONFIG,
     )

@@ -83,7 +83,13 @@ def _optional_fields(names: Collection[str]) -> dict[str, Any]:
     return {
         item.name: (
             cast(Any, item.type) | None,
-            Field(None, ge=declaration.ge, gt=declaration.gt, le=declaration.le, description=declaration.help),
+            Field(
+                None,
+                ge=declaration.rule.ge,
+                gt=declaration.rule.gt,
+                le=declaration.rule.le,
+                description=declaration.help,
+            ),
         )
         for item, declaration in declared_settings(SamplingParams)
         if item.name in names
