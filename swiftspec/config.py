@@ -149,6 +149,8 @@ class EngineConfig:
     them. In modes serial and smc the same ranks run both models alternately, so `target_tp` and `draft_tp` are equal.
     Mode ar has no draft. The rules of builder/rules.py resolve what is left open (None, "auto"): mode auto becomes
     serial with a draft and ar without one.
+
+    The class is flat, because rules, flags, profiles and the labels of metrics address an option by its name alone.
     """
 
     mode: str = setting("auto", choices=("auto", *MODES))

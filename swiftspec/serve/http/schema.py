@@ -101,7 +101,10 @@ LogitsFields = create_model("LogitsFields", __base__=ExtensibleBody, **_optional
 
 class SamplingFields(LogitsFields):
     """Sampling parameters with vLLM's names. Missing values default to the server's flags, then to the model's
-    generation config, then to vLLM's defaults."""
+    generation config, then to vLLM's defaults.
+
+    The class is flat, since a request is one JSON object with all of them.
+    """
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
         None, description="0 is greedy; values between 0 and 0.001 become 0.001."
