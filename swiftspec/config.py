@@ -110,7 +110,7 @@ class PopulationConfig:
         "Draft tokens per round that are verified exactly, by rejection sampling; the rest are weighted.",
         PARTICLES,
         "K",
-        rule="lie in 0..smc_draft_tokens",
+        wording="lie in 0..smc_draft_tokens",
         depends_on="smc_draft_tokens",
         applies_to=POPULATION,
         json_flag=SPECULATIVE_CONFIG,
@@ -149,6 +149,8 @@ class EngineConfig:
     them. In modes serial and smc the same ranks run both models alternately, so `target_tp` and `draft_tp` are equal.
     Mode ar has no draft. The rules of builder/rules.py resolve what is left open (None, "auto"): mode auto becomes
     serial with a draft and ar without one.
+
+    The class is flat, because rules, flags, profiles and the labels of metrics address an option by its name alone.
     """
 
     mode: str = setting("auto", choices=("auto", *MODES))
@@ -225,7 +227,7 @@ class EngineConfig:
         "A",
         "off",
         finite=True,
-        rule="lie in 1..verify_batch",
+        wording="lie in 1..verify_batch",
         depends_on="verify_batch",
         json_flag=SPECULATIVE_CONFIG,
     )

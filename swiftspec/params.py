@@ -102,7 +102,7 @@ class SamplingParams:
         le=100,
         allow_zero=True,
         finite=True,
-        rule=f"be 0 (greedy) or lie in {MIN_TEMPERATURE}..100",
+        wording=f"be 0 (greedy) or lie in {MIN_TEMPERATURE}..100",
         from_model="temperature",
     )
     top_p: float = setting(
@@ -125,7 +125,7 @@ class SamplingParams:
         ge=-1,
         le=MAX_TOKEN_COUNT,
         from_model="top_k",
-        rule=f"be 0 (off) or lie in 1..{MAX_TOKEN_COUNT}",
+        wording=f"be 0 (off) or lie in 1..{MAX_TOKEN_COUNT}",
         feature="filters",
     )
     min_p: float = setting(
@@ -187,7 +187,7 @@ class SamplingParams:
         "S",
         ge=0,
         le=100,
-        rule="lie in 0..100 (1: off)",
+        wording="lie in 0..100 (1: off)",
         finite=True,
         feature="guidance",
     )
@@ -198,7 +198,7 @@ class SamplingParams:
         "N",
         ge=0,
         le=2**64 - 1,
-        rule="lie in 0..2^64-1",
+        wording="lie in 0..2^64-1",
         order=-1,
     )
     max_tokens: int | None = setting(
@@ -224,13 +224,13 @@ class SamplingParams:
     )
     ignore_eos: bool = setting(False, "Continue after an end-of-text token.", STOPPING)
     logprobs: int | None = setting(
-        None, ge=-1, le=MAX_LOGPROBS, rule=f"lie in 0..{MAX_LOGPROBS} (-1: all tokens)", feature="log-probabilities"
+        None, ge=-1, le=MAX_LOGPROBS, wording=f"lie in 0..{MAX_LOGPROBS} (-1: all tokens)", feature="log-probabilities"
     )
     prompt_logprobs: int | None = setting(
         None,
         ge=-1,
         le=MAX_LOGPROBS,
-        rule=f"lie in 0..{MAX_LOGPROBS} (-1: all tokens)",
+        wording=f"lie in 0..{MAX_LOGPROBS} (-1: all tokens)",
         feature="prompt log-probabilities",
     )
     grammar: str | None = setting(

@@ -32,43 +32,24 @@ class DataclassInstance(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Declaration of a setting: how it is shown, and which values are valid. The dataclass field has its type and
-    default."""
-
-    help: str | None = None  # None: the setting has no flag and is set by code
-    group: str = ""  # the heading in --help
-    metavar: str | None = None  # name of its value in --help; None: its choices
-    default_text: str | None = None  # description of the default, if the value alone is unclear
-    order: int = 0  # position in its group: below 0 at the start, above 0 at the end, 0 in field order
-    from_model: str | None = None  # key in the model's generation_config.json that supplies the default
-    feature: str | None = None  # row of the capability table that any value but the default uses (capabilities.py)
-    applies_to: str | None = None  # the part that it configures; a mode without that part rejects or ignores it
-    profile: bool = False  # also a flag of `python -m swiftspec.profile`
-    variable: bool = False  # can also be set by an environment variable
-    json_flag: str | None = None  # the flag with a JSON object of which it is a field, instead of a flag of its own
-    python_only: bool = False  # an option of `LLM`, without a flag
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueRule:
+    """Rule for the valid values of a setting, beyond their type. By default every value is valid."""
 
     choices: tuple[str, ...] = ()
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     allow_zero: bool = False  # 0 is valid although outside the range
-    rule: str | None = None  # text of the rule, if `ge`, `gt` and `le` do not describe it completely
     finite: bool = False  # infinity and NaN are rejected, with their own error message
-    depends_on: str | None = None  # another field that its check reads
+    depends_on: str | None = None  # another field that the check of the dataclass reads
+    wording: str | None = None  # text of the rule, if `ge`, `gt` and `le` do not describe it completely
 
     @property
-    def has_flag(self) -> bool:
-        """Whether the command line has a flag of this name."""
-        return self.json_flag is None and not self.python_only
-
-    @property
-    def rule_text(self) -> str:
-        """The rule for a value, such as `lie in 1..64`. Empty if every value is valid."""
-        if self.rule is not None:
-            return self.rule
+    def text(self) -> str:
+        """The rule in words, such as `lie in 1..64`. Empty if every value is valid."""
+        if self.wording is not None:
+            return self.wording
         if self.choices:
             return f"be one of {', '.join(self.choices)}"
         if self.gt is not None:
@@ -84,7 +65,7 @@ class Setting:
         if self.finite:
             require(math.isfinite(value), f"{name} must be a finite number")
         if not self._allows(value):
-            raise UserError(f"{name} must {self.rule_text}, not {truncated_repr(value)}")
+            raise UserError(f"{name} must {self.text}, not {truncated_repr(value)}")
 
     def _allows(self, value: Any) -> bool:
         if self.choices:
@@ -94,9 +75,39 @@ class Setting:
         return (low and high) or (self.allow_zero and value == 0)
 
 
+RULE_FIELDS = frozenset(item.name for item in fields(ValueRule))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Declaration of a setting: how it is given and shown, and the rule for its values. The dataclass field has its
+    type and default."""
+
+    help: str | None = None  # None: the setting has no flag and is set by code
+    group: str = ""  # the heading in --help
+    metavar: str | None = None  # name of its value in --help; None: its choices
+    default_text: str | None = None  # description of the default, if the value alone is unclear
+    order: int = 0  # position in its group: below 0 at the start, above 0 at the end, 0 in field order
+    from_model: str | None = None  # key in the model's generation_config.json that supplies the default
+    feature: str | None = None  # row of the capability table that any value but the default uses (capabilities.py)
+    applies_to: str | None = None  # the part that it configures; a mode without that part rejects or ignores it
+    profile: bool = False  # also a flag of `python -m swiftspec.profile`
+    variable: bool = False  # can also be set by an environment variable
+    json_flag: str | None = None  # the flag with a JSON object of which it is a field, instead of a flag of its own
+    python_only: bool = False  # an option of `LLM`, without a flag
+    rule: ValueRule = ValueRule()
+
+    @property
+    def has_flag(self) -> bool:
+        """Whether the command line has a flag of this name."""
+        return self.json_flag is None and not self.python_only
+
+
 def setting(default: T, *args: Any, **kwargs: Any) -> T:
-    """Returns a dataclass field with this default, declared by `Setting(*args, **kwargs)` in its metadata."""
-    metadata = {"setting": Setting(*args, **kwargs)}
+    """Returns a dataclass field with this default, with its `Setting` in the metadata. The keyword arguments are fields
+    of `Setting` and of its `ValueRule`."""
+    rule = ValueRule(**{name: kwargs.pop(name) for name in RULE_FIELDS & kwargs.keys()})
+    metadata = {"setting": Setting(*args, rule=rule, **kwargs)}
     if isinstance(default, dict):  # a mutable default needs a factory, and a dict is not hashable
         return cast(T, field(default_factory=default.copy, hash=False, metadata=metadata))
     return cast(T, field(default=default, metadata=metadata))
@@ -119,7 +130,7 @@ def check_fields(config: DataclassInstance) -> None:
     for item, declaration in declared_settings(config):
         value = getattr(config, item.name)
         if value is not None or item.default is not None:
-            declaration.check(item.name, value)
+            declaration.rule.check(item.name, value)
 
 
 def coerce(name: str, kind: Any, value: Any) -> Any:

@@ -180,7 +180,7 @@ def _row(flag: Flag) -> tuple[str, ...]:
     else:
         shown, values = (
             _code(f"{name} {flag.metavar}"),
-            f"must {flag.setting.rule_text}" if flag.setting.rule_text else "",
+            f"must {flag.setting.rule.text}" if flag.setting.rule.text else "",
         )
     about = str(flag.setting.help)
     if flag.setting.variable:

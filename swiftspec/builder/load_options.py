@@ -69,6 +69,9 @@ class WorkerAddress:
 class LoadOptions(TypedDict, total=False):
     """Options for loading the models. `max_model_len` and `vocab_size` default to the models' own values.
 
+    The class is flat, since its fields are the keyword arguments of `LLMEngine`, `serve_rank` and `build_remote_roles`.
+    `Plan` (builder/plan.py) groups their resolved values.
+
     `dtype`: of both models, a torch dtype or its name. "auto", the default, is bfloat16 for a target with 16-bit
     weights if bfloat16 is fast on the device, otherwise the target's own.
     `device`: "auto", the default, is cuda if PyTorch finds an NVIDIA GPU, otherwise cpu. With "cuda" each rank of a

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 class TensorNames:
     """Names of the modules of a checkpoint, whose tensors are "MODULE.weight" and "MODULE.bias". The defaults are those
     of most Hugging Face decoders; an architecture overrides what differs (architectures/). The fields from `input_norm`
-    on are relative to `layer`. One field is one row of the
-    table of names."""
+    on are relative to `layer`. One field is one row of the table of names."""
 
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"

@@ -60,6 +60,9 @@ class Runner:
     positions, and one tree: every row of the tree runs in both sequences, in one batch, and the two results are
     combined into the guided logits.
 
+    The class is flat: verifier and drafters set single attributes for a request, such as `on_prompt_hidden` and
+    `max_cached_tokens`.
+
     `hooks`: called after every step (forward), prefill chunks included; a hook may prolong the step.
     `busy`: seconds spent in steps.
     """

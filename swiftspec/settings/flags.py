@@ -430,7 +430,7 @@ def _flag(config: type[DataclassInstance], item: Field[Any], declaration: Settin
     """Returns the flag of a field of the dataclass `config`. Its values are lists where the field has a tuple, because
     the flag can be repeated."""
     default: Any = item.default if item.default_factory is MISSING else item.default_factory()
-    kind: Any = Literal[declaration.choices] if declaration.choices else item.type
+    kind: Any = Literal[declaration.rule.choices] if declaration.rule.choices else item.type
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     shown = declaration.default_text or ({True: "on", False: "off"}[default] if kind is bool else str(default))
     if declaration.from_model is not None:

@@ -97,11 +97,12 @@ class Settings(SettingsFields):
         if value is None:
             return None
         values = {flag.name: _for_config(value)}
-        if flag.setting.depends_on in info.data:
-            values[flag.setting.depends_on] = info.data[flag.setting.depends_on]
+        other = flag.setting.rule.depends_on
+        if other in info.data:
+            values[other] = info.data[other]
         try:
             if flag.config in COMMAND_SETTINGS:
-                flag.setting.check(flag.name, value)
+                flag.setting.rule.check(flag.name, value)
             else:
                 flag.config(**values)
         except UserError as error:  # pydantic expects a ValueError

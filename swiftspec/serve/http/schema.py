@@ -83,7 +83,13 @@ def _optional_fields(names: Collection[str]) -> dict[str, Any]:
     return {
         item.name: (
             cast(Any, item.type) | None,
-            Field(None, ge=declaration.ge, gt=declaration.gt, le=declaration.le, description=declaration.help),
+            Field(
+                None,
+                ge=declaration.rule.ge,
+                gt=declaration.rule.gt,
+                le=declaration.rule.le,
+                description=declaration.help,
+            ),
         )
         for item, declaration in declared_settings(SamplingParams)
         if item.name in names
@@ -95,7 +101,10 @@ LogitsFields = create_model("LogitsFields", __base__=ExtensibleBody, **_optional
 
 class SamplingFields(LogitsFields):
     """Sampling parameters with vLLM's names. Missing values default to the server's flags, then to the model's
-    generation config, then to vLLM's defaults."""
+    generation config, then to vLLM's defaults.
+
+    The class is flat, since a request is one JSON object with all of them.
+    """
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
         None, description="0 is greedy; values between 0 and 0.001 become 0.001."

@@ -70,11 +70,11 @@ def test_the_field_of_the_config(flag: Flag) -> None:
 def test_the_check_of_values(flag: Flag) -> None:
     """The rule that the documentation names is the rule that is checked."""
     for end, step in (("ge", -1), ("gt", 0), ("le", 1)):
-        limit = getattr(flag.setting, end)
+        limit = getattr(flag.setting.rule, end)
         if limit is not None:
             if end != "gt":
                 load_settings({flag.name: limit})
-            rule = re.escape(f"{flag_name(flag.name)} must {flag.setting.rule_text}, not ")
+            rule = re.escape(f"{flag_name(flag.name)} must {flag.setting.rule.text}, not ")
             with pytest.raises(UsageError, match=f"^{rule}"):
                 load_settings({flag.name: limit + step})
     if flag.choices:

@@ -117,7 +117,8 @@ class ReasoningOptions(Body):
 
 
 class ResponsesRequest(SamplingFields, ConstraintFields):
-    """Request of OpenAI's responses endpoint, with vLLM's sampling parameters."""
+    """Request of OpenAI's responses endpoint, with vLLM's sampling parameters. The class is flat, since a request is
+    one JSON object with all of them."""
 
     model: ShortText | None = None
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=4096)]
