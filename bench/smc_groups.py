@@ -74,7 +74,7 @@ def build(kind: str, particles: int, steps: int, without: str, args: argparse.Na
         shape = replace(shape, deferred_bonus=without != "deferred bonus")
         config = EngineConfig("smc", population=shape)
     else:
-        config = EngineConfig("serial", draft_steps=steps, verify=kind, max_num_seqs=most)
+        config = EngineConfig("serial", draft_steps=steps, verify=kind, max_num_seqs=most, chains=True)
     llm = LLMEngine(args.target, args.draft, config, **options)
     population = llm.roles.inner_roles
     assert isinstance(population, BatchScheduler)

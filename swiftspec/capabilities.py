@@ -2,12 +2,13 @@
 
 A *feature* is anything that a request, a setting, the engine or a model has: a grammar, `--verify reject`, a worker,
 gated delta layers. `TABLE` holds the combinations of two features that are refused or have no effect; every other
-combination works. `EXECUTORS` holds the features of a request that an executor does not run, so that a slower one does.
+combination works. `EXECUTORS` holds the features of a request that an executor does not run, so that a slower one does;
+`OPERATORS` holds the traits of models that native operators compute, on which the fast executors depend.
 
 The objects name their features (`SamplingParams.features`, `EngineConfig.features`, `Settings.features`, options of
 `LLM` in `option_features` of builder/load_options.py), and `check_features` raises for a combination that is refused.
 Flags, options of `LLM`, requests of the engine, of workers and of the HTTP server, the notes at start, the choice of
-executors and docs/paths.md all use these two tables.
+operators and executors, and docs/paths.md all use these tables.
 """
 
 from __future__ import annotations
@@ -178,6 +179,7 @@ SETTING_FEATURES = {  # the first six: given settings of a part of the engine (`
     "draft group": Feature("{draft_tp}"),
     "target group": Feature("{target_tp} below the number of ranks"),
     "revision": Feature("{revision}"),
+    "model on disk": Feature("a model on this machine"),
     "negative prompt": Feature("{negative_prompt}"),
     "no guidance": Feature("no guidance", where="at {guidance_scale} 1"),
     "profile": Feature("{plan}"),
@@ -215,11 +217,36 @@ MACHINE_FEATURES = {
     "native operators": Feature("the native operators of a CPU", "use {ops} reference"),
     "library operators": Feature("{ops} unfused or cuda", "use {ops} auto or reference"),
 }
+# by trait: the name of an optional field of a model's spec (model/spec.py), with the value where other values are other
+# traits, or `gated_delta`
 MODEL_FEATURES = {
-    "delta layers": Feature("gated delta layers"),
-    "shared KV layers": Feature("shared KV layers"),
-    "model on disk": Feature("a model on this machine"),
-    "norms after layers": Feature("no norm before attention", where="without a norm before attention"),
+    "gated_delta": Feature("gated delta layers"),
+    "qk_norm": Feature("norm of query and key heads"),
+    "qk_norm=projection": Feature("norm of whole query and key projections"),
+    "norm_after_rope": Feature("norm of query and key heads after RoPE"),
+    "v_norm": Feature("norm of value heads"),
+    "window": Feature("sliding window"),
+    "scale": Feature("scale of attention scores"),
+    "softcap": Feature("soft cap of attention scores"),
+    "query_scale_beta": Feature("scale of queries by position"),
+    "output_gate": Feature("gate of the attention output"),
+    "sinks": Feature("attention sinks"),
+    "shares_kv": Feature("shared KV layers"),
+    "activation": Feature("activation other than SiLU"),
+    "activation=relu": Feature("ReLU"),
+    "experts": Feature("mixture of experts"),
+    "shared_intermediate_size": Feature("shared expert"),
+    "sigmoid": Feature("choice of experts by sigmoid scores"),
+    "norms": Feature("norms after attention and MLP"),
+    "norms=after": Feature("norms after attention and MLP only", where="without a norm before attention"),
+    "residual_multiplier": Feature("residual multiplier"),
+    "output_scale": Feature("scale of a layer's output"),
+    "norm_unit_offset": Feature("norms with 1 + weight"),
+    "embedding_multiplier": Feature("embedding multiplier"),
+    "logit_multiplier": Feature("logit multiplier"),
+    "logit_softcap": Feature("soft cap of logits"),
+    "per_layer_size": Feature("per-layer embeddings"),
+    "draft_head": Feature("draft heads"),
 }
 FEATURES: Mapping[str, Feature] = {
     **REQUEST_FEATURES, **ENGINE_FEATURES, **SETTING_FEATURES, **COMMAND_FEATURES, **MACHINE_FEATURES, **MODEL_FEATURES,
@@ -385,9 +412,9 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
     "library operators": {"rounded activations": Conflict(), "int8 head": Conflict()},
     "native operators": {"float8 cache": Conflict()},
     "exact activations": {"int8 head": Conflict(fix="remove one of them")},
-    "delta layers": {"float8 cache": Conflict(fix="remove {kv_cache_dtype}")},
-    "shared KV layers": {"float8 cache": Conflict(fix="remove {kv_cache_dtype}")},
-    "norms after layers": {"float8 cache": Conflict(fix="remove {kv_cache_dtype}")},
+    "gated_delta": {"float8 cache": Conflict(fix="remove {kv_cache_dtype}")},
+    "shares_kv": {"float8 cache": Conflict(fix="remove {kv_cache_dtype}")},
+    "norms=after": {"float8 cache": Conflict(fix="remove {kv_cache_dtype}")},
     "guidance": {"prompt log-probabilities": Conflict()},
     "no guidance": {"negative prompt": Conflict(ignored=True)},
     "model on disk": {"revision": Conflict("which has one version", REMOVE)},
@@ -401,6 +428,19 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "best_of": Conflict("since the best choices are known at the end", "omit stream"),
     },
 }
+
+
+# backend of native operators -> the traits of models that it computes; models with others, and with sizes that it does
+# not support (`check_spec`), run on torch's own operators, which compute all
+OPERATORS: Mapping[str, Features] = {
+    "cpu": frozenset((
+        "activation", "draft_head", "embedding_multiplier", "experts", "gated_delta", "logit_multiplier",
+        "logit_softcap", "norm_after_rope", "norm_unit_offset", "norms", "norms=after", "output_gate", "output_scale",
+        "per_layer_size", "qk_norm", "qk_norm=projection", "query_scale_beta", "residual_multiplier", "scale",
+        "shared_intermediate_size", "shares_kv", "sigmoid", "sinks", "softcap", "v_norm", "window",
+    )),
+    "cuda": frozenset(("qk_norm",)),
+}  # fmt: skip
 
 
 # executor -> feature of a request that it does not run, so that a slower executor of the phase does -> the reason

@@ -250,7 +250,6 @@ def decode_request(
         for chunk in decoding.chunks(stop_criteria, stats):
             now = decoding.busy
             stats.record_times(bool(chunk.token_ids), began, opened, (now[0] - target, now[1] - draft))
-            stats.graph_captures = decoding.captured_graphs() - captures
             yield chunk
             if chunk.finish_reason is not None:
                 return
@@ -259,6 +258,7 @@ def decode_request(
                     "this request was ended by a later one: read each stream to its end before starting another"
                 )
     finally:
+        stats.graph_captures = decoding.captured_graphs() - captures
         if is_current():
             decoding.close(stats)
 

@@ -3,7 +3,7 @@ kind of executor; what it refuses is refused with the text of the table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from swiftspec import _C
 from swiftspec.backends.cpu import cpu
 from swiftspec.backends.reference import reference
 from swiftspec.backends.unfused import unfused
+from swiftspec.builder.load_options import select_operators
 from swiftspec.builder.rules import resolve_config
 from swiftspec.capabilities import (
     COMMAND_FEATURES,
@@ -24,6 +25,7 @@ from swiftspec.capabilities import (
     REQUEST_FEATURES,
     TABLE,
     Conflict,
+    Features,
     NotSupported,
     conflict_text,
     conflicts,
@@ -32,7 +34,9 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.decode import decode
 from swiftspec.drafter_kinds import GRAFTED, SUFFIX_LOOKUP
 from swiftspec.llm_engine import LLMEngine
+from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
+from swiftspec.model.spec import traits
 from swiftspec.params import SamplingParams, StructuredOutputsParams
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.serve.cli.config_sources import load_settings
@@ -41,10 +45,12 @@ from swiftspec.settings.settings import UsageError
 from tests.support.draft_heads import make_eagle3
 from tests.support.fake_cuda_graphs import Recorder
 from tests.support.ranks import Pool
-from tests.support.roles import make_drafter, make_runner, make_verifier, request_start
-from tests.support.tiny_checkpoints import make_pair
+from tests.support.roles import drafter_of, make_drafter, make_runner, make_verifier, request_start
+from tests.support.tiny_checkpoints import make_checkpoint, make_pair
 from tests.support.token_constraints import DiceRules
 from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
+from tools import execution_paths
+from tools.execution_paths import HEAD
 
 VOCAB = 300
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30] * 2
@@ -192,6 +198,9 @@ def test_a_request_decodes_or_is_refused(pair: tuple[Path, Path], plain: LLMEngi
         elif same:
             want = plain.generate(PROMPT, replace(request, verify_batch=None, draft_steps=None)).token_ids
             assert llm.generate(PROMPT, request).token_ids == want, feature
+            if draft == "head":
+                expected = execution_paths.level(execution_paths.expansion, execution_paths.MACHINES[0], HEAD)
+                assert drafter_of(llm).executor.name == expected
         else:
             assert 0 < len(llm.generate(PROMPT, request).token_ids) <= TOKENS, feature
     assert {*REQUESTS, *OF_TEXT, *ELSEWHERE, "deep top-k"} >= {*REQUEST_FEATURES}
@@ -237,25 +246,25 @@ KINDS: dict[str, tuple[Any, Any, torch.dtype]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ahead", [False, True], ids=["serial", "async"])
-def test_every_kind_of_executor_decodes_every_request(pair: tuple[Path, Path], kind: str, ahead: bool) -> None:
-    ops, capture, dtype = KINDS[kind]
-    if ops is cpu and _C.level() == "none":
-        pytest.skip("this CPU has no AVX2")
-    models = [load_model(path, dtype=dtype, ops=ops, max_positions=256) for path in pair]
+class Rounds:
+    """Target and draft on one kind of executor, without an engine."""
 
-    def decoded(request: SamplingParams, verify: str, proposal: str | None) -> list[int]:
-        """`proposal` None: without a draft."""
+    def __init__(self, kind: str, models: Sequence[Any], ops: Any, *, ahead: bool = False) -> None:
+        self.models, self.ops, self.capture, self.ahead = models, ops, KINDS[kind][1], ahead
+
+    def decode(self, request: SamplingParams, verify: str, proposal: str | None) -> tuple[list[int], str, str]:
+        """Tokens of a request, and the names of the executors of the target and of the draft. `proposal` None: without
+        a draft."""
         drafter: Any = NoDrafter()
-        runner, graphs = make_runner(models[0], ops, context=64, tree_slots=16), capture and capture()
+        runner = make_runner(self.models[0], self.ops, VOCAB, context=64, tree_slots=16)
+        graphs = self.capture and self.capture()
         verifier = make_verifier(runner, verify, graphs)
         runner.make_constraint = lambda grammar: DiceRules(VOCAB)
         if proposal is not None:
-            small = make_runner(models[1], ops, context=64, tree_slots=200)
+            small = make_runner(self.models[1], self.ops, VOCAB, context=64, tree_slots=200)
             small.make_constraint = lambda grammar: DiceRules(VOCAB)
             config = EngineConfig("serial", verify_batch=6, verify=verify, proposal=proposal)
-            drafter = make_drafter(small, config, graphs, ahead=ahead)
+            drafter = make_drafter(small, config, graphs, ahead=self.ahead)
         start = request_start(PROMPT, request)
         verifier.open(start)
         drafter.open(start)
@@ -264,20 +273,107 @@ def test_every_kind_of_executor_decodes_every_request(pair: tuple[Path, Path], k
             tokens += result.tokens
             if len(tokens) >= TOKENS:
                 break
+        names = verifier.executor.name, "" if proposal is None else drafter.executor.name
         drafter.close()
         verifier.close()
-        return tokens[:TOKENS]
+        return tokens[:TOKENS], *names
 
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ahead", [False, True], ids=["serial", "async"])
+def test_every_kind_of_executor_decodes_every_request(pair: tuple[Path, Path], kind: str, ahead: bool) -> None:
+    ops, _, dtype = KINDS[kind]
+    if ops is cpu and _C.level() == "none":
+        pytest.skip("this CPU has no AVX2")
+    models = [load_model(path, dtype=dtype, ops=ops, max_positions=256) for path in pair]
+    rounds = Rounds(kind, models, ops, ahead=ahead)
     for feature in REQUESTS:
         request = sampling(feature, negative_prompt_ids=(3, 4))
         if request.grammar is not None:
             request = replace(request, grammar="dice")
-        want = decoded(request, "match", None)
+        want = rounds.decode(request, "match", None)[0]
         for proposal in ("coupled", "top", "sample"):
             if proposal != "sample" or not (request.greedy or ahead):
-                assert decoded(request, "match", proposal) == want, (feature, proposal)
+                assert rounds.decode(request, "match", proposal)[0] == want, (feature, proposal)
         if not request.greedy and not ahead:
-            assert len(decoded(request, "reject", "sample")) == TOKENS
+            assert len(rounds.decode(request, "reject", "sample")[0]) == TOKENS
+
+
+# family: its fields in config.json, and the traits that it is here for
+FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma4_text": (
+        {
+            "layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+            "attention_k_eq_v": False, "global_head_dim": 32, "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+        "per_layer_size shares_kv v_norm window scale output_scale embedding_multiplier logit_softcap norms",
+    ),
+    "qwen3_next": (
+        {"linear_key_head_dim": 16},
+        "gated_delta experts shared_intermediate_size output_gate norm_unit_offset qk_norm",
+    ),
+    "arcee": ({}, "activation=relu"),
+    "olmo2": ({}, "norms=after qk_norm=projection"),
+    "glm4_moe": ({}, "sigmoid"),
+    "gpt_oss": ({"intermediate_size": 64}, "sinks activation"),
+    "gemma2": ({}, "softcap"),
+    "granite": ({}, "residual_multiplier logit_multiplier"),
+    "ministral3": ({}, "query_scale_beta"),
+    "hunyuan_v1_dense": ({}, "norm_after_rope"),
+}  # fmt: skip
+KIND_OF_MACHINE = {"eager": "everything else", "graph": "one GPU, `--ops unfused`"}
+
+
+def machine_of(kind: str, found: Features) -> execution_paths.Machine:
+    """The machine that an executor kind of KINDS stands for."""
+    if kind == "native":
+        return execution_paths.machine_for("CPU", found)
+    return next(each for each in execution_paths.MACHINES if each.name == KIND_OF_MACHINE[kind])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_decodes_on_the_executors_of_its_traits(tmp_path: Path, family: str) -> None:
+    fields, own = FAMILIES[family]
+    paths = make_pair(tmp_path, family=family, vocab=VOCAB, hidden_size=64, head_dim=16, **fields)
+    spec = read_config(paths[0]).spec
+    found = frozenset(traits(spec))
+    assert found >= {*own.split()}
+    case, request = execution_paths.RequestCase(family, SamplingParams(), traits=found), sampling("sampled")
+    for kind, (ops, _, dtype) in KINDS.items():
+        machine = machine_of(kind, found)
+        if kind == "native":
+            if _C.level() == "none":
+                continue
+            ops = select_operators("auto", spec, dtype, torch.device("cpu"))
+            assert ops is (cpu if machine.operators else reference)
+        models = [load_model(path, dtype=dtype, ops=ops, max_positions=64) for path in paths]
+        rounds = Rounds(kind, models, ops)
+        steps = execution_paths.verification, execution_paths.expansion
+        names = tuple(execution_paths.level(step, machine, case) for step in steps)
+        assert rounds.decode(request, "match", "coupled") == (rounds.decode(request, "match", None)[0], *names), kind
+
+
+def test_the_families_have_every_trait() -> None:
+    named = {name for _, own in FAMILIES.values() for name in own.split()}
+    assert named | {"draft_head"} == {*MODEL_FEATURES}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_and_another_vocabulary_change_no_executor(
+    pair: tuple[Path, Path], tmp_path: Path, kind: str
+) -> None:
+    if kind == "native" and _C.level() == "none":
+        pytest.skip("this CPU has no AVX2")
+    ops, _, dtype = KINDS[kind]
+    make_checkpoint(tmp_path, vocab=VOCAB + 20, hidden_size=64, dtype=torch.float64)
+    target = load_model(pair[0], dtype=dtype, ops=ops, max_positions=64, hidden_layers=(0, 2))
+    draft = load_model(tmp_path, dtype=dtype, ops=ops, max_positions=64).with_masked_tokens([7, VOCAB - 1])
+    rounds, request = Rounds(kind, (target, draft), ops), sampling("sampled")
+    machine = machine_of(kind, frozenset())
+    cases = (execution_paths.verification, execution_paths.HIDDEN), (execution_paths.expansion, execution_paths.OTHER)
+    names = tuple(execution_paths.level(step, machine, case) for step, case in cases)
+    assert rounds.decode(request, "match", "coupled") == (rounds.decode(request, "match", None)[0], *names)
 
 
 def entries() -> list[tuple[str, str, Conflict]]:

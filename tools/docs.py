@@ -72,7 +72,15 @@ The columns:
 - *`--ops unfused`*: torch's own operators on a GPU, also for models that the CUDA operators do not support. *Several*:
   ranks that communicate through NCCL.
 - *everything else*: plain torch on a CPU, and ranks that share a GPU.
+
+Each section has a table of models, too: on which executor a request at a temperature above 0 runs if a model has a
+trait, with `--ops auto` on a machine that has native operators, which are the CUDA operators on a GPU. A model with a
+trait that these do not compute runs on torch's own operators, and so does one with sizes that they do not support
+([operators.md](operators.md)); all its requests are then as in the column of `--ops unfused` or *everything else*. In
+expansions the traits are those of the draft, in verifications those of the target, and in rounds of chains and
+populations those of either.
 """
+MODELS = "### Models\n"
 CONFLICTS = """\
 ## What does not work together
 
@@ -103,12 +111,14 @@ def paths_page() -> str:
     """Returns the page on execution paths: which executor runs which request, and what the executors are."""
     parts = [PATHS_HEAD]
     head = ("request", *(machine.name for machine in execution_paths.MACHINES))
-    for title, step, requests in execution_paths.PHASES:
+    for title, step, requests, models in execution_paths.PHASES:
         parts += [f"## {title}\n", table(head, execution_paths.rows(step, requests))]
         reasons = execution_paths.eager_reasons(step, requests)
         if reasons:
             parts.append("Why these run eagerly on machines with faster executors:\n")
             parts.append("".join(f"{_list_item(reason)}\n" for reason in reasons))
+        kinds = ("trait of the model", *execution_paths.MACHINE_KINDS)
+        parts += [MODELS, table(kinds, execution_paths.model_rows(step, models))]
     parts += [CONFLICTS, table(("where", "message"), _conflict_rows())]
     about = [
         (kind.name, _summary(kind), _code(kind.__module__.replace(".", "/") + ".py"))

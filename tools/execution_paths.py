@@ -1,4 +1,5 @@
-"""Determines from the code which executor runs which request: the roles select among the executors of each machine.
+"""Determines from the code which executor runs which request and which model: the roles select among the executors of
+each machine.
 
 No model is loaded. The executors are built on stand-ins that declare the capabilities of a machine, and only report
 which features they support.
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 
 from swiftspec import params
-from swiftspec.capabilities import Features, check_features, why_slower
+from swiftspec.capabilities import MODEL_FEATURES, OPERATORS, Features, check_features, why_slower
 from swiftspec.config import BatchConfig, EngineConfig, NativeRoundParams, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import Executor, TreeExecutor, available, select_executor
+from swiftspec.runtime.executors.head import HeadExecutor
 from swiftspec.runtime.executors.population_rounds import PopulationExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.target_verifier import TargetVerifier
@@ -37,6 +39,7 @@ REJECTED = EngineConfig(verify="reject")
 class Machine:
     """Capabilities of a machine, which determine the executors that it offers.
 
+    `operators`: the name of the backend of native operators; empty: torch's own operators.
     `fused`: the model is one native call.
     `graphs`: maximum sequences per forward in a CUDA graph; 0: no graphs.
     `tree`: there is a draft tree on the device.
@@ -45,6 +48,7 @@ class Machine:
     """
 
     name: str
+    operators: str = ""
     fused: bool = False
     graphs: int = 0
     tree: bool = False
@@ -87,13 +91,19 @@ class Machine:
 
 
 MACHINES = (
-    Machine("CPU, native operators", fused=True),
-    Machine("one GPU, CUDA operators", graphs=2, tree=True),
-    Machine("several GPUs, CUDA operators", graphs=2, tree=True, group=True, messages=True),
+    Machine("CPU, native operators", "cpu", fused=True),
+    Machine("one GPU, CUDA operators", "cuda", graphs=2, tree=True),
+    Machine("several GPUs, CUDA operators", "cuda", graphs=2, tree=True, group=True, messages=True),
     Machine("one GPU, `--ops unfused`", graphs=1),
     Machine("several GPUs, `--ops unfused`", graphs=1, group=True, messages=True),
     Machine("everything else"),
 )
+# kind of machine -> with native operators, with torch's own
+MACHINE_KINDS = {
+    "CPU": (MACHINES[0], MACHINES[5]),
+    "one GPU": (MACHINES[1], MACHINES[3]),
+    "several GPUs": (MACHINES[2], MACHINES[4]),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +135,17 @@ SHAPED = (
     GREEDY, TEMPERATURE, BIAS, FILTERS, DEEP_FILTERS, PENALTIES, GUIDANCE, GRAMMAR, MIN_TOKENS, BAD_WORDS, SCORED,
 )  # fmt: skip
 HIDDEN = RequestCase("a target that keeps hidden states", SamplingParams(), traits=frozenset({"hidden states"}))
+HEAD = RequestCase("a draft head", SamplingParams(), traits=frozenset({"draft head", "draft_head"}))
+OTHER = RequestCase("a draft whose vocabulary is not the target's", SamplingParams())  # nothing is selected by it
+MODELS = (
+    RequestCase("none of them", SamplingParams()),
+    OTHER,
+    *(
+        RequestCase(feature.title, SamplingParams(), traits=frozenset({name}))
+        for name, feature in MODEL_FEATURES.items()
+        if name not in HEAD.traits
+    ),
+)
 SAMPLE = RequestCase("proposal `sample`", SamplingParams(), DRAWN)
 REJECT = RequestCase("`--verify reject`", SamplingParams(), REJECTED)
 COLD = RequestCase("proposal `sample` at temperature 0", SamplingParams(temperature=0.0), DRAWN)
@@ -136,7 +157,7 @@ Choice = tuple[Sequence[Executor], Features]  # executors of a role, the fastest
 def expansion(machine: Machine, case: RequestCase) -> Choice:
     """Returns the executors that expand draft trees, and the features that a request requires of them."""
     case.config.check_request(case.sampling)
-    executors = machine.expansion_executors()
+    executors: list[Any] = [HeadExecutor] if HEAD.traits <= case.traits else machine.expansion_executors()
     nothing: Any = None
     children: Any = SimpleNamespace(sampled=case.config.proposal == "sample")
     drafter = LocalDrafter(machine.runner(), executors, nothing, children, case.config)
@@ -165,15 +186,17 @@ def population(machine: Machine, case: RequestCase) -> Choice:
 
 
 Phase = Callable[[Machine, RequestCase], Choice]
-PHASES: tuple[tuple[str, Phase, tuple[RequestCase, ...]], ...] = (
-    ("Expansions of the draft tree", expansion, (*SHAPED, SAMPLE, REJECT, COLD)),
-    ("Verifications", verification, (*SHAPED, HIDDEN, SAMPLE, REJECT, COLD)),
+# title, phase, requests, models
+PHASES: tuple[tuple[str, Phase, tuple[RequestCase, ...], tuple[RequestCase, ...]], ...] = (
+    ("Expansions of the draft tree", expansion, (*SHAPED, SAMPLE, REJECT, COLD), (*MODELS, HEAD)),
+    ("Verifications", verification, (*SHAPED, HIDDEN, SAMPLE, REJECT, COLD), (*MODELS, HIDDEN)),
     (
         "Rounds of chains (`--max-num-seqs` on a GPU, on several ranks or with `--verify reject`)",
         exact_batch,
         (*SHAPED, HIDDEN, REJECT),
+        (*MODELS, HIDDEN, HEAD),
     ),
-    ("Population rounds (mode smc)", population, (*SHAPED, HIDDEN)),
+    ("Population rounds (mode smc)", population, (*SHAPED, HIDDEN), (*MODELS, HIDDEN, HEAD)),
 )
 
 
@@ -189,6 +212,21 @@ def rows(phase: Phase, requests: Sequence[RequestCase]) -> Iterator[list[str]]:
     """Yields for each request its name and the name of its executor on each machine."""
     for case in requests:
         yield [case.name, *(level(phase, machine, case) for machine in MACHINES)]
+
+
+def machine_for(kind: str, traits: Features) -> Machine:
+    """Returns the machine of a kind, with the operators that run a model with these traits."""
+    native, library = MACHINE_KINDS[kind]
+    return native if traits & MODEL_FEATURES.keys() <= OPERATORS[native.operators] else library
+
+
+def model_rows(phase: Phase, cases: Sequence[RequestCase]) -> Iterator[list[str]]:
+    """Yields for models with equal executors their traits and the name of the executor on each kind of machine."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for case in cases:
+        levels = tuple(level(phase, machine_for(kind, case.traits), case) for kind in MACHINE_KINDS)
+        found.setdefault(levels, []).append(case.name)
+    yield from (["; ".join(names), *levels] for levels, names in found.items())
 
 
 def eager_reasons(phase: Phase, requests: Sequence[RequestCase]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from swiftspec.capabilities import NotSupported, check_features, features_in
+from swiftspec.capabilities import NotSupported, check_features
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.checkpoint_files import Progress, open_tensors, read_config
@@ -20,7 +20,7 @@ from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.packed_model import PackedModel
 from swiftspec.model.shard import EIGHT, Shard
-from swiftspec.model.spec import ModelSpec
+from swiftspec.model.spec import ModelSpec, traits
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.transformer import ModelOps, Transformer
 from swiftspec.model.weights import ModelWeights
@@ -140,14 +140,8 @@ def _with_vocab_rows(config: ModelConfig, rows: int) -> ModelConfig:
 
 def _scale_for_float8(path: str | Path, spec: ModelSpec, weights: ModelWeights, shard: Shard | None) -> ModelWeights:
     """Returns weights whose keys and values fit float8. Raises UserError if keys and values have no bound."""
-    found = {
-        "float8 cache": True,
-        "delta layers": bool(spec.delta_mixers),
-        "shared KV layers": any(not layer.writes_cache for layer in spec.layers),
-        "norms after layers": any(layer.norms == "after" for layer in spec.layers),
-    }
     try:
-        check_features(features_in(found))
+        check_features({"float8 cache", *traits(spec)})
     except NotSupported as error:
         raise UserError(f"{path}: {error}") from None
     mixers = [layer.attention for layer in spec.layers]

@@ -2,7 +2,7 @@
 families; architectures/ builds the spec of each family from its config.json.
 
 A field with a default is optional. A code path refuses a model by the optional fields that it does not know
-(`unknown_fields`), so that a new field is never ignored: `check_supported` of a backend, tools/width_expand.
+(`unknown_fields`), so that a new field is never ignored: `check_spec` of a backend, tools/width_expand.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
+from swiftspec.capabilities import MODEL_FEATURES
 from swiftspec.errors import UserError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional", "none"]
@@ -340,46 +341,22 @@ class ModelSpec:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaSpec))
 
 
-FEATURES = {  # optional fields and the mixers that not every backend has, for messages
-    "gated_delta": "gated delta layers",
-    "qk_norm": "norm of query and key heads",
-    "norm_after_rope": "norm of query and key heads after RoPE",
-    "v_norm": "norm of value heads",
-    "window": "sliding window",
-    "scale": "scale of attention scores",
-    "softcap": "soft cap of attention scores",
-    "query_scale_beta": "scale of queries by position",
-    "output_gate": "gate of the attention output",
-    "sinks": "attention sinks",
-    "shares_kv": "shared KV layers",
-    "activation": "activation other than SiLU",
-    "experts": "mixture of experts",
-    "shared_intermediate_size": "shared expert",
-    "sigmoid": "choice of experts by sigmoid scores",
-    "norms": "norms after attention and MLP",
-    "residual_multiplier": "residual multiplier",
-    "output_scale": "scale of a layer's output",
-    "norm_unit_offset": "norms with 1 + weight",
-    "embedding_multiplier": "embedding multiplier",
-    "logit_multiplier": "logit multiplier",
-    "logit_softcap": "soft cap of logits",
-    "per_layer_size": "per-layer embeddings",
-    "draft_head": "draft heads",
-}
 # Optional fields that the checkpoint reader alone implements; RopeSpec: see there
 READER_FIELDS = frozenset(("qkv_bias", "o_bias", "bias", "keys_as_values", "shared_gate"))
 
 
-def unknown_fields(spec: ModelSpec, known: Collection[str] = ()) -> str | None:
-    """Returns a description of the optional fields of a model that are in use and not in `known`, or None. A model with
-    delta layers uses "gated_delta".
+def traits(spec: ModelSpec) -> dict[str, None]:
+    """Returns the optional fields of a model that are in use, without `READER_FIELDS`, as the keys of
+    `capabilities.MODEL_FEATURES`."""
+    used = {"gated_delta": None} if spec.delta_mixers else {}
+    return used | dict.fromkeys(name for part in _parts(spec) for name in _used_fields(part))
 
-    `known`: names of optional fields that a code path implements, in addition to those of `READER_FIELDS`.
-    """
-    used = dict.fromkeys(name for part in _parts(spec) for name in _used_fields(part))
-    if spec.delta_mixers:
-        used = {"gated_delta": None} | used
-    found = [f"{FEATURES.get(name, 'support')} ({name})" for name in used if name not in READER_FIELDS.union(known)]
+
+def unknown_fields(spec: ModelSpec, known: Collection[str] = ()) -> str | None:
+    """Returns a description of the traits of a model that are not in `known`, those that a code path implements, or
+    None."""
+    titles = {name: feature.title for name, feature in MODEL_FEATURES.items()}
+    found = [f"{titles.get(name, 'support')} ({name})" for name in traits(spec) if name not in known]
     return ", no ".join(found) or None
 
 
@@ -392,7 +369,9 @@ def _parts(spec: ModelSpec) -> Iterator[Any]:
 
 
 def _used_fields(part: Any) -> Iterator[str]:
-    """Yields the names of the optional fields whose value is not the default."""
+    """Yields the names of the optional fields whose value is not the default, with the value if that is a trait."""
     for field in fields(part):
-        if field.default is not MISSING and getattr(part, field.name) != field.default:
-            yield field.name
+        value = getattr(part, field.name)
+        if field.default is not MISSING and value != field.default and field.name not in READER_FIELDS:
+            trait = f"{field.name}={value}"
+            yield trait if trait in MODEL_FEATURES else field.name

@@ -21,6 +21,7 @@ from swiftspec.backends.reference import reference
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
+from swiftspec.capabilities import OPERATORS
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
@@ -346,7 +347,7 @@ def test_unsupported_models_are_refused_with_the_reason(monkeypatch: pytest.Monk
         check(dtype, architectures=["Qwen3ForCausalLM"])
     with pytest.raises(UserError, match="compute in bfloat16 or float32, not float64"):
         check(F64)
-    monkeypatch.setattr(host, "KNOWN_FIELDS", ())
+    monkeypatch.setitem(OPERATORS, "cpu", frozenset())
     with pytest.raises(UserError, match=r"no norm of query and key heads \(qk_norm\)"):
         check(BF16, architectures=["Qwen3ForCausalLM"])
 

@@ -31,7 +31,7 @@ SPEC = ModelSpec(VOCAB, 32, (LayerSpec(MIXER, MlpSpec(40)),) * 2, norm_eps=1e-5,
 # names of the CUDA backend that belong to no family: of both sources the smaller number of rows, checks before the
 # choice, and what only native projections have
 OTHER_NAMES = {
-    "KNOWN_FIELDS", "PREFETCH_BYTES", "PREFILL_CHUNK_ROWS", "check_spec", "check_supported", "enable_weight_prefetch",
+    "PREFETCH_BYTES", "PREFILL_CHUNK_ROWS", "check_spec", "check_supported", "enable_weight_prefetch",
     "name", "tilings_of", "with_tiling",
 }  # fmt: skip
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from swiftspec.builder.memory_estimate import MemoryEstimate, kv_bytes_per_token
+from swiftspec.capabilities import MODEL_FEATURES
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.shard import Shard
 from swiftspec.model.spec import (
-    FEATURES,
     READER_FIELDS,
     AttentionSpec,
     ExpertsSpec,
@@ -25,6 +25,7 @@ from swiftspec.model.spec import (
     MlpSpec,
     ModelSpec,
     RopeSpec,
+    traits,
     unknown_fields,
 )
 from swiftspec.model.tensor_names import HF_NAMES, TensorNames
@@ -179,7 +180,10 @@ def test_optional_fields_in_use_are_named_unless_they_are_known() -> None:
         for field in fields(part)
         if field.default is not MISSING
     }
-    assert optional | {"gated_delta"} == FEATURES.keys() | READER_FIELDS, "every optional field has a description"
+    described = {name.partition("=")[0] for name in MODEL_FEATURES}
+    assert optional | {"gated_delta"} == described | READER_FIELDS, "every optional field has a description"
+    with_relu = spec_of(replace(PLAIN, norms="after", mlp=replace(PLAIN.mlp, activation="relu")))
+    assert [*traits(with_relu)] == ["norms=after", "activation=relu"]
     delta = replace(PLAIN, mixer=GatedDeltaSpec(2, 4, 8, 8, 4))
     gated = replace(PLAIN, mixer=replace(ATTENTION, output_gate=True))
     assert unknown_fields(spec_of(gated, delta)) == (

@@ -29,7 +29,7 @@ def test_no_executor_supports_more_than_a_slower_one(machine: execution_paths.Ma
 
 def test_the_page_of_paths_covers_every_feature_and_every_executor() -> None:
     required, columns = set[str](), set[str]()
-    for _, phase, requests in execution_paths.PHASES:
+    for _, phase, requests, _ in execution_paths.PHASES:
         for case in requests:
             for machine in execution_paths.MACHINES:
                 with contextlib.suppress(UserError):

@@ -16,6 +16,7 @@ from swiftspec.backends.cpu import attention, delta, linear, packing, sampling
 from swiftspec.backends.cpu.decoder import HostDecoder
 from swiftspec.backends.cpu.packing import BLOCK_OUTPUTS
 from swiftspec.backends.reference import Backend
+from swiftspec.capabilities import OPERATORS
 from swiftspec.errors import UserError
 from swiftspec.file_io import file_facts
 from swiftspec.model.packed_model import PackedModel
@@ -30,13 +31,6 @@ class CpuBackend(Backend):
     """The operators of a model on a CPU. They use up to `threads` threads, which are those of the process."""
 
     name = "cpu"
-    # optional fields of a spec that these operators implement
-    KNOWN_FIELDS: tuple[str, ...] = (
-        "activation", "draft_head", "embedding_multiplier", "experts", "gated_delta", "logit_multiplier",
-        "logit_softcap", "norm_after_rope", "norm_unit_offset", "norms", "output_gate", "output_scale",
-        "per_layer_size", "qk_norm", "query_scale_beta", "residual_multiplier", "scale", "shared_intermediate_size",
-        "shares_kv", "sigmoid", "sinks", "softcap", "v_norm", "window",
-    )  # fmt: skip
     FLOAT32_STREAM = True  # with a bfloat16 cache
     INT8_ACTIVATIONS = True
     OWN_THREADS = True
@@ -111,9 +105,7 @@ class CpuBackend(Backend):
             if size % BLOCK_OUTPUTS:
                 limits = f"experts whose sizes are multiples of {BLOCK_OUTPUTS}"
                 raise UserError(f"the CPU operators need {limits}, not {size}")
-        if any(layer.mlp.activation == "relu" for layer in spec.layers):
-            raise UserError("the CPU operators have no ReLU")
-        missing = unknown_fields(spec, self.KNOWN_FIELDS)
+        missing = unknown_fields(spec, OPERATORS["cpu"])
         if missing is not None:
             raise UserError(f"the CPU operators have no {missing}")
 

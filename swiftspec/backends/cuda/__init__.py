@@ -17,6 +17,7 @@ from swiftspec.backends.cuda.devices import require_usable
 from swiftspec.backends.cuda.linear import CudaLinear, ProjectionTiling
 from swiftspec.backends.cuda.norm import pack_norm
 from swiftspec.backends.reference import Backend
+from swiftspec.capabilities import OPERATORS
 from swiftspec.errors import UserError
 from swiftspec.model.packed_model import PackedModel
 from swiftspec.model.spec import ModelSpec, unknown_fields
@@ -28,7 +29,6 @@ class CudaBackend(Backend):
     instead of the default ones."""
 
     name = "cuda"
-    KNOWN_FIELDS: tuple[str, ...] = ("qk_norm",)  # optional fields of a spec that these operators implement
     # of the next projection's tiles: about 2 us of an H200's memory bandwidth; an estimate, not measured
     PREFETCH_BYTES = 8 << 20
     DRAFT_HEAD = "int4"  # a draft proposes only, so rounding its LM head changes no text
@@ -88,14 +88,12 @@ class CudaBackend(Backend):
                 raise UserError(
                     f"the CUDA operators need head dimension 64 or 128, not {mixer.head_dim}; use ops unfused"
                 )
-            if mixer.qk_norm == "projection":
-                raise UserError("the CUDA operators have no norm of whole query and key projections; use ops unfused")
             if mixer.num_heads // mixer.num_kv_heads > attention.MAX_HEADS_PER_KV_HEAD:
                 most = attention.MAX_HEADS_PER_KV_HEAD
                 raise UserError(f"the CUDA operators need at most {most} heads per KV head; use ops unfused")
         if spec.hidden_size % 8:
             raise UserError(f"the CUDA operators require a multiple of 8 as hidden size, not {spec.hidden_size}")
-        missing = unknown_fields(spec, self.KNOWN_FIELDS)
+        missing = unknown_fields(spec, OPERATORS["cuda"])
         if missing is not None:
             raise UserError(f"the CUDA operators have no {missing}; use ops unfused")
 

@@ -62,7 +62,7 @@ def test_the_native_and_the_cuda_operators_have_the_norm(native_head: Path, monk
 @pytest.mark.parametrize(
     ("family", "missing"),
     [
-        ("olmo2", "no norm of whole query and key projections"),
+        ("olmo2", r"no norm of whole query and key projections \(qk_norm=projection\)"),
         ("hunyuan_v1_dense", r"no norm of query and key heads after RoPE \(norm_after_rope\)"),
     ],
 )
