@@ -65,6 +65,8 @@ class Clock:
 class TimedDrafter:
     """Serial drafter whose proposals advance the clock by the time of d expansions."""
 
+    lost_reason = None
+
     def __init__(self, drafter: LocalDrafter, clock: Clock) -> None:
         self._drafter, self._clock = drafter, clock
         self.busy = 0.0
@@ -102,6 +104,8 @@ class TimedAhead:
     It handles a verification result when its earlier expansions have finished: it answers with the next proposal and
     then runs d more expansions. A new d therefore takes effect at the next result.
     """
+
+    lost_reason = None
 
     def __init__(self, drafter: Counted, clock: Clock) -> None:
         self._drafter, self._clock = drafter, clock

@@ -130,19 +130,17 @@ class TreeDecoding:
         drafter: Drafter,
         verifier: Verifier,
         notify: Observer = no_observer,
-        drafter_loss: Callable[[], str | None] = lambda: None,
         policy_report: Callable[[], Any] = lambda: None,
         captured_graphs: Callable[[], int] = lambda: 0,
     ) -> None:
         """`notify`: observer of the events of the decoding loop.
-        `drafter_loss`: returns the reason why the drafter was lost, or None while it is available.
         `policy_report`: returns the report of the controller that wraps the drafter, or None without a controller.
         `captured_graphs`: returns the number of CUDA graphs that this process has captured.
         """
         self.drafter, self.verifier = drafter, verifier
         self.active_drafter = drafter  # of the latest request; a `NoDrafter` if that request disables the draft
         self.synthetic_acceptance_length: float | None = None  # see `Stats`; of requests that use the draft
-        self._notify, self._drafter_loss, self._policy_report = notify, drafter_loss, policy_report
+        self._notify, self._policy_report = notify, policy_report
         self.captured_graphs = captured_graphs
 
     @property
@@ -162,7 +160,7 @@ class TreeDecoding:
         if self.active_drafter is self.drafter:
             stats.synthetic_acceptance_length = self.synthetic_acceptance_length
         for proposal, result in decode(self.active_drafter, self.verifier, self._notify):
-            stats.drafter_lost = self._drafter_loss() if self.active_drafter is self.drafter else None
+            stats.drafter_lost = self.active_drafter.lost_reason
             chunk = _cut(result, stop_criteria.max_tokens - stats.tokens, stop_criteria.stop_token_ids)
             _count(stats, proposal, result, len(chunk.token_ids))
             stats.finish_reason = chunk.finish_reason

@@ -12,6 +12,8 @@ class MergedDrafter:
     may propose. The engine has no such drafter, because it is slower than its parts (docs/decisions/tree-and-cache.md).
     """
 
+    lost_reason = None
+
     def __init__(self, first: Drafter, second: Drafter, max_nodes: int) -> None:
         self._first, self._second, self._max_nodes = first, second, max_nodes
 

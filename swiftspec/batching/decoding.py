@@ -36,7 +36,7 @@ class Scheduler(Protocol):
     def step(self) -> bool: ...
     def finish(self, group: SequenceGroup) -> GroupAnswer: ...
     def cancel(self, group: SequenceGroup) -> GroupAnswer | None: ...
-    def evict(self, group: SequenceGroup) -> None: ...
+    def evict_group(self, group: SequenceGroup) -> None: ...
 
 
 def decode_groups(
@@ -64,7 +64,7 @@ def decode_groups(
     while True:
         for group in [group for group in scheduler.groups if group.is_finished]:
             tokens = _last(scheduler, group)
-            scheduler.evict(group)
+            scheduler.evict_group(group)
             yield new(group, tokens)
             del num_sent[group]
         while admit():
@@ -259,7 +259,7 @@ class BatchDecoding:
         """Evicts all groups left over from earlier requests."""
         self._group = None
         for group in [*self.scheduler.groups]:
-            self.scheduler.evict(group)
+            self.scheduler.evict_group(group)
 
 
 def chain_parents(steps: int) -> tuple[int, ...]:

@@ -191,10 +191,10 @@ class BatchScheduler:
         logits or weights are not finite."""
         with suppress(NonFiniteLogits):
             self.finish(group)
-        self.evict(group)
+        self.evict_group(group)
         return group.answer
 
-    def evict(self, group: SequenceGroup) -> None:
+    def evict_group(self, group: SequenceGroup) -> None:
         """Removes a group, finished or not, and frees its cache sequences. The KV of its committed tokens stays in the
         cache for later prompts."""
         if group in self.groups:

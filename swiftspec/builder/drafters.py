@@ -96,17 +96,17 @@ class DrafterEntry:
     wrappers: Sequence[Wrapper]
 
 
-def drafter_kind(config: EngineConfig, head: DraftHeadSpec | None = None) -> str:
-    """Returns the entry of DRAFTERS for the drafter of rank 0, or of a single process. `head`: of the draft, if that is
+def drafter_key(config: EngineConfig, head: DraftHeadSpec | None = None) -> str:
+    """Returns the key in DRAFTERS of the drafter of rank 0, or of a single process. `head`: of the draft, if that is
     a draft head."""
     apart = config.draft_remote or (config.mode == "async" and config.draft_tp > 0)
     if not (config.has_draft_model and apart):
-        return local_drafter_kind(config, head)
+        return local_drafter_key(config, head)
     return "tree deltas" if config.draft_remote and streams_tree_deltas(config) else "remote"
 
 
-def local_drafter_kind(config: EngineConfig, head: DraftHeadSpec | None = None) -> str:
-    """Returns the entry of DRAFTERS for a process that runs the draft itself. See `drafter_kind`."""
+def local_drafter_key(config: EngineConfig, head: DraftHeadSpec | None = None) -> str:
+    """Returns the key in DRAFTERS for a process that runs the draft itself. See `drafter_key`."""
     if config.mode == "ar":
         return "none"
     if config.drafts_without_model:

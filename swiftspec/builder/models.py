@@ -18,7 +18,7 @@ from swiftspec.batching.chains import make_chains
 from swiftspec.batching.group_method import GroupMethod
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder import hardware
-from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, local_drafter_kind
+from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, local_drafter_key
 from swiftspec.builder.load_options import Side, select_operators
 from swiftspec.builder.plan import Plan, rank_count
 from swiftspec.builder.verdict_file import VerdictRecord
@@ -229,7 +229,7 @@ class Models:
         verifier = build_verifier(*self.runner("target", plan, group, progress), plan) if target else None
         if not draft:
             return LocalRoles(verifier)
-        entry = DRAFTERS[local_drafter_kind(plan, self.draft_head)]
+        entry = DRAFTERS[local_drafter_key(plan, self.draft_head)]
         given = DrafterInputs(plan, model=self.runner("draft", plan, group, progress), verifier=verifier)
         drafter = entry.build(given)
         assert isinstance(drafter, LocalDrafter)

@@ -19,7 +19,7 @@ from swiftspec.distributed.group.leader import FollowerGroup, LeaderDrafter, run
 from swiftspec.distributed.launch.config_check import RankConfig, RankRole, check_consistent, report_startup_error
 from swiftspec.distributed.launch.supervision import Heartbeat, RankTable
 from swiftspec.distributed.launch.world import World, cores_near_gpu, pin_to_cores
-from swiftspec.distributed.remote.reconnect import DraftGroupRecovery, Reconnector
+from swiftspec.distributed.remote.failover import DraftGroupRecovery, Reconnector
 from swiftspec.distributed.remote.served_roles import DraftTraceSender
 from swiftspec.distributed.remote.server import DraftGroupServer
 from swiftspec.distributed.transport.connections import Connections
@@ -128,11 +128,10 @@ class Rank:
     def wait_ready(self, error: str | None) -> None:
         """Waits until all ranks have loaded. Leaves the job and raises UserError if one of them could not. `error`: why
         this rank, or a rank of its group, could not."""
-        supervisor = self.world.supervisor
         try:
             self.connections.wait_ready(error)
         except UserError:
-            self.leave(restarting=supervisor is not None and supervisor.incarnation > 0)
+            self.leave(restarting=self.world.incarnation > 0)
             raise
 
     def lead(self) -> FollowerGroup:
@@ -275,6 +274,12 @@ def run_until_shutdown(rank: Rank, *, traced: bool) -> None:
     supervised, target = rank.world.supervisor is not None, rank.connections.target_leader
     leader = rank.connections.leader or target
     assert leader is not None
+
+    def on_error(error: Exception) -> None:
+        rank.record(error)
+        if supervised and isinstance(error, RankLost):  # the group is broken: this rank is restarted
+            raise error
+
     try:
         if target is not None and rank.held.drafter is not None:
             recording = DraftTraceSender(target, rank.held.drafter, traced=traced)
@@ -285,8 +290,7 @@ def run_until_shutdown(rank: Rank, *, traced: bool) -> None:
                 recording,
                 rank.models.cancel_check,
                 rank.heartbeat,
-                stay_on_error=not supervised,
-                on_error=rank.record,
+                on_error=on_error,
             ).run()
         else:
             _follow(rank, leader)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, drafter_kind
+from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, drafter_key
 from swiftspec.builder.hardware import resolve_device
 from swiftspec.builder.load_options import LoadOptions, WorkerAddress
 from swiftspec.builder.models import LocalRoles, Models
@@ -17,8 +17,7 @@ from swiftspec.builder.roles import EngineLimits, Roles, TreeRoles, check_reques
 from swiftspec.builder.rules import Choices, resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter
-from swiftspec.distributed.remote.failover import RemoteDraft
-from swiftspec.distributed.remote.reconnect import Reconnector
+from swiftspec.distributed.remote.failover import Reconnector, RemoteDraft
 from swiftspec.distributed.remote.server_link import ServerLink, read_tokenizer
 from swiftspec.distributed.remote.session_messages import ModelIdentity, ModelInfo, SessionStart
 from swiftspec.distributed.remote.verifier import RemoteVerifier
@@ -113,7 +112,7 @@ def build_remote_drafter(
         link.end_session()
         connection.close()
 
-    drafter = DRAFTERS[drafter_kind(config)].build(DrafterInputs(config, bounds, link=link))
+    drafter = DRAFTERS[drafter_key(config)].build(DrafterInputs(config, bounds, link=link))
     assert isinstance(drafter, RemoteDrafter | ReplicaDrafter)
     return RemoteDraft(drafter, link, reconnector, link.rpc_log, disconnect)
 
@@ -169,7 +168,7 @@ def build_remote_roles(
         target.connection.transport(), SessionStart(info.identity, config), bounds, target.worker.timeout
     )
     drafter = held.drafter or (NoDrafter() if remote is None else remote.drafter)
-    kind = "none" if isinstance(drafter, NoDrafter) else drafter_kind(config)
+    key = "none" if isinstance(drafter, NoDrafter) else drafter_key(config)
     if remote is not None and remote.rpc_log is not None:
         verifier.rpc_log = remote.rpc_log
 
@@ -180,7 +179,7 @@ def build_remote_roles(
     eos = info.eos_token_ids
     check = partial(check_request, config, GrammarCompiler(tokenizer, eos, info.vocab_size))
     roles = tree_engine(
-        TreeRoles(kind, drafter, verifier, held, remote),
+        TreeRoles(key, drafter, verifier, held, remote),
         config,
         EngineLimits(length, info.vocab_size, eos, check, config.verify_batch),
         make_recorder(options.get("trace")),

@@ -15,7 +15,7 @@ from pathlib import Path
 from swiftspec.batching.decoding import BatchDecoding
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.batching.tree_batch import TreeBatchDecoding
-from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, WrapperInputs, build_suffix_drafter, drafter_kind
+from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, WrapperInputs, build_suffix_drafter, drafter_key
 from swiftspec.builder.load_options import Side
 from swiftspec.builder.models import LocalRoles, Models, build_verifier
 from swiftspec.builder.ranks import Rank, start_engine_rank
@@ -104,13 +104,13 @@ class EngineLimits:
 class TreeRoles:
     """Drafter and verifier of a draft tree.
 
-    `kind`: entry of DRAFTERS for the drafter.
+    `drafter_key`: key of the drafter in DRAFTERS.
     `drafter`: without the wrappers of that entry.
     `held`: the roles on the models of this process.
     `remote`: the drafter, if it is in another process.
     """
 
-    kind: str
+    drafter_key: str
     drafter: SteppedDrafter
     verifier: Verifier
     held: LocalRoles = field(default_factory=LocalRoles)
@@ -242,8 +242,8 @@ def _trees(
     models: Models, config: EngineConfig, recorder: Recorder, progress: Progress | None
 ) -> tuple[TreeRoles, TreeBatchDecoding]:
     """Returns the roles of the first of several concurrent requests, and the decoding with roles for each of them."""
-    kind, calls = drafter_kind(config, models.draft_head), CallQueue()
-    entry = DRAFTERS[kind]
+    key, calls = drafter_key(config, models.draft_head), CallQueue()
+    entry = DRAFTERS[key]
 
     def load(side: Side, priority: int) -> tuple[SequencePool, ExecutorDeps]:
         runner, deps = models.runner(side, config, None, progress)
@@ -261,7 +261,7 @@ def _trees(
             DrafterInputs(config, _model_limits(models, config), model=model, verifier=verifier, target_times=times)
         )
         held = LocalRoles(verifier, drafter if isinstance(drafter, LocalDrafter) else None)
-        return TreeRoles(kind, drafter, verifier, held)
+        return TreeRoles(key, drafter, verifier, held)
 
     roles, stats, decodings = [make_roles(verifier) for verifier in verifiers], None, list[TreeDecoding]()
     for parts in roles:
@@ -276,36 +276,36 @@ def _trees(
 def _alone(models: Models, config: EngineConfig, remote: RemoteDraft | None, progress: Progress | None) -> TreeRoles:
     """Returns the roles of a process that has the target alone, and the draft unless that is `remote`."""
     unconnected = config.draft_remote and remote is None
-    kind = "none" if unconnected else drafter_kind(config, models.draft_head)
-    entry = DRAFTERS[kind]
+    key = "none" if unconnected else drafter_key(config, models.draft_head)
+    entry = DRAFTERS[key]
     held = models.load_roles(config, None, progress, target=True, draft=entry.needs == "model")
     target, draft = held.verifier, held.drafter
     assert target is not None
     capture_graphs(target, draft, config, progress)
     if remote is not None:
-        return TreeRoles(kind, remote.drafter, target, held, remote)
+        return TreeRoles(key, remote.drafter, target, held, remote)
     if draft is None:
         times = models.target_times(config, target)
         given = DrafterInputs(config, _model_limits(models, config), target_times=times)
-        return TreeRoles(kind, entry.build(given), target, held)
+        return TreeRoles(key, entry.build(given), target, held)
     if config.overlap_on_one_gpu:
         overlapped = OverlappedDrafter(draft)
         warm_up(overlapped, target)
-        return TreeRoles(kind, overlapped, ThreadedVerifier(target), held)
-    return TreeRoles(kind, draft, target, held)
+        return TreeRoles(key, overlapped, ThreadedVerifier(target), held)
+    return TreeRoles(key, draft, target, held)
 
 
 def _lead(rank: Rank, models: Models, config: EngineConfig, recorder: Recorder) -> tuple[TreeRoles, EngineConfig]:
     """Returns the roles of rank 0, which leads the ranks of the target, and the config. With a draft group, d in the
     config is measured if it was None. `recorder`: receives the trace records of the draft group."""
-    kind = drafter_kind(config, models.draft_head)
-    entry, held, team = DRAFTERS[kind], rank.held, rank.lead()
+    key = drafter_key(config, models.draft_head)
+    entry, held, team = DRAFTERS[key], rank.held, rank.lead()
     assert held.verifier is not None
     verifier = LeaderVerifier(held.verifier, team)
     if held.drafter is not None:
-        return TreeRoles(kind, LeaderDrafter(held.drafter, team), verifier, held), config
+        return TreeRoles(key, LeaderDrafter(held.drafter, team), verifier, held), config
     if rank.connections.draft_leader is None:
-        return TreeRoles(kind, entry.build(DrafterInputs(config, rank.limits)), verifier, held), config
+        return TreeRoles(key, entry.build(DrafterInputs(config, rank.limits)), verifier, held), config
     state = RequestState(rank.limits, rejection_sampling=config.verify == "reject")
     link = DraftLink(ServerLink(rank.connections.draft_leader, state, "draft"), recorder=recorder)
     drafter = entry.build(DrafterInputs(config, link=link))
@@ -313,7 +313,7 @@ def _lead(rank: Rank, models: Models, config: EngineConfig, recorder: Recorder) 
     if config.draft_steps is None:
         room = models.options.max_model_len - 1
         config = replace(config, draft_steps=_measure_draft_steps(config, verifier, drafter, room))
-    return TreeRoles(kind, drafter, verifier, held, RemoteDraft(drafter, link, rank.recovery)), config
+    return TreeRoles(key, drafter, verifier, held, RemoteDraft(drafter, link, rank.recovery)), config
 
 
 def _measure_draft_steps(config: EngineConfig, verifier: Verifier, drafter: RemoteDrafter, room: int) -> int:
@@ -382,7 +382,7 @@ def _tree_decoding(
 ) -> TreeDecoding:
     """Returns the decoding with a draft tree. `given`: what the wrappers of the drafter are built from."""
     held, drafter, controller = parts.held, parts.drafter, None
-    for wrap in DRAFTERS[parts.kind].wrappers:
+    for wrap in DRAFTERS[parts.drafter_key].wrappers:
         drafter = wrap(drafter, given)
         controller = drafter if isinstance(drafter, Controller) else controller
     if held.drafter is not None and controller is not None and given.stats.row_times is not None:
@@ -391,7 +391,6 @@ def _tree_decoding(
         drafter,
         parts.verifier,
         _observers(recorder, parts, controller, rpc_log),
-        lambda: getattr(drafter, "lost_reason", None),
         policy_report=(lambda: None) if controller is None else controller.report,
         captured_graphs=partial(num_captures, held.verifier, held.drafter),
     )

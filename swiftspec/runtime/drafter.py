@@ -14,10 +14,15 @@ class Drafter(Protocol):
     drafter again.
 
     `busy`: seconds that the draft model has spent in forwards, as far as this process knows.
+    `lost_reason`: why a wrapper proposes without its drafter, which is lost or late; None otherwise. A drafter without
+        such a wrapper raises DrafterLost instead.
     """
 
     @property
     def busy(self) -> float: ...
+
+    @property
+    def lost_reason(self) -> str | None: ...
 
     def open(self, start: RequestStart) -> None:
         """Starts or resumes a request from its verified tokens."""
@@ -50,6 +55,10 @@ class DrafterWrapper(Generic[Inner]):
     def busy(self) -> float:
         return self.inner.busy
 
+    @property
+    def lost_reason(self) -> str | None:
+        return self.inner.lost_reason
+
     def open(self, start: RequestStart) -> None:
         self._call(self.inner.open, start)
 
@@ -74,6 +83,7 @@ class NoDrafter:
     """A drafter without a model: proposes only the root, which is autoregressive decoding."""
 
     busy = 0.0
+    lost_reason = None
     draft_steps = 0
 
     def open(self, start: RequestStart) -> None:

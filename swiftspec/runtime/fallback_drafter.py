@@ -16,20 +16,22 @@ FAILURES = (DrafterLost, GrammarTooComplex, RuntimeError, MemoryError)
 
 
 class FallbackDrafter(DrafterWrapper[Drafter]):
-    """A drafter that delegates to another one and, after that one has failed, to a spare one without a model.
-
-    `lost_reason`: reason of the failure, None while the other drafter works. The next request uses the other drafter
-    again.
+    """A drafter that delegates to another one and, after that one has failed, to a spare one without a model. The next
+    request uses the other drafter again.
     """
 
     def __init__(self, drafter: Drafter, spare: Drafter | None = None) -> None:
         """`spare`: must not fail; None: proposes only the root."""
         super().__init__(drafter)
         self._spare = NoDrafter() if spare is None else spare
-        self.lost_reason: str | None = None
+        self._lost_reason: str | None = None
+
+    @property
+    def lost_reason(self) -> str | None:
+        return self._lost_reason
 
     def open(self, start: RequestStart) -> None:
-        self.lost_reason = None
+        self._lost_reason = None
         self._spare.open(start)
         super().open(start)
 
@@ -47,9 +49,9 @@ class FallbackDrafter(DrafterWrapper[Drafter]):
 
     def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Calls a method of the inner drafter. Returns None if that is lost or fails."""
-        if self.lost_reason is None:
+        if self._lost_reason is None:
             try:
                 return method(*args)
             except FAILURES as error:
-                self.lost_reason = str(error) or type(error).__name__
+                self._lost_reason = str(error) or type(error).__name__
         return None

@@ -43,6 +43,7 @@ class LocalDrafter:
     """
 
     source = NodeSource.DRAFT_MODEL  # of the nodes that it proposes
+    lost_reason = None
 
     def __init__(
         self,

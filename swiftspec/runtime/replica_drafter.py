@@ -59,6 +59,8 @@ class ReplicaDrafter:
     and calls `catch_up` with the result of the missed rounds once `poll` returns True.
     """
 
+    lost_reason = None
+
     def __init__(self, link: TreeDeltaLink, replica: TreeReplica, config: EngineConfig) -> None:
         assert config.proposal != "sample", "sampled children are not supported: the proposal would depend on timing"
         self._link, self._replica, self._config = link, replica, config

@@ -33,6 +33,7 @@ class SuffixDrafter:
     """
 
     busy = 0.0  # there is no draft model
+    lost_reason = None
     draft_steps = 0
 
     def __init__(self, max_nodes: int, max_model_len: int, row_seconds: Sequence[float] | None = None) -> None:

@@ -137,14 +137,14 @@ def test_several_groups_follow_the_distribution() -> None:
         worker.launch()
         worker.collect()
         assert not visitor.is_finished
-        worker.evict(visitor)
+        worker.evict_group(visitor)
         groups.append(late.admit(worker))
         assert groups[-1].sequence == visitor.sequence
         while worker.launch():
             worker.collect()
         for group, each in zip(groups, found, strict=True):
             each.distributions.append(population(worker, worker.round.order.index(group.sequence)))
-            worker.evict(group)
+            worker.evict_group(group)
     for (prompt, sampling), each in zip(specs, found, strict=True):
         check_unbiased(each, global_power(target, prompt, sampling, 2.0, {2}, limit))
 
@@ -189,7 +189,7 @@ class SequenceGroups(RuleBasedStateMachine):
         assert all(group.rounds == rounds + 1 for group, rounds in going.items() if not group.full)
         for group in [group for group in self.admitted if group.is_finished]:
             spec, answer = self.admitted.pop(group), self.worker.finish(group)
-            self.worker.evict(group)
+            self.worker.evict_group(group)
             assert answer.tokens == self.wanted(spec)
             assert answer.tokens[: len(group.tokens)] == group.tokens
 
@@ -198,7 +198,7 @@ class SequenceGroups(RuleBasedStateMachine):
     def cancel(self, which: int) -> None:
         group = [*self.admitted][which % len(self.admitted)]
         del self.admitted[group]
-        self.worker.evict(group)
+        self.worker.evict_group(group)
 
     @invariant()
     def no_place_is_lost(self) -> None:

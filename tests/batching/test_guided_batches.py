@@ -122,7 +122,7 @@ def check_is_free(worker: BatchScheduler, sequences: int) -> None:
     groups = [worker.admit(request_start((0, 1), WARM, request=i), (), 4) for i in range(sequences)]
     assert sorted(group.sequence for group in groups) == [*range(sequences)] and not worker.has_room(WARM)
     for group in groups:
-        worker.evict(group)
+        worker.evict_group(group)
 
 
 def test_a_guided_group_owns_two_sequences_until_it_is_evicted() -> None:
@@ -134,7 +134,7 @@ def test_a_guided_group_owns_two_sequences_until_it_is_evicted() -> None:
     worker.step()
     assert worker.cancel(one) is not None and worker.has_room(guided(2))
     worker.step()
-    worker.evict(other)
+    worker.evict_group(other)
     check_is_free(worker, 3)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swiftspec.builder.drafters import DRAFTERS, WrapperInputs, drafter_kind, local_drafter_kind
+from swiftspec.builder.drafters import DRAFTERS, WrapperInputs, drafter_key, local_drafter_key
 from swiftspec.capabilities import FEATURES
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
@@ -39,7 +39,7 @@ def test_every_kind_has_an_entry_and_a_row() -> None:
     ],
 )
 def test_the_configuration_selects_the_kind(config: EngineConfig, here: str, local: str) -> None:
-    assert (drafter_kind(config), local_drafter_kind(config)) == (here, local)
+    assert (drafter_key(config), local_drafter_key(config)) == (here, local)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

@@ -178,7 +178,7 @@ def test_the_ranks_of_accepted_nodes_are_by_weight() -> None:
 class FixedDrafter:
     """Proposes the same tree of five nodes."""
 
-    busy, draft_steps = 0.0, 3
+    busy, draft_steps, lost_reason = 0.0, 3, None
 
     def __init__(self, weights: Sequence[float] = (0.0, -1.0, -2.0, -2.0, -3.0)) -> None:
         self.weights = weights

@@ -39,7 +39,7 @@ UNKNOWN, GLANCE = SKIPPED_ROUNDS + FIRST_DECISION_ROUNDS, SKIPPED_ROUNDS + PROBE
 class FakeDrafter:
     """Proposes three nodes, and requires that every token is reported to it."""
 
-    busy, draft_steps = 0.0, 3
+    busy, draft_steps, lost_reason = 0.0, 3, None
 
     def open(self, start: RequestStart) -> None:
         self.round, self.at, self.grown = 0, len(start.tokens) - 1, 0

@@ -93,7 +93,7 @@ def make_models(folder: Path, kind: str) -> tuple[Path, Path | str]:
 class ChangedProposals:
     """A drafter whose proposals are changed before the verification."""
 
-    draft_steps = 3
+    draft_steps, lost_reason = 3, None
 
     def __init__(self, drafter: Drafter, change: Callable[[Proposal], Proposal]) -> None:
         self._drafter, self._change = drafter, change

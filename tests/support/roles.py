@@ -84,7 +84,7 @@ class SequentialScheduler(BatchScheduler):
 
     def open(self, start: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
         for group in [*self.groups]:
-            self.evict(group)
+            self.evict_group(group)
         self.group = self.admit(start, stops, limit)
         return self.group
 
@@ -159,4 +159,4 @@ def replace_roles(
     """Replaces drafter or verifier of an engine; without a controller. `spare`: see `FallbackDrafter`."""
     parts = tree_of(llm)
     safe = FallbackDrafter(drafter or parts.drafter, spare)
-    llm.engine.decoding = TreeDecoding(safe, verifier or parts.verifier, drafter_loss=lambda: safe.lost_reason)
+    llm.engine.decoding = TreeDecoding(safe, verifier or parts.verifier)

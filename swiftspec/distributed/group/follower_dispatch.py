@@ -116,7 +116,7 @@ class FollowerDispatcher:
 
 def _evict(scheduler: BatchScheduler, groups: Sequence[SequenceGroup]) -> None:
     for group in groups:
-        scheduler.evict(group)
+        scheduler.evict_group(group)
 
 
 def _opening(words: Words, standing: RequestState, role: Any, *runners: Runner, guided: bool = False) -> RequestStart:

@@ -230,11 +230,11 @@ class LeaderScheduler:
         with contextlib.suppress(NonFiniteLogits):
             self.scheduler.finish(group)
         if group in self.groups:
-            self.evict(group)
+            self.evict_group(group)
         return group.answer
 
-    def evict(self, group: SequenceGroup) -> None:
-        self._team.run_close(Opcode.POPULATION_CLOSE, partial(self.scheduler.evict, group), group.sequence)
+    def evict_group(self, group: SequenceGroup) -> None:
+        self._team.run_close(Opcode.POPULATION_CLOSE, partial(self.scheduler.evict_group, group), group.sequence)
 
 
 def _read_grammar(start: RequestStart, runner: Runner) -> None:

@@ -64,9 +64,8 @@ def check_consistent(world: World, plan: EngineConfig, rank_config: RankConfig) 
     UserError on all ranks if two configurations differ, with one line that names the rank, the setting and both values.
     Raises RankLost if rank 0 is gone.
     """
-    incarnation = 0 if world.supervisor is None else world.supervisor.incarnation
     settings = {**rank_config.settings, "one_machine": world.one_machine}
-    own_entry = asdict(rank_config) | {"settings": settings, "pid": os.getpid(), "life": incarnation}
+    own_entry = asdict(rank_config) | {"settings": settings, "pid": os.getpid(), "life": world.incarnation}
     entries = _barrier(world).wait_all(own_entry, _validator(world.rank, own_entry, plan))
     return [
         RankInfo(rank, RankRole.of(rank, plan).group, entry.get("pid", 0), "loading", entry.get("life", 0))

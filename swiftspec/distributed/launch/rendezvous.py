@@ -1,7 +1,7 @@
 """Rendezvous of restarted ranks with the rest of the job.
 
 Each restarted rank registers in the store and waits. Rank 0, which alone knows the state of the job, admits registered
-ranks once all ranks that it needs are registered and alive.
+ranks once all ranks that it needs are registered and alive. The admitted ranks then start as at the start of the job.
 """
 
 from __future__ import annotations
@@ -9,26 +9,29 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from swiftspec.distributed.launch.startup_barrier import PollTimer, Timeouts, format_ranks
+from swiftspec.distributed.launch.startup_barrier import LogFn, PollTimer, Timeouts, first_line, format_ranks
 from swiftspec.distributed.launch.supervision import JobEnded
-from swiftspec.errors import RankLost
+from swiftspec.errors import RankLost, UserError
+
+DEAD_AFTER_S = 2.0  # seconds; an incarnation is considered dead if its counter was not incremented for this time
+REJOIN_TIMEOUT_S = 20.0  # seconds for ranks that are all alive to pass the startup barrier and connect
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousInfo:
-    """Result of a rendezvous: the participating ranks, including rank 0, and a store prefix reserved for them."""
+    """Result of a rendezvous: the participating ranks, including rank 0, and the part of the store that is reserved for
+    them. `timeout_s`: longest wait in their startup barrier, in seconds; short, because all of them are alive."""
 
-    store_prefix: str
-    ranks: tuple[int, ...]
-
-
-DEAD_AFTER_S = 2.0  # seconds; an incarnation is considered dead if its counter was not incremented for this time
+    store: Store
+    ranks: Sequence[int]
+    timeout_s: float = REJOIN_TIMEOUT_S
 
 
 class Rendezvous:
@@ -43,12 +46,29 @@ class Rendezvous:
         # On rank 0, by incarnation: the last counter value, and the time until which the incarnation is alive.
         self._seen: dict[str, tuple[int, float]] = {}
 
-    def join(self, timeouts: Timeouts, log: Callable[[str], None]) -> RendezvousInfo:
-        """Registers this rank and blocks until rank 0 admits it.
+    def rejoin(self, size: int, timeouts: Timeouts, log: LogFn) -> RendezvousInfo:
+        """Takes part in the rendezvous as a restarted rank of a job with `size` ranks. A restarted rank 0 waits for all
+        other ranks and admits them.
 
-        Raises JobEnded if rank 0 has ended the job, RankLost if rank 0 does not admit the rank in time, and
-        RuntimeError if the store is gone.
+        Raises UserError on rank 0 if a rank does not arrive in time, JobEnded if rank 0 has ended the job, and RankLost
+        if rank 0 does not admit this rank in time or the store is gone.
         """
+        self._store.set_timeout(timedelta(seconds=REJOIN_TIMEOUT_S))
+        try:
+            if self._rank > 0:
+                return self._await_admission(timeouts, log)
+            others, clock = range(1, size), PollTimer(timeouts)
+            while (info := self.try_form(others)) is None:
+                missing = sorted(set(others) - self.alive_ranks(others).keys())
+                # `sleep` calls the function before it returns, so that it does not outlive `missing`
+                if not clock.sleep(lambda: log(f"waiting for {format_ranks(missing)}")):  # noqa: B023
+                    raise UserError(f"{format_ranks(missing)} did not rejoin within {timeouts.timeout_s:g} s")
+        except RuntimeError as error:
+            raise RankLost(f"lost the connection to the store ({first_line(error)})") from None
+        return info
+
+    def _await_admission(self, timeouts: Timeouts, log: LogFn) -> RendezvousInfo:
+        """Registers this rank and blocks until rank 0 admits it."""
         name, timer = secrets.token_hex(8), PollTimer(timeouts)
         self._store.set(f"here {self._rank}", name)
         while not self._store.check([f"called {name}"]):
@@ -58,7 +78,7 @@ class Rendezvous:
             if not timer.sleep(lambda: log(f"rank {self._rank} is waiting for rank 0")):
                 raise RankLost(f"rank 0 did not admit {format_ranks([self._rank])} within {timeouts.timeout_s:g} s")
         store_prefix, ranks = json.loads(self._store.get(f"called {name}"))
-        return RendezvousInfo(store_prefix, tuple(ranks))
+        return RendezvousInfo(PrefixStore(store_prefix, self._store), tuple(ranks))
 
     def alive_ranks(self, wanted: Iterable[int]) -> dict[int, str]:
         """Returns the ranks of `wanted` that are registered, alive and not yet admitted, each with the name of its
@@ -91,14 +111,10 @@ class Rendezvous:
         names = self.alive_ranks(wanted)
         if len(names) < len(wanted):
             return None
-        info = RendezvousInfo(f"rendezvous {self._store.add('rendezvous', 1)}", (0, *wanted))
+        store_prefix, ranks = f"rendezvous {self._store.add('rendezvous', 1)}", (0, *wanted)
         for name in names.values():
-            self._store.set(f"called {name}", json.dumps([info.store_prefix, info.ranks]))
-        return info
-
-    def store_of(self, info: RendezvousInfo) -> Store:
-        """Returns the part of the store that is reserved for the ranks of `info`."""
-        return PrefixStore(info.store_prefix, self._store)
+            self._store.set(f"called {name}", json.dumps([store_prefix, ranks]))
+        return RendezvousInfo(PrefixStore(store_prefix, self._store), ranks)
 
     def end_job(self) -> None:
         """On rank 0: ends the job, so that registered ranks stop waiting."""

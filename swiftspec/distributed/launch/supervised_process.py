@@ -33,6 +33,14 @@ def cpu_wait_s(process: int, thread: int) -> float:
         return 0.0
 
 
+def exit_code_of_job(code: int, first_signal: int | None) -> int:
+    """Returns the exit code of a job that ends because a process has exited with `code`. `first_signal`: the first
+    termination signal that the job has received; None: none."""
+    if code == EXIT_PEER_LOST:
+        return 1 if first_signal is None else 128 + first_signal
+    return code if code >= 0 else 128 - code
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """Command and supervision options of one process.
@@ -201,6 +209,14 @@ class SupervisedProcess:
         or the process failed in its first start."""
         started = self.incarnation > 0 or self._ready_at is not None
         return not self.program.restart or (code != EXIT_PEER_LOST and (not started or code in FINAL_EXIT_CODES))
+
+    def describe_exit(self, code: int) -> str:
+        """Returns a predicate that describes an exit in the log."""
+        if self.kill_reason:
+            return self.kill_reason
+        if code == EXIT_PEER_LOST:
+            return "lost another rank"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def schedule_restart(self, now: float) -> bool:
         """Schedules the next start. Returns False once the restart limit is reached."""

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 from swiftspec.distributed.launch import control_socket
 from swiftspec.distributed.launch.job_link import JobLink
-from swiftspec.distributed.launch.supervised_process import Program, SupervisedProcess
-from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST
+from swiftspec.distributed.launch.supervised_process import Program, SupervisedProcess, exit_code_of_job
 from swiftspec.signals import TERMINATION_SIGNALS, SignalHandlers
 
 POLL_INTERVAL_S = 0.25  # longest wait between two checks
@@ -132,23 +131,16 @@ class Supervisor:
             return
         if self._first_signal is not None or child.is_final_exit(code):
             if code < 0 and self._first_signal is None:  # otherwise the process has printed the reason
-                self._log(f"{child.program.name} {child.kill_reason or _describe_exit(code)}")
+                self._log(f"{child.program.name} {child.describe_exit(code)}")
             if child is self._leader or (code != 0 and self._first_signal is None):
-                self._exit_code = self._to_exit_code(code)
+                self._exit_code = exit_code_of_job(code, self._first_signal)
                 self._ranks_shut_down = self._exit_code == 0
         elif child.schedule_restart(now):
-            self._log(f"{child.program.name} {child.kill_reason or _describe_exit(code)}; restarting")
+            self._log(f"{child.program.name} {child.describe_exit(code)}; restarting")
         else:
-            self._log(
-                f"{child.program.name} {child.kill_reason or _describe_exit(code)}; not restarting: too many restarts"
-            )
+            self._log(f"{child.program.name} {child.describe_exit(code)}; not restarting: too many restarts")
             if child.program.critical or child is self._leader:
                 self._exit_code = int(child.program.critical)
-
-    def _to_exit_code(self, code: int) -> int:
-        if code == EXIT_PEER_LOST:
-            return 1 if self._first_signal is None else 128 + self._first_signal
-        return code if code >= 0 else 128 - code
 
     def _receive_signal(self, number: int) -> None:
         if number != signal.SIGCHLD:
@@ -197,10 +189,3 @@ class Supervisor:
             for child in self._children:
                 child.poll_exit()
                 child.kill_if_hung(now)
-
-
-def _describe_exit(code: int) -> str:
-    """Returns a predicate that describes an exit code in the log."""
-    if code == EXIT_PEER_LOST:
-        return "lost another rank"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -17,22 +16,18 @@ from swiftspec.distributed.launch.rendezvous import Rendezvous, RendezvousInfo
 from swiftspec.distributed.launch.startup_barrier import (
     Entry,
     LogFn,
-    PollTimer,
     StartupBarrier,
     Timeouts,
     Validator,
     describe_difference,
-    first_line,
-    format_ranks,
     no_log,
 )
 from swiftspec.distributed.launch.store import open_store
 from swiftspec.distributed.launch.supervision import SupervisorLink
-from swiftspec.errors import RankLost, UserError
+from swiftspec.errors import UserError
 from swiftspec.settings_schema import require
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
-REJOIN_TIMEOUT_S = 20.0  # seconds for ranks that are all alive to pass the startup barrier and connect
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +95,12 @@ class World:
         return replace(self, store=PrefixStore(f"job {next(self.engine_numbers)}", self.store))
 
     def after_rendezvous(self, info: RendezvousInfo) -> World:
-        """Returns the world of the ranks in `info`, with the store prefix reserved for them. All these ranks are alive,
-        so the timeout is short."""
-        assert self.rendezvous is not None
-        waiting = replace(self.timeouts, timeout_s=REJOIN_TIMEOUT_S)
+        """Returns the world of the ranks in `info`, with the part of the store that is reserved for them."""
         return replace(
             self,
-            store=self.rendezvous.store_of(info),
+            store=info.store,
             active_ranks=info.ranks,
-            timeouts=waiting,
+            timeouts=replace(self.timeouts, timeout_s=info.timeout_s),
             engine_numbers=itertools.count(),
         )
 
@@ -121,6 +113,11 @@ class World:
         local = max(min(self.local_size, size - first), 1)
         store = PrefixStore(name, self.store)
         return replace(self, size=size, local_size=local, store=store, engine_numbers=itertools.count())
+
+    @property
+    def incarnation(self) -> int:
+        """Number of restarts of this rank."""
+        return 0 if self.supervisor is None else self.supervisor.incarnation
 
     @property
     def one_machine(self) -> bool:
@@ -207,43 +204,19 @@ def _join(
         supervisor=supervisor,
         rendezvous=None if supervisor is None else Rendezvous(store, here.rank),
     )
-    incarnation = 0 if supervisor is None else supervisor.incarnation
-    if store.add(f"rank {here.rank} incarnation {incarnation}", 1) > 1:
+    if store.add(f"rank {here.rank} incarnation {world.incarnation}", 1) > 1:
         raise UserError(
             f"another process is rank {here.rank} of the job at {here.host}:{here.port}: give every rank its own number"
             " (RANK) and every job its own port (MASTER_PORT)"
         )
-    if incarnation == 0:
+    if world.rendezvous is None or world.incarnation == 0:
         mine = {"WORLD_SIZE": here.size, "version": __version__}
         world.barrier("join").wait_all(mine, require_equal(mine, here.rank))
     else:
-        world = rejoin(world)
+        world = world.after_rendezvous(world.rendezvous.rejoin(here.size, timeouts, log))
     # Before threads start, which inherit the affinity; two ranks on one core would block each other.
     pin_to_cores(world.own_cores())
     return world
-
-
-def rejoin(world: World) -> World:
-    """Takes part in the rendezvous as a restarted rank, and returns the world of the admitted ranks. A restarted rank 0
-    waits for all other ranks and admits them.
-
-    Raises UserError on rank 0 if a rank does not arrive in time, JobEnded if rank 0 has ended the job, and RankLost if
-    rank 0 does not admit this rank in time or the store is gone.
-    """
-    assert world.rendezvous is not None
-    world.store.set_timeout(timedelta(seconds=REJOIN_TIMEOUT_S))
-    try:
-        if world.rank > 0:
-            return world.after_rendezvous(world.rendezvous.join(world.timeouts, world.log))
-        clock = PollTimer(world.timeouts)
-        while (info := world.rendezvous.try_form(range(1, world.size))) is None:
-            missing = sorted(set(range(1, world.size)) - world.rendezvous.alive_ranks(range(1, world.size)).keys())
-            # `sleep` calls the function before it returns, so that it does not outlive `missing`
-            if not clock.sleep(lambda: world.log(f"waiting for {format_ranks(missing)}")):  # noqa: B023
-                raise UserError(f"{format_ranks(missing)} did not rejoin within {world.timeouts.timeout_s:g} s")
-    except RuntimeError as error:
-        raise RankLost(f"lost the connection to the store ({first_line(error)})") from None
-    return world.after_rendezvous(info)
 
 
 def require_equal(mine: Entry, here: int) -> Validator:

@@ -221,6 +221,8 @@ class RemoteDrafter:
     `draft_steps`: d, the number of expansions per round. It is sent with the next result.
     """
 
+    lost_reason = None  # each call raises DrafterLost instead
+
     def __init__(self, link: DraftLink, steps: int) -> None:
         """`steps`: initial d."""
         self.link, self.draft_steps = link, steps

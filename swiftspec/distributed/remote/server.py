@@ -98,7 +98,6 @@ class DraftGroupServer(SessionServer):
         cancel_check: CancelCheck,
         heartbeat: Heartbeat,
         *,
-        stay_on_error: bool = True,
         on_error: Callable[[Exception], object] = lambda error: None,
     ) -> None:
         """`target`: transport to the target's leader.
@@ -106,21 +105,19 @@ class DraftGroupServer(SessionServer):
         `limits`: limits against which messages are validated.
         `cancel_check`: cancellation check of the draft's runner during prefill.
         `heartbeat`: records when this rank is busy.
-        `stay_on_error`: whether a broken draft group keeps running and answers every request with an error. If False,
-        `run` raises RankLost, so that the supervisor restarts the rank.
-        `on_error`: called with each error before it is answered or raised.
+        `on_error`: called with each error before it is answered or raised. An error that it raises ends `run`;
+            otherwise a broken draft group keeps running and answers every request with an error.
         """
         super().__init__(target, ServedDrafter(drafter, limits, cancel_check, recording=recording))
         self._target, self._drafter, self._recording = target, drafter, recording
-        self._heartbeat, self._stay_on_error, self._notify = heartbeat, stay_on_error, on_error
+        self._heartbeat, self._notify = heartbeat, on_error
         self._answered = False  # whether native code has answered the last message
         cancel_check.cancelled = self._commands.request_ended
 
     def run(self) -> None:
         """Executes the target's messages until SHUTDOWN. A failure of the draft model ends only the current request.
 
-        Raises RankLost if the target is gone without SHUTDOWN or sends an invalid message, and, unless `stay_on_error`,
-        if the draft group is broken.
+        Raises RankLost if the target is gone without SHUTDOWN or sends an invalid message.
         """
         try:
             for answer in self.answers():
@@ -160,7 +157,6 @@ class DraftGroupServer(SessionServer):
             return ()
         if isinstance(error, ValueError) and not isinstance(error, StaleRound):
             raise RankLost(f"{self._target.peer} sent an invalid message: {error}") from None
-        broken = isinstance(error, RankLost) and not self._stay_on_error
-        if broken or not isinstance(error, (StaleRound, RankLost, UserError, *FAILURES)):
+        if not isinstance(error, (StaleRound, RankLost, UserError, *FAILURES)):
             raise error
         return self._error_answer(error, frame)

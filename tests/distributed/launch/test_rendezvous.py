@@ -16,8 +16,8 @@ from swiftspec.distributed.launch.config_check import RankConfig, check_consiste
 from swiftspec.distributed.launch.rendezvous import DEAD_AFTER_S, Rendezvous
 from swiftspec.distributed.launch.startup_barrier import Timeouts
 from swiftspec.distributed.launch.supervision import JobEnded, RankInfo, RankTable, SupervisorLink
-from swiftspec.distributed.launch.world import World, rejoin
-from swiftspec.distributed.remote.reconnect import DraftGroupRecovery
+from swiftspec.distributed.launch.world import World
+from swiftspec.distributed.remote.failover import DraftGroupRecovery
 from swiftspec.distributed.transport.connections import Connections
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.transport import Transport
@@ -46,6 +46,11 @@ def world(
         supervisor=SupervisorLink(incarnation),
         rendezvous=rendezvous,
     )
+
+
+def rejoin(job: World) -> World:
+    assert job.rendezvous is not None
+    return job.after_rendezvous(job.rendezvous.rejoin(job.size, job.timeouts, job.log))
 
 
 def together(*acts: Callable[[], Any]) -> list[Any]:

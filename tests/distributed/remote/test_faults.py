@@ -15,7 +15,7 @@ import pytest
 
 from swiftspec.builder.load_options import WorkerAddress
 from swiftspec.distributed.remote import failover, served_roles
-from swiftspec.distributed.remote.reconnect import MAX_DELAY_S
+from swiftspec.distributed.remote.failover import MAX_DELAY_S
 from swiftspec.distributed.remote.session_messages import Answer
 from swiftspec.distributed.remote.worker import WorkerServer
 from swiftspec.distributed.transport.grpc import client

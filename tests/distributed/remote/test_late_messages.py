@@ -187,7 +187,7 @@ def test_an_invalid_result_gives_no_token(ends: Ends, name: str) -> None:
 class FixedDrafter:
     """Proposes the root and one token."""
 
-    busy, draft_steps = 0.0, 3
+    busy, draft_steps, lost_reason = 0.0, 3, None
 
     def open(self, start: RequestStart) -> None:
         self.request, self.round, self.at, self.root = start.request, 0, len(start.tokens) - 1, start.tokens[-1]

@@ -129,7 +129,7 @@ def test_native_rounds_equal_eager_rounds(request: pytest.FixtureRequest, models
             if isinstance(one, GroupResult) and isinstance(other, GroupResult):
                 assert one.log_z == pytest.approx(other.log_z, abs=1e-4)
             for each, group in zip(workers, (a, b), strict=True):
-                each.evict(group)
+                each.evict_group(group)
             live.remove((a, b))
             ended += 1
     assert ended == (9 if models == "bf16" else 5) and rounds >= 5
