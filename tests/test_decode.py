@@ -142,6 +142,8 @@ def test_serial_equals_ar_with_an_unrelated_draft(tmp_path: Path, family: str) -
 class Failing:
     """A drafter that is lost after some calls."""
 
+    lost_reason = None
+
     def __init__(self, inner: Drafter, calls: int) -> None:
         self.inner, self.calls = inner, calls
         self.busy, self.draft_steps = 0.0, 0
