@@ -15,7 +15,7 @@ from typing import Unpack
 import torch
 
 from swiftspec.backends.cpu.packed_weight_cache import BackgroundWriter
-from swiftspec.batching.decoding import BatchRequest
+from swiftspec.batching.batch_request import BatchRequest
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.models import Models

@@ -87,12 +87,10 @@ ENGINES: dict[str, dict[str, Any]] = {
     "mode async": {"mode": "async", "target_tp": 1, "draft_tp": 1},
     "mode smc": {"mode": "smc", "population": PopulationConfig(particles=2, smc_draft_tokens=2)},
     "several requests": {"max_num_seqs": 2},
-    "chains": {"max_num_seqs": 2, "chains": True},
     "verify reject": {"verify": "reject"},
     "proposal top": {"proposal": "top"},
     "proposal coupled": {"proposal": "coupled"},
     "proposal sample": {"proposal": "sample"},
-    "uncoupled proposal": {"proposal": "top"},
     "self-switch": {"self_switch": True},
     "adapted shape": {"adapt_steps": True},
     "synthetic acceptance": {"synthetic_acceptance_length": 3.0},
@@ -106,7 +104,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{f"mode {mode}": {"mode": mode} for mode in ("ar", "serial", "async", "smc")},
     "no draft": {},
     "several requests": {"max_num_seqs": 2},
-    "chains": {"max_num_seqs": 2},
     "verify reject": {"verify": "reject"},
     "suffix lookup": {"draft_model": SUFFIX_LOOKUP},
     "grafting": {"graft_suffix": True},
@@ -121,7 +118,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tree that grows during a verification": {"catch_up": True},
     "population": {"particles": 4},
     "draft forwards": {"draft_steps": 2},
-    "tree size": {"draft_leaves": 2},
     "draft group": {"draft_tp": 2},
     "profile": {"plan": "profile.json"},
     "adaptation": {"adapt": True},
@@ -403,7 +399,7 @@ def test_every_entry_of_the_table_is_reported(row: str, column: str, conflict: C
         assert any(flag_name(name) in note and " no effect " in note for note in notes)
     else:
         settings = load_settings(SETTINGS[column] | SETTINGS[row])
-        several = settings.mode == "async" or column == "several ranks" or "chains" in (row, column)
+        several = settings.mode == "async" or column == "several ranks"
         ranks = 3 if row == "draft group" else 2 if several and row != "one rank" else 1
         with pytest.raises(UsageError, match=" not supported ") as error:
             settings.make_plan("no draft" not in (row, column), ranks)

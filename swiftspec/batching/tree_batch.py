@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 
-from swiftspec.batching.decoding import UNGUIDED, BatchRequest, IsCancelled, NextRequest
+from swiftspec.batching.batch_request import BatchRequest, IsCancelled, NextRequest
 from swiftspec.engine import Stats, StopCriteria, TokenChunk, TreeDecoding, decode_request
 from swiftspec.errors import UserError
 from swiftspec.messages import RequestStart
@@ -27,6 +27,8 @@ from swiftspec.runtime.coroutines import (
 )
 from swiftspec.runtime.sequence_runner import SequencePool
 from swiftspec.settings_schema import require
+
+UNGUIDED = SamplingParams()  # the parameters of a request that needs a single cache sequence
 
 
 class RunningRequest(RequestCoroutine):

@@ -40,7 +40,7 @@ class SequencePool:
     def take(self, text: Sequence[int]) -> tuple[int, int]:
         """Takes a free sequence for a text, and fills it with the longest prefix of the text that any sequence holds;
         the last token is never part of it. Returns the sequence and the length of that prefix."""
-        sequence, cached = self._prefixes.acquire(text, self._in_use, 1)
+        sequence, cached = self._prefixes.acquire(text, self._in_use)
         self._in_use.add(sequence)
         return sequence, cached
 
@@ -48,7 +48,7 @@ class SequencePool:
         """Records the verified tokens whose states the sequences of a request hold. `texts`: begin with them."""
         for index, text, count in zip(view.buffers, texts, view.prefix_len, strict=True):
             self.runner.cache.prefix_len[index] = count
-            self._prefixes.set_prefix(index, text[:count], 1)
+            self._prefixes.set_prefix(index, text[:count])
 
     def give_back(self, view: SequenceView) -> None:
         """Takes the sequences of a request back. Their recorded tokens stay for later prompts."""

@@ -24,4 +24,4 @@ def particle_region_slots(config: PopulationConfig, context: int) -> int:
             f"{config.particles} particles with {config.smc_draft_tokens} draft tokens{of} do not fit the cache of"
             f" {MAX_REGION_SLOTS} slots: use {fix}"
         )
-    return -(-min(config.particles * context + 2 * config.shape.slots_per_round, share) // widest) * widest
+    return -(-min(config.particles * context + 2 * config.slots_per_round, share) // widest) * widest

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from swiftspec import _C
-from swiftspec.batching.decoding import BatchRequest
+from swiftspec.batching.batch_request import BatchRequest
 from swiftspec.batching.tree_batch import TreeBatchDecoding
 from swiftspec.config import EngineConfig
 from swiftspec.engine import TokenChunk

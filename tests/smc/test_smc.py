@@ -11,18 +11,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftspec.backends.reference import reference
-from swiftspec.batching.decoding import decode_groups
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
+from swiftspec.smc.decoding import decode_groups
 from swiftspec.smc.limits import particle_region_slots
 from tests.support.cases import fast_first
 from tests.support.history_models import HistoryModel, make_worker
 from tests.support.history_models import run as decode
-from tests.support.roles import make_runner, make_scheduler, particles_of, request_start, scheduler_of
+from tests.support.roles import make_runner, make_scheduler, request_start, scheduler_of
 from tests.support.tiny_checkpoints import make_checkpoint
 
 WARM = SamplingParams(temperature=0.8, seed=5)
@@ -207,7 +207,7 @@ def test_every_live_slot_holds_the_kv_of_its_path(
                     got, want = mine[:, 0, :, places], true[:, 0, :, : len(places)]
                     torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9)
                 checked += len(places)
-    assert worker.group.compactions > 0 and checked > 400
+    assert worker.group.region.compactions > 0 and checked > 400
 
 
 def test_a_draft_equal_to_its_target_keeps_the_weights_flat(pair: tuple[Path, Path]) -> None:
@@ -261,7 +261,7 @@ def test_a_long_prompt_is_shared(pair: tuple[Path, Path], monkeypatch: pytest.Mo
         smc.collect()
         rounds.append((cache.prefix_len[0] + group.used_slots - 1000, sum(moves)))
     assert all(added <= 64 * 4 * (i + 1) for i, (added, _) in enumerate(rounds))
-    assert int(particles_of(smc).resampled) > group.compactions and sum(moves) == group.moved_slots
+    assert int(smc.round.particles.resampled) > group.region.compactions and sum(moves) == group.region.moved_slots
     assert rounds[-1][0] < 64 * 24, "lineages coalesce"
     assert 1000 + rounds[-1][0] < 64 * 1000 / 20, "a copy for each particle would take 64,000 slots"
 
