@@ -794,21 +794,3 @@ def rope_append_cuda(
 
 def use_cuda_device(ordinal: int) -> None:
     """Selects the GPU of this thread's next calls."""
-
-def verify_chains_cuda(
-    *,
-    target: Array,
-    draft: Array | None,
-    bias: Array | None,
-    temperature: float,
-    tokens: Array,
-    uniforms: Array | None,
-    keys: Array | None,
-    marks: Array,
-    arrived: Array,
-    accepted: Array,
-    count: Array,
-    bonus: Array,
-    stream: int,
-) -> None:
-    """Verifies chains of draft tokens in one launch; see VerifyChainsArgs in kernels_cuda.h."""

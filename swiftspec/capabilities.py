@@ -444,8 +444,6 @@ EXECUTORS: Mapping[str, Mapping[str, str]] = {
         "path rules": ON_HOST,
     },
     "graph of one sequence": {
-        "several requests": "an exact batch has several sequences, and a CUDA graph with torch's own operators has"
-        " one.",
         "guidance": "a guided request has two sequences, and a CUDA graph with torch's own operators has one.",
     },
 }

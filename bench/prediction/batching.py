@@ -1,5 +1,5 @@
-"""Predicted throughput of concurrent requests on one rank: autoregressive decoding, chains (trees with one
-leaf), and particles (SMC).
+"""Predicted throughput of concurrent requests on one rank: autoregressive decoding, chains (trees with one leaf), and
+particles (SMC).
 
 The requests are decoded as one batch, so a round has the phases of serial mode with more rows. Each request adds to a
 target forward 1 row in autoregressive decoding, K + 1 rows as a chain and N (K + 1) rows as particles. To a draft

@@ -28,6 +28,10 @@ def test_noise_equals_that_of_every_backend(seed: int, clock: int) -> None:
     ):
         want = [noise_bits(seed, stream_of(particle, purpose), [at], range(17)) for particle in range(3)]
         assert torch.equal(row_bits(keys, counters(range(17))), torch.cat(want))
+    bits = [
+        int(noise_bits(seed, stream_of(i, StreamPurpose.COIN), [clock], range(1)).to(torch.int64)) for i in range(3)
+    ]
+    assert streams.uniforms(torch.tensor([[clock]]))[0, :, 0].tolist() == [(b + 0.5) / 2**32 for b in bits]
 
 
 def test_no_two_particles_or_purposes_share_noise() -> None:
