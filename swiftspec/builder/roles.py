@@ -40,7 +40,7 @@ from swiftspec.observe.trace_file import TraceFile
 from swiftspec.observe.trace_format import Record, trace_header
 from swiftspec.params import MAX_LOGPROB_VALUES, MAX_LOGPROBS, SamplingParams
 from swiftspec.runtime.coroutines import EXPANSION, VERIFICATION, CallQueue
-from swiftspec.runtime.executors.available import ExecutorDeps, graph_captures
+from swiftspec.runtime.executors.available import ExecutorDeps, graph_captures, joint_executor
 from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import OverlappedDrafter, ThreadedVerifier, warm_up
@@ -245,13 +245,15 @@ def _trees(
     key, calls = drafter_key(config, models.draft_head), CallQueue()
     entry = DRAFTERS[key]
 
-    def load(side: Side, priority: int) -> tuple[SequencePool, ExecutorDeps]:
+    def load(side: Side, priority: int, rows: int) -> tuple[SequencePool, ExecutorDeps]:
         runner, deps = models.runner(side, config, None, progress)
         reuse = models.options.prefix_cache_memory > 0
-        return SequencePool(runner, config.max_num_seqs, calls, priority, reuse_prefixes=reuse), deps
+        pool = SequencePool(runner, config.max_num_seqs, calls, priority, reuse_prefixes=reuse)
+        pool.executor = joint_executor(runner, deps, config.max_num_seqs, rows)
+        return pool, deps
 
-    target, target_deps = load("target", VERIFICATION)
-    draft = load("draft", EXPANSION) if entry.needs == "model" else None
+    target, target_deps = load("target", VERIFICATION, config.max_nodes)
+    draft = load("draft", EXPANSION, config.leaves_per_expansion + 1) if entry.needs == "model" else None
     verifiers = [build_verifier(SequenceRunner(target), target_deps, config) for _ in range(config.max_num_seqs)]
     times = models.target_times(config, verifiers[0]) if draft is None else None
 
@@ -270,7 +272,10 @@ def _trees(
         own = recorder if parts is roles[0] else Recorder(beside=recorder)
         decodings.append(_tree_decoding(parts, config, own, given, None))
     pools = [target] if draft is None else [target, draft[0]]
-    return roles[0], TreeBatchDecoding(decodings, pools, calls)
+    held = roles[0].held
+    capture_graphs(held.verifier, held.drafter, config, progress)  # requests share them
+    captured = partial(num_captures, held.verifier, held.drafter)
+    return roles[0], TreeBatchDecoding(decodings, pools, calls, captured)
 
 
 def _alone(models: Models, config: EngineConfig, remote: RemoteDraft | None, progress: Progress | None) -> TreeRoles:

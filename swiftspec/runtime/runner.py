@@ -19,7 +19,7 @@ from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import Chain, ForwardOutput, HostBatch, Ints
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
-from swiftspec.sampling.guidance import Guidance
+from swiftspec.sampling.guidance import Guidance, guided_logits
 from swiftspec.sampling.sampler import Sampler, ShardedVocab, TokenConstraint
 from swiftspec.sampling.token_rules import TokenRules
 from swiftspec.tree import mask as tree_mask
@@ -65,7 +65,10 @@ class Runner:
 
     `hooks`: called after every step (forward), prefill chunks included; a hook may prolong the step.
     `busy`: seconds spent in steps.
+    `in_company`: whether other requests run on the model, so that forwards are joint (sequence_runner.py).
     """
+
+    in_company = False
 
     def __init__(
         self,
@@ -180,7 +183,7 @@ class Runner:
         of each token are combined into one."""
         logits = self.run(batch).logits
         assert logits is not None
-        return logits if self.guidance is None else self.guidance.combine(logits)
+        return logits if self.guidance is None else guided_logits(logits, self.guidance.scale)
 
     def run(self, batch: HostBatch, *, head: bool = True) -> ForwardOutput:
         """Runs a forward, without the LM head if `head` is False, and waits for it."""
@@ -234,7 +237,14 @@ class Runner:
         if depths is None and not several:
             chain = Chain(int(sequence[0]), int(kv_len[sequence[0]]))
         return HostBatch(
-            tokens=token, positions=position, slots=slot, mask=mask, sequence=sequence, kv_len=kv_len, chain=chain
+            tokens=token,
+            positions=position,
+            slots=slot,
+            mask=mask,
+            sequence=sequence,
+            kv_len=kv_len,
+            chain=chain,
+            blocks=len(rows),
         )
 
     def _rows(

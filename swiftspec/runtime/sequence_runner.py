@@ -11,6 +11,7 @@ from swiftspec.cache.prefix_cache import TokenText
 from swiftspec.cache.prefix_reuse import SequencePrefixes
 from swiftspec.model.batch import ForwardOutput, HostBatch, Ints, merge_batches
 from swiftspec.runtime.coroutines import PREFILL, CallQueue
+from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.runner import Call, Runner
 from swiftspec.sampling.guidance import Guidance
 
@@ -18,7 +19,8 @@ from swiftspec.sampling.guidance import Guidance
 class SequencePool:
     """The sequences of the cache of one model, which concurrent requests take and give back.
 
-    `runner`: runs the joint forwards; its cache gets `sequences` sequences.
+    `runner`: of the joint forwards; its cache gets `sequences` sequences.
+    `executor`: runs the joint forwards, except prefill chunks.
     `calls`: of the requests.
     `priority`: of the forwards of trees (runtime/coroutines.py).
     `reuse_prefixes`: whether a prompt starts from the longest prefix that any sequence holds.
@@ -29,6 +31,7 @@ class SequencePool:
     ) -> None:
         runner.cache.reset(sequences)
         self.runner, self.calls, self.priority = runner, calls, priority
+        self.executor = EagerExecutor(runner)
         self._prefixes = SequencePrefixes([runner.cache], reuse_prefixes)
         self._in_use: set[int] = set()
 
@@ -102,6 +105,11 @@ class SequenceRunner(Runner):
         for text in self._texts:
             text += tokens
 
+    @property
+    def in_company(self) -> bool:
+        """Whether other requests run, so that forwards are joint ones."""
+        return self.pool.calls.company
+
     def close(self) -> None:
         if self._view.buffers:
             self.pool.record(self._view, [[]] * len(self._texts) if self._incomplete else self._texts)
@@ -119,24 +127,28 @@ class SequenceRunner(Runner):
 
     def run(self, batch: HostBatch, *, head: bool = True) -> ForwardOutput:
         priority = PREFILL if self._prefilling else self.pool.priority
-        output = self.run_call(ForwardCall(self.pool.runner, batch, head, priority))
+        output = self.run_call(ForwardCall(self.pool.executor, batch, head, priority))
         self.hidden = output.hidden
         return output
 
     def run_call(self, call: Call) -> Any:
         result = self.pool.calls.wait(call)
-        self.busy, self._incomplete = self.pool.runner.busy, False
+        self._step_done()
         return result
 
     def record_step(self, began: float, rows: int, seconds: float | None = None) -> None:
         self.pool.runner.record_step(began, rows, seconds)
+        self._step_done()
+
+    def _step_done(self) -> None:
+        self.busy, self._incomplete = self.pool.runner.busy, False
 
 
 @dataclass(eq=False, slots=True)
 class ForwardCall:
-    """A forward of the rows of one request. `runner`: runs it, and those of the other requests."""
+    """A forward of the rows of one request. `executor`: runs it together with those of the other requests."""
 
-    runner: Runner
+    executor: EagerExecutor
     batch: HostBatch
     head: bool
     priority: int
@@ -145,12 +157,16 @@ class ForwardCall:
 
     @property
     def key(self) -> object:
-        return self.runner
+        return self.executor
 
     def run(self, others: Sequence[ForwardCall]) -> None:
         """Runs the rows of all calls in one forward."""
-        calls = [self, *others]
-        output = self.runner.run(merge_batches([call.batch for call in calls]), head=self.head)
+        calls, runner = [self, *others], self.executor.runner
+        batch = merge_batches([call.batch for call in calls])
+        if self.priority == PREFILL:
+            output = runner.run(batch, head=self.head)
+        else:
+            output = ForwardOutput(self.executor.forward(batch), runner.hidden)
         start = 0
         for call in calls:
             rows = slice(start, start := start + len(call.batch))

@@ -1,0 +1,70 @@
+"""Several requests with a draft tree each on executors with CUDA graphs, with the stand-ins of tests/support."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec.backends.cuda import tree as cuda_tree
+from swiftspec.builder import models
+from swiftspec.config import EngineConfig
+from swiftspec.llm_engine import LLMEngine
+from swiftspec.runtime.executors.available import ExecutorDeps
+from swiftspec.runtime.executors.graph import GraphCache
+from tests.batching.test_tree_batch import SHAPE, assert_idle, decoding_of, engine, read, requests_of
+from tests.runtime.executors.test_graph_expansions import CudaTree
+from tests.support.fake_cuda_graphs import Rerun
+from tests.support.tiny_checkpoints import make_pair
+from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    target, draft = make_pair(tmp_path_factory.mktemp("graphs"), **SHAPE)
+    write_tokenizer(target, byte_level_tokenizer())
+    return target, draft
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[GraphCache]:
+    """Makes engines with graphs, as on a GPU with the CUDA operators. Returns the caches of the graphs, in the order in
+    which the models are loaded."""
+    found = list[GraphCache]()
+
+    def deps(ops: Any, fused: Any, capture: Any) -> ExecutorDeps:
+        ops = ops.with_operators(MAX_CAPTURED_SEQUENCES=64, device_tree=cuda_tree.device_tree)
+        made = ExecutorDeps(ops, None, Rerun())
+        assert made.graphs is not None
+        found.append(made.graphs)
+        return made
+
+    monkeypatch.setattr(models, "ExecutorDeps", deps)
+    monkeypatch.setattr(cuda_tree, "_C", SimpleNamespace(CudaTree=CudaTree, Tree=cuda_tree._C.Tree))
+    monkeypatch.setattr(cuda_tree, "current_stream", lambda: 0)
+    monkeypatch.setattr(cuda_tree, "use_current_device", lambda: None)
+    return found
+
+
+@pytest.mark.parametrize("draft", ["model", None])
+def test_requests_decoded_together_equal_each_alone(
+    pair: tuple[Path, Path], draft: str | None, captured: list[GraphCache]
+) -> None:
+    prompts, sampling = requests_of(12)
+    plain = LLMEngine(pair[0], config=EngineConfig("ar"), max_model_len=128, dtype=torch.float64, ops="reference")
+    captured.clear()
+    wanted = [read(plain, [prompt], [each])[0][:2] for prompt, each in zip(prompts, sampling, strict=True)]
+    for requests in (1, 2, 4, 8):
+        llm = engine(pair, draft, requests, dtype=torch.float64, ops="unfused")
+        for _ in range(2):
+            found = read(llm, prompts, sampling)
+            assert [each[:2] for each in found] == wanted
+        if requests > 1:
+            assert_idle(llm)
+        alone = [llm.generate(prompt, each) for prompt, each in zip(prompts, sampling, strict=True)]
+        assert [[each.token_ids, each.finish_reason] for each in alone] == wanted
+        captured.clear()
