@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.runtime.executors.available import ExecutorDeps
 from swiftspec.runtime.executors.graph import GraphCache
-from tests.batching.test_tree_batch import SHAPE, assert_idle, decoding_of, engine, read, requests_of
+from tests.batching.test_tree_batch import SHAPE, assert_idle, engine, read, requests_of
 from tests.runtime.executors.test_graph_expansions import CudaTree
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.tiny_checkpoints import make_pair
