@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.backends.reference import Backend
@@ -20,7 +21,7 @@ from swiftspec.model.batch import Chain, ForwardOutput, HostBatch, Ints
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.guidance import Guidance, guided_logits
-from swiftspec.sampling.sampler import Sampler, ShardedVocab, TokenConstraint
+from swiftspec.sampling.sampler import Sampler, ShardedVocab, TokenConstraint, read_tensors
 from swiftspec.sampling.token_rules import TokenRules
 from swiftspec.tree import mask as tree_mask
 
@@ -114,7 +115,13 @@ class Runner:
             constraint = self.make_constraint(params.grammar)
         if params.has_path_rules or (constraint is not None and params.excludes_tokens):
             constraint = TokenRules(params, self.vocab, self.eos_token_ids, constraint)
-        return Sampler(params, prompt, self.vocab, self.model.device, self.ops, shard=self.shard, constraint=constraint)
+        made = Sampler(params, prompt, self.vocab, self.model.device, self.ops, shard=self.shard, constraint=constraint)
+        made.read = self.read
+        return made
+
+    def read(self, *tensors: Tensor) -> list[NDArray[Any]]:
+        """Returns the values of tensors on the model's device, and waits for them."""
+        return read_tensors(*tensors)
 
     def open(
         self, tokens: Sequence[int], guidance: Guidance | None = None, max_cached: Sequence[int] | None = None

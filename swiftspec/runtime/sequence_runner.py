@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from swiftspec.cache.model_cache import SequenceView
 from swiftspec.cache.prefix_cache import TokenText
 from swiftspec.cache.prefix_reuse import SequencePrefixes
 from swiftspec.model.batch import ForwardOutput, HostBatch, Ints, merge_batches
-from swiftspec.runtime.coroutines import PREFILL, CallQueue
+from swiftspec.runtime.coroutines import PREFILL, READ, CallQueue
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.runner import Call, Runner
 from swiftspec.sampling.guidance import Guidance
@@ -136,6 +140,11 @@ class SequenceRunner(Runner):
         self._step_done()
         return result
 
+    def read(self, *tensors: Tensor) -> list[NDArray[Any]]:
+        values = self.pool.calls.wait(ReadCall(self.pool, tensors))
+        self._step_done()
+        return values
+
     def record_step(self, began: float, rows: int, seconds: float | None = None) -> None:
         self.pool.runner.record_step(began, rows, seconds)
         self._step_done()
@@ -171,3 +180,30 @@ class ForwardCall:
         for call in calls:
             rows = slice(start, start := start + len(call.batch))
             call.result = ForwardOutput(*(None if part is None else part[rows] for part in output))
+
+
+@dataclass(eq=False, slots=True)
+class ReadCall:
+    """A copy of the results of one request to the host, together with those of the other requests."""
+
+    pool: SequencePool
+    tensors: Sequence[Tensor]
+    priority: int = READ
+    result: Any = None
+    error: Exception | None = None
+
+    @property
+    def key(self) -> object:
+        return self.pool
+
+    def run(self, others: Sequence[ReadCall]) -> None:
+        """Copies the results of all calls at once."""
+        parts = [part.contiguous().view(-1).view(torch.uint8) for call in (self, *others) for part in call.tensors]
+        found, start = torch.cat(parts).cpu(), 0
+        for call in (self, *others):
+            call.result = list[NDArray[Any]]()
+            for part in call.tensors:
+                values = found[start : start + part.nbytes].clone()  # aligned
+                call.result.append(values.view(part.dtype).view(part.shape).numpy())
+                start += part.nbytes
+        self.pool.executor.finish()

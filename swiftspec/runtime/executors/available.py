@@ -20,6 +20,7 @@ from swiftspec.runtime.executors.graph import (
     Capture,
     GraphCache,
     GraphForwardExecutor,
+    JointGraphExecutor,
     chain_shapes,
     joint_shapes,
     padded_rows,
@@ -95,7 +96,7 @@ def joint_executor(runner: Runner, deps: ExecutorDeps, requests: int, rows: int)
     graphs = _forward_graphs(runner, deps)
     if graphs is None:
         return EagerExecutor(runner)
-    return GraphForwardExecutor(runner, graphs, max_rows=min(padded_rows(requests * rows), MAX_JOINT_ROWS))
+    return JointGraphExecutor(runner, graphs, max_rows=min(padded_rows(requests * rows), MAX_JOINT_ROWS))
 
 
 def target_captures(executors: Sequence[TreeExecutor], config: EngineConfig) -> list[Callable[[], None]]:

@@ -371,10 +371,14 @@ class GraphForwardExecutor(EagerExecutor):
         if self.runner.guidance is not None:
             self.load_request()
         logits = self.run_batch(FORWARD_GRAPHS, batch, self.model_forward)
+        self._complete(began, len(batch))
+        return logits
+
+    def _complete(self, began: float, rows: int) -> None:
+        """Waits for a forward with this number of rows, and records its duration."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        self.runner.record_step(began, len(batch))
-        return logits
+        self.runner.record_step(began, rows)
 
     def run_batch(
         self, graph_set: Hashable, batch: HostBatch, work: Callable[[Batch], RowOutputs], shape: Hashable = None
@@ -393,6 +397,25 @@ class GraphForwardExecutor(EagerExecutor):
         logits, hidden = self.runner.model.forward(batch, self.runner.cache)
         assert logits is not None
         return logits if batch.blocks == 1 else guided_logits(logits, self._scale), hidden
+
+
+class JointGraphExecutor(GraphForwardExecutor):
+    """Executor of the forwards of concurrent requests as CUDA graphs. `forward` does not wait for the device, so that
+    the requests launch their sampling meanwhile; reading the results does."""
+
+    _launched: tuple[float, int] | None = None  # start and rows of a forward that was not waited for
+
+    def forward(self, batch: HostBatch) -> Tensor:
+        self.finish()  # the inputs of the last forward are overwritten
+        return super().forward(batch)
+
+    def _complete(self, began: float, rows: int) -> None:
+        self._launched = began, rows
+
+    def finish(self) -> None:
+        if self._launched is not None:
+            super()._complete(*self._launched)
+            self._launched = None
 
 
 class StaticNoiseBuffer:
