@@ -255,6 +255,7 @@ def _trees(
     target, target_deps = load("target", VERIFICATION, config.max_nodes)
     draft = load("draft", EXPANSION, config.leaves_per_expansion + 1) if entry.needs == "model" else None
     verifiers = [build_verifier(SequenceRunner(target), target_deps, config) for _ in range(config.max_num_seqs)]
+    capture_graphs(verifiers[0], None, config, progress)  # all requests share the graphs
     times = models.target_times(config, verifiers[0]) if draft is None else None
 
     def make_roles(verifier: TargetVerifier) -> TreeRoles:
@@ -266,15 +267,14 @@ def _trees(
         return TreeRoles(key, drafter, verifier, held)
 
     roles, stats, decodings = [make_roles(verifier) for verifier in verifiers], None, list[TreeDecoding]()
+    capture_graphs(None, roles[0].held.drafter, config, progress)
     for parts in roles:
         given = _wrapper_inputs(parts, config, models, True, stats, lambda: calls.num_requests)
         stats = given.stats
         own = recorder if parts is roles[0] else Recorder(beside=recorder)
         decodings.append(_tree_decoding(parts, config, own, given, None))
     pools = [target] if draft is None else [target, draft[0]]
-    held = roles[0].held
-    capture_graphs(held.verifier, held.drafter, config, progress)  # requests share them
-    captured = partial(num_captures, held.verifier, held.drafter)
+    captured = partial(num_captures, verifiers[0], roles[0].held.drafter)
     return roles[0], TreeBatchDecoding(decodings, pools, calls, captured)
 
 

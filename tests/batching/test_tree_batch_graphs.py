@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,11 @@ from swiftspec.backends.cuda import tree as cuda_tree
 from swiftspec.builder import models
 from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.coroutines import PREFILL
 from swiftspec.runtime.executors.available import ExecutorDeps
 from swiftspec.runtime.executors.graph import GraphCache
+from swiftspec.runtime.sequence_runner import ForwardCall, ReadCall
 from tests.batching.test_tree_batch import SHAPE, assert_idle, engine, read, requests_of
 from tests.runtime.executors.test_graph_expansions import CudaTree
 from tests.support.fake_cuda_graphs import Rerun
@@ -67,3 +71,40 @@ def test_requests_decoded_together_equal_each_alone(
         alone = [llm.generate(prompt, each) for prompt, each in zip(prompts, sampling, strict=True)]
         assert [[each.token_ids, each.finish_reason] for each in alone] == wanted
         captured.clear()
+
+
+def test_a_joint_call_is_one_replay_and_one_copy_to_the_host(
+    pair: tuple[Path, Path], captured: list[GraphCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of graphs that were captured before the first request; a request alone has the graphs of whole phases."""
+    joined, reads = list[tuple[int, int]](), list[int]()  # requests and replays of each joint forward; of each copy
+    forward, copy = ForwardCall.run, ReadCall.run
+
+    def replays() -> int:
+        return sum(graphs.replays for graphs in captured)
+
+    def counted(call: ForwardCall, others: Sequence[ForwardCall]) -> None:
+        before = replays()
+        forward(call, others)
+        if call.priority != PREFILL:
+            joined.append((1 + len(others), replays() - before))
+
+    monkeypatch.setattr(ForwardCall, "run", counted)
+    monkeypatch.setattr(
+        ReadCall, "run", lambda call, others: (reads.append(1 + len(others)), copy(call, others))[1]
+    )
+    shape = {"draft_steps": 3, "verify_batch": 4, "draft_leaves": 2}
+    llm = engine(pair, "model", 4, dtype=torch.float64, ops="unfused", config=shape)
+    ahead = [graphs.captures for graphs in captured]
+    sampling = [
+        SamplingParams(max_tokens=12, ignore_eos=True, seed=seed, temperature=seed % 2 * 0.8, top_k=seed % 3 * 20)
+        for seed in range(4)
+    ]
+    prompts = [[5 + seed, 6, 7] for seed in range(4)]
+    together = read(llm, prompts, sampling)
+    assert {count for count, _ in joined} >= {4} and {replayed for _, replayed in joined} == {1}
+    assert len(reads) == len(joined) and reads == [count for count, _ in joined]
+    joined.clear()
+    alone = [llm.generate(prompt, each).token_ids for prompt, each in zip(prompts, sampling, strict=True)]
+    assert alone == [tokens for tokens, *_ in together] and not joined and replays() > 0
+    assert [graphs.captures for graphs in captured] == ahead and min(ahead) > 0
