@@ -25,6 +25,8 @@ from tests.support.fake_cuda_graphs import Rerun
 from tests.support.tiny_checkpoints import make_pair
 from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
 
+SHAPES = {"draft_steps": 3, "verify_batch": 4, "draft_leaves": 2}
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
@@ -53,24 +55,22 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[GraphCache]:
     return found
 
 
-@pytest.mark.parametrize("draft", ["model", None])
+@pytest.mark.parametrize(("draft", "counts"), [("model", (1, 2, 4, 8)), (None, (4,))])
 def test_requests_decoded_together_equal_each_alone(
-    pair: tuple[Path, Path], draft: str | None, captured: list[GraphCache]
+    pair: tuple[Path, Path], draft: str | None, counts: Sequence[int]
 ) -> None:
-    prompts, sampling = requests_of(12)
+    """Also those that run alone between others, whose parameters the graphs have read."""
+    prompts, sampling = requests_of(8)
     plain = LLMEngine(pair[0], config=EngineConfig("ar"), max_model_len=128, dtype=torch.float64, ops="reference")
-    captured.clear()
     wanted = [read(plain, [prompt], [each])[0][:2] for prompt, each in zip(prompts, sampling, strict=True)]
-    for requests in (1, 2, 4, 8):
-        llm = engine(pair, draft, requests, dtype=torch.float64, ops="unfused")
-        for _ in range(2):
-            found = read(llm, prompts, sampling)
-            assert [each[:2] for each in found] == wanted
+    for requests in counts:
+        llm = engine(pair, draft, requests, dtype=torch.float64, ops="unfused", config=SHAPES if draft else {})
+        assert [each[:2] for each in read(llm, prompts, sampling)] == wanted
+        if requests == 2:
+            alone = [llm.generate(prompt, each) for prompt, each in zip(prompts, sampling, strict=True)]
+            assert [[each.token_ids, each.finish_reason] for each in alone] == wanted
         if requests > 1:
             assert_idle(llm)
-        alone = [llm.generate(prompt, each) for prompt, each in zip(prompts, sampling, strict=True)]
-        assert [[each.token_ids, each.finish_reason] for each in alone] == wanted
-        captured.clear()
 
 
 def test_a_joint_call_is_one_replay_and_one_copy_to_the_host(
@@ -90,11 +90,8 @@ def test_a_joint_call_is_one_replay_and_one_copy_to_the_host(
             joined.append((1 + len(others), replays() - before))
 
     monkeypatch.setattr(ForwardCall, "run", counted)
-    monkeypatch.setattr(
-        ReadCall, "run", lambda call, others: (reads.append(1 + len(others)), copy(call, others))[1]
-    )
-    shape = {"draft_steps": 3, "verify_batch": 4, "draft_leaves": 2}
-    llm = engine(pair, "model", 4, dtype=torch.float64, ops="unfused", config=shape)
+    monkeypatch.setattr(ReadCall, "run", lambda call, others: (reads.append(1 + len(others)), copy(call, others))[1])
+    llm = engine(pair, "model", 4, dtype=torch.float64, ops="unfused", config=SHAPES)
     ahead = [graphs.captures for graphs in captured]
     sampling = [
         SamplingParams(max_tokens=12, ignore_eos=True, seed=seed, temperature=seed % 2 * 0.8, top_k=seed % 3 * 20)
