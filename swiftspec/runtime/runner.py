@@ -66,10 +66,7 @@ class Runner:
 
     `hooks`: called after every step (forward), prefill chunks included; a hook may prolong the step.
     `busy`: seconds spent in steps.
-    `in_company`: whether other requests run on the model, so that forwards are joint (sequence_runner.py).
     """
-
-    in_company = False
 
     def __init__(
         self,
@@ -107,6 +104,11 @@ class Runner:
         self.first_token = 0  # index of the first token of a request that the cache holds
         self.max_cached_tokens: int | None = None  # most tokens of the next request that the prefix cache may supply
         self.hidden: Tensor | None = None  # hidden states (`ForwardOutput`) of the last forward, until the next one
+
+    @property
+    def in_company(self) -> bool:
+        """Whether other requests run on the model, so that their forwards are joint: not here (sequence_runner.py)."""
+        return False
 
     def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
         """Returns the sampler of one request for this model's logits."""

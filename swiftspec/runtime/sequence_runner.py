@@ -111,7 +111,7 @@ class SequenceRunner(Runner):
 
     @property
     def in_company(self) -> bool:
-        """Whether other requests run, so that forwards are joint ones."""
+        """Whether other requests run, so that their forwards are joint."""
         return self.pool.calls.company
 
     def close(self) -> None:

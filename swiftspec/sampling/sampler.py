@@ -151,6 +151,25 @@ class Sampler(LogitsProcessor):
         scores = Scores(noise=noise, rows=rows, scalars=self.values.scores[PROCESSED])
         return self.shard.argmax(compute_scores(shaped, scores))
 
+    def drawn(self, logits: Tensor, paths: Paths | None, positions: Tensor) -> list[int]:
+        """As `draw`, on the host, after one wait for the device: assumes that the top candidates suffice for a filter,
+        and draws again if they do not."""
+        check, assumed = self.check_all, list[Tensor]()
+
+        def assume(holds: Tensor) -> bool:
+            assumed.append(holds)
+            return True
+
+        self.check_all = assume
+        try:
+            tokens = self.draw(logits, paths, positions)
+        finally:
+            self.check_all = check
+        found, *certain = self.read(tokens, *assumed)
+        if not all(holds.all() for holds in certain):
+            [found] = self.read(self.draw(logits, paths, positions))
+        return found.tolist()
+
     def children(
         self, logits: Tensor, paths: Paths | None, positions: Tensor, *, k: int, coupled: bool = False, tau: float = 1.0
     ) -> tuple[Tensor, Tensor]:

@@ -40,8 +40,8 @@ class TokenMatching:
         self._sampler = sampler
 
     def __call__(self, proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
-        [drawn] = self._sampler.read(self._sampler.draw(logits, paths, positions))
-        return Accepted(*match_path(proposal.tokens, proposal.parents, drawn.tolist()))
+        drawn = self._sampler.drawn(logits, paths, positions)
+        return Accepted(*match_path(proposal.tokens, proposal.parents, drawn))
 
 
 def match_path(tokens: Sequence[int], parents: Sequence[int], sampled: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -55,7 +55,10 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[GraphCache]:
     return found
 
 
-@pytest.mark.parametrize(("draft", "counts"), [("model", (1, 2, 4, 8)), (None, (4,))])
+@pytest.mark.parametrize(
+    ("draft", "counts"),
+    [("model", (2, 8)), pytest.param("model", (1, 4), marks=pytest.mark.slow), (None, (4,))],
+)
 def test_requests_decoded_together_equal_each_alone(
     pair: tuple[Path, Path], draft: str | None, counts: Sequence[int]
 ) -> None:
