@@ -233,7 +233,7 @@ class EngineConfig:
     )
     max_num_seqs: int = setting(
         1,
-        "Requests decoded concurrently in modes ar and serial, guided ones counted twice. On a GPU and with"
+        "Requests decoded concurrently in modes ar and serial, guided ones counted twice. With"
         " --verify reject each has a chain of D draft tokens instead of a tree.",
         SPECULATION,
         "G",
@@ -270,7 +270,7 @@ class EngineConfig:
         steps = self.initial_draft_steps
         require(
             not self.chains or steps < MAX_TREE_NODES,
-            f"with max_num_seqs above 1 on a GPU or with verify reject, draft_steps must lie in"
+            f"with max_num_seqs above 1 with verify reject, draft_steps must lie in"
             f" 1..{MAX_TREE_NODES - 1}, not {steps}",
         )
         if self.mode == "async":

@@ -19,8 +19,8 @@ from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import Cancelled
 from swiftspec.runtime.coroutines import (
-    EXPANSION,
     PREFILL,
+    VERIFICATION,
     CallQueue,
     RequestCoroutine,
     suspend,
@@ -167,7 +167,7 @@ class TreeBatchDecoding:
         first = min((call.priority for _, call in trees), default=PREFILL)
         key = next((call.key for _, call in trees if call.priority == first), None)
         new = next((running for running, call in waiting if call.priority == PREFILL), None)
-        if first != EXPANSION and new is not None:
+        if first >= VERIFICATION and new is not None:
             self._run([new])
             self._running.remove(new)
             self._running.append(new)  # the next chunk is that of another request

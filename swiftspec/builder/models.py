@@ -272,6 +272,8 @@ class Models:
         priority = VERIFICATION if side == "target" else EXPANSION
         reuse = self.options.prefix_cache_memory > 0
         pool = SequencePool(runner, plan.max_num_seqs, calls, priority, reuse_prefixes=reuse)
+        rows = plan.max_nodes if side == "target" else plan.leaves_per_expansion + 1
+        pool.executor = available.joint_executor(runner, deps, plan.max_num_seqs, rows)
         return [SequenceRunner(pool) for _ in range(plan.max_num_seqs)], deps
 
     def _scheduler(self, plan: EngineConfig, group: RankGroup | None, progress: Progress | None) -> BatchScheduler:

@@ -245,6 +245,7 @@ def _trees(
     if rank is None:
         held = models.load_roles(config, None, progress, target=True, draft=entry.needs == "model")
         calls, leading = held.pools[0].calls, None
+        capture_graphs(held.verifier, held.drafter, config, progress)  # all requests share the graphs
     else:
         held = rank.held
         calls = leading = LeaderCallQueue(rank.lead())
@@ -272,7 +273,8 @@ def _trees(
         stats = given.stats
         own = recorder if parts is roles[0] else Recorder(beside=recorder)
         decodings.append(_tree_decoding(parts, config, own, given, None))
-    return roles[0], TreeBatchDecoding(decodings, held.pools, calls)
+    captured = partial(num_captures, held.verifier, held.drafter)
+    return roles[0], TreeBatchDecoding(decodings, held.pools, calls, captured)
 
 
 def _alone(models: Models, config: EngineConfig, remote: RemoteDraft | None, progress: Progress | None) -> TreeRoles:
