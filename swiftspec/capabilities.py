@@ -134,6 +134,7 @@ REQUEST_FEATURES = {
     "truncation": Feature("truncate_prompt_tokens"),
     "suffix": Feature("suffix", "omit suffix"),
     "stream": Feature("stream", "omit stream"),
+    "company": Feature("other requests at the same time", "use {max_num_seqs} 1", plural=True),
     "stop strings": Feature("stop strings", REMOVE_THEM, plural=True),
     "no text": Feature("detokenize false", "set it to true"),
     "structured outputs": Feature("structured_outputs", plural=True),
@@ -424,6 +425,7 @@ OPERATORS: Mapping[str, Features] = {
 
 # executor -> feature of a request that it does not run, so that a slower executor of the phase does -> the reason
 ON_HOST = "the host computes the excluded tokens between forwards."
+JOINT = "concurrent requests share a graph of the forward, after which each {} by itself."
 EXECUTORS: Mapping[str, Mapping[str, str]] = {
     "native": {
         "proposal sample": "sampled children need the draft's exact distribution, with filters and penalties, on the"
@@ -436,14 +438,18 @@ EXECUTORS: Mapping[str, Mapping[str, str]] = {
         "penalties": "the tree on the device ranks children without penalties.",
         "grammar": ON_HOST,
         "path rules": ON_HOST,
+        "company": JOINT.format("ranks its children"),
     },
     "graph of a verification": {
         "deep top-k": "the ranks of a group exchange too few tokens for it.",
         "log-probabilities": "they are computed from the logits, after the forward.",
         "grammar": ON_HOST,
         "path rules": ON_HOST,
+        "company": JOINT.format("samples"),
     },
     "graph of one sequence": {
+        "several requests": "concurrent requests have a sequence each, and a CUDA graph with torch's own operators has"
+        " one.",
         "guidance": "a guided request has two sequences, and a CUDA graph with torch's own operators has one.",
     },
 }

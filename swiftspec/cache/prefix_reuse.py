@@ -48,6 +48,11 @@ class SequencePrefixes:
         self.set_prefix(sequence, tokens[:cached])
         return sequence, cached
 
+    def cached_len(self, tokens: Sequence[int]) -> int:
+        """Returns the length of the prefix that `acquire` would find."""
+        wanted = np.array(tokens[:-1], np.int64)
+        return max(self._shared_len(each, wanted) for each in self._lru)
+
     def set_prefix(self, sequence: int, text: Sequence[int]) -> None:
         """Records that the prefix of a sequence begins with the tokens `text`."""
         self._tokens[sequence] = np.array(text if self._enabled else (), np.int64)
