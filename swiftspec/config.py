@@ -261,7 +261,7 @@ class EngineConfig:
         usual = {"ar": 0, "async": 0 if remote else 1}.get(self.mode, self.target_tp)
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
-        if self.max_num_seqs > 1 and self.verify == "reject":
+        if self.max_num_seqs > 1 and self.verify == "reject" and self.num_ranks > 1:
             object.__setattr__(self, "chains", True)
         check_features(self.features)
         length, most = self.synthetic_acceptance_length, self.verify_batch
