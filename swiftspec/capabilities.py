@@ -427,11 +427,7 @@ OPERATORS: Mapping[str, Features] = {
 ON_HOST = "the host computes the excluded tokens between forwards."
 JOINT = "concurrent requests share a graph of the forward, after which each {} by itself."
 EXECUTORS: Mapping[str, Mapping[str, str]] = {
-    "native": {
-        "proposal sample": "sampled children need the draft's exact distribution, with filters and penalties, on the"
-        " host.",
-        "verify reject": "rejection sampling needs the whole distributions of target and draft, on the host.",
-    },
+    "native": {},
     "graph of expansions": {
         "proposal sample": "sampled children are drawn on the host.",
         "filters": "the tree on the device ranks children without filters.",
