@@ -136,7 +136,7 @@ ELSEWHERE = {
     *MACHINE_FEATURES, *MODEL_FEATURES, *COMMAND_FEATURES, "best_of", "draft head", "hidden states", "overlap",
     "stream", "suffix", "truncation", "population choices", "top log-probabilities", "echoed log-probabilities",
     "revision", "no guidance", "negative prompt",
-    "shared GPUs", "rounded activations", "exact activations", "int8 head", "float8 cache",
+    "shared GPUs", "rounded activations", "exact activations", "int8 head", "float8 cache", "company",
 }  # fmt: skip
 
 
