@@ -273,9 +273,9 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
     "chains": (
         Rule(
             "several requests",
-            "trees of several requests need one process, and match verification",
+            "trees of several requests need match verification",
             True,
-            lambda at: at["max_num_seqs"] > 1 and (at["target_tp"] > 1 or at["verify"] == "reject"),
+            lambda at: at["max_num_seqs"] > 1 and at["verify"] == "reject",
         ),
         CHOSEN,
     ),
