@@ -447,11 +447,7 @@ ON_HOST = "the host computes the excluded tokens between forwards."
 JOINT = "concurrent requests share a graph of the forward, after which each {} by itself."
 ONE_GUIDED = "a guided request runs the target on a second sequence, and a {} has one for each request."
 EXECUTORS: Mapping[str, Mapping[str, str]] = {
-    "native": {
-        "proposal sample": "sampled children need the draft's exact distribution, with filters and penalties, on the"
-        " host.",
-        "verify reject": "the native rejection sampling is that of chains (exact batches), not that of trees.",
-    },
+    "native": {},
     "graph of expansions": {
         "proposal sample": "sampled children are drawn on the host.",
         "filters": "the tree on the device ranks children without filters.",

@@ -275,7 +275,9 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
             "several requests",
             "trees of several requests need match verification",
             True,
-            lambda at: at["max_num_seqs"] > 1 and at["verify"] == "reject",
+            lambda at: (
+                at["max_num_seqs"] > 1 and at["verify"] == "reject" and (at.device == "cuda" or at["target_tp"] > 1)
+            ),
         ),
         CHOSEN,
     ),

@@ -191,6 +191,13 @@ class ForwardCall:
             call.result = ForwardOutput(*(None if part is None else part[rows] for part in output))
 
 
+def _reusable(texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None) -> list[Sequence[int]]:
+    """Returns the part of each text whose tokens, except the last one, may come from the cache."""
+    if max_cached is None:
+        return list(texts)
+    return [text[: 1 + (max_cached[s] if s < len(max_cached) else 0)] for s, text in enumerate(texts)]
+
+
 @dataclass(eq=False, slots=True)
 class ReadCall:
     """A copy of the results of one request to the host, together with those of the other requests."""
@@ -216,10 +223,3 @@ class ReadCall:
                 call.result.append(values.view(part.dtype).view(part.shape).numpy())
                 start += part.nbytes
         self.pool.executor.finish()
-
-
-def _reusable(texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None) -> list[Sequence[int]]:
-    """Returns the part of each text whose tokens, except the last one, may come from the cache."""
-    if max_cached is None:
-        return list(texts)
-    return [text[: 1 + (max_cached[s] if s < len(max_cached) else 0)] for s, text in enumerate(texts)]

@@ -62,12 +62,17 @@ class History:
         return counts
 
 
-class TokenConstraint(Protocol):
+class TokenFollower(Protocol):
+    """Follows the verified output of a request."""
+
+    def observe(self, tokens: Sequence[int], /) -> None: ...  # advances by verified output tokens
+
+
+class TokenConstraint(TokenFollower, Protocol):
     """A restriction of the next token, such as a grammar (sampling/grammar.py)."""
 
     def allowed_mask(self, paths: Paths, /) -> Tensor: ...  # [n, V] bool, for the token after each path
     def bitmask(self, paths: Paths, /) -> Any: ...  # the same as NumPy uint8 [n, bytes], lowest bit first
-    def observe(self, tokens: Sequence[int], /) -> None: ...  # advances by verified output tokens
 
 
 def read_tensors(*tensors: Tensor) -> list[NDArray[Any]]:
@@ -102,6 +107,7 @@ class Sampler(LogitsProcessor):
         self.noise_rows: NoiseRows = self.noise.rows
         self._children_values: LogitsParams | None = None  # as `values`, for the scores of `children`
         self.history = History(prompt, vocab, device) if params.penalised else None
+        self.followers: list[TokenFollower] = [each for each in (self.history, constraint) if each is not None]
 
     @property
     def needs_paths(self) -> bool:
@@ -114,9 +120,8 @@ class Sampler(LogitsProcessor):
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Adds verified output tokens to the penalty counts and the token constraint."""
-        for follower in (self.history, self.constraint):
-            if follower is not None:
-                follower.observe(tokens)
+        for follower in self.followers:
+            follower.observe(tokens)
 
     def process_logits(self, logits: Tensor, paths: Paths | None) -> Tensor:
         """Returns the logits [n, m] of the distribution that tokens are sampled from; filtered tokens are -inf.
