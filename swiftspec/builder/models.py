@@ -37,6 +37,7 @@ from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.coroutines import EXPANSION, VERIFICATION, CallQueue
 from swiftspec.runtime.executors import available
 from swiftspec.runtime.executors.available import ExecutorDeps
+from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.graph import Capture, CudaCapture
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY
@@ -114,6 +115,9 @@ class LocalRoles:
         for role in self._each():
             agreed: list[Any] = [kind for kind in role.executors if kind.name in common]
             role.executors = agreed
+        for pool in self.pools:
+            if pool.executor.name not in common:
+                pool.executor = EagerExecutor(pool.runner)
 
     def _each(self) -> Iterator[LocalVerifier | LocalDrafter | BatchScheduler]:
         yield from (role for role in (self.verifier, self.drafter, self.scheduler) if role is not None)

@@ -146,7 +146,11 @@ class SequenceRunner(Runner):
         return result
 
     def read(self, *tensors: Tensor) -> list[NDArray[Any]]:
-        values = self.pool.calls.wait(ReadCall(self.pool, tensors))
+        if self.shard is None:
+            values = self.pool.calls.wait(ReadCall(self.pool, tensors))
+        else:  # every call that suspends is also broadcast to the ranks of the group
+            values = super().read(*tensors)
+            self.pool.executor.finish()
         self._step_done()
         return values
 
