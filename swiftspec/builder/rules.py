@@ -280,9 +280,11 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
     "chains": (
         Rule(
             "several requests",
-            "trees of several requests need one process on a CPU",
+            "trees of several requests need match verification",
             True,
-            lambda at: at["max_num_seqs"] > 1 and (at.device == "cuda" or at["target_tp"] > 1),
+            lambda at: (
+                at["max_num_seqs"] > 1 and at["verify"] == "reject" and (at.device == "cuda" or at["target_tp"] > 1)
+            ),
         ),
         CHOSEN,
     ),

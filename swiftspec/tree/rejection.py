@@ -100,6 +100,7 @@ class RejectionSampling:
         """See `AcceptFn`. Raises ValueError if a child of the proposal has no draft probability."""
         numbers, width = pack_draft_probs(proposal, len(proposal.tokens))
         numbers = torch.from_numpy(numbers).to(logits.device)
+        positions = positions.to(logits.device)
         return rejection_path(proposal, self.verdicts(logits, paths, positions, numbers, width).cpu().numpy())
 
     def verdicts(self, logits: Tensor, paths: Any, positions: Tensor, numbers: Tensor, width: int) -> Tensor:
