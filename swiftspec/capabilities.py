@@ -363,7 +363,6 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "suffix lookup": Conflict(),
         "grafting": Conflict(),
         "draft head": Conflict("since it runs on the ranks of its target"),
-        "server": Conflict(fix="start the server on the target's machine"),
         "KV events": Conflict("whose worker has the prefix cache", REMOVE),
     },
     "draft worker": {

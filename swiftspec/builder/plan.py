@@ -44,7 +44,9 @@ from swiftspec.builder.memory_estimate import (
     MIN_CONTEXT,
     MemoryEstimate,
     fit_context,
+    free_memory,
     kv_bytes_per_token,
+    memory_by_purpose,
     snapshot_bytes,
 )
 from swiftspec.builder.rules import ENGINE_FIELDS, GIVEN, Choices, Reason, Resolution, default_reason
@@ -70,7 +72,8 @@ from swiftspec.observe.step_time_emulation import StepTimeEmulation
 from swiftspec.runtime.current_device import set_current_device
 from swiftspec.sampling.grammar import GrammarCompiler
 from swiftspec.settings_schema import require
-from swiftspec.smc.limits import particle_region_slots
+from swiftspec.smc.limits import DEFAULT_REGION_SLOTS, particle_region_slots
+from swiftspec.tree.mask import MASK_WIDTHS
 from swiftspec.tree.sampled_children import MAX_REROOTS
 
 INT8_NUMBERS = {"native": 0, "int8": 1, "int16": 2}  # to which an activation is quantised; --activations
@@ -164,6 +167,7 @@ class Plan:
 
     `threads`: CPU threads of one operator. `sessions`: maximum number of a worker's sessions.
     `prefix_cache_memory`: MiB, of both models on all ranks.
+    `region_slots`: mode smc: maximum number of tree slots of all groups together.
     `reasons`: why options have their values, by name.
     """
 
@@ -177,6 +181,7 @@ class Plan:
     threads: int
     max_model_len: int
     prefix_cache_memory: int = 0
+    region_slots: int = DEFAULT_REGION_SLOTS
     sessions: int = 1
     formats: NumberFormats = NumberFormats()
     gpu: GpuUse = GpuUse()
@@ -312,8 +317,9 @@ class Plan:
     def fit_memory(self, engine: EngineConfig, *, adjust: bool, note: Callable[[str], None]) -> Plan:
         """Returns a copy whose context fits the memory of this rank's GPU, as `fit_context` does, or on a CPU with
         `adjust` that of this machine. Not checked if several ranks share a GPU."""
-        if self.device.type == "cpu" and adjust:
-            return self._fit_machine(engine, note)
+        if self.device.type == "cpu":
+            plan, most = self._fit_machine(engine, note) if adjust else self, hardware.memory_bytes() // 2
+            return plan._fit_region(engine, lambda other: other._region_bytes(engine) <= most)
         if self.gpu.share_device or self.device.type != "cuda":
             return self
         needs = self.memory_needs(engine)
@@ -325,8 +331,46 @@ class Plan:
                 for held in needs
             ]
 
-        length = fit_context(needs_at, self.max_model_len, self.device, adjust=adjust, note=note)
-        return replace(self, max_model_len=length)
+        try:
+            length = fit_context(needs_at, self.max_model_len, self.device, adjust=adjust, note=note)
+        except UserError as error:
+            raise UserError(f"{error}, or fewer particles") if engine.mode == "smc" else error from None
+        plan = replace(self, max_model_len=length)
+        used = max(sum(memory_by_purpose(held).values()) for held in needs_at(length))
+        most = plan._region_bytes(engine) + (free_memory(self.device) - used) / 2
+        return plan._fit_region(engine, lambda other: other._region_bytes(engine) <= most)
+
+    def _fit_region(self, engine: EngineConfig, fits: Callable[[Plan], bool]) -> Plan:
+        """Returns a copy whose tree region holds N different texts of the whole context, or as many slots as fit, but
+        at least `region_slots`, for which the context was chosen. `fits`: whether the region of a copy fits the memory.
+        Raises UserError if two rounds need more than `region_slots` and do not fit. The ranks of a job, whose regions
+        must be equal, and models with delta layers, whose slots are large, keep `region_slots`."""
+        if engine.mode != "smc":
+            return self
+        population = engine.population
+        groups, step = population.smc_groups, MASK_WIDTHS[-1] * population.smc_groups
+        least, most = (
+            particle_region_slots(population, self.max_model_len, limit) * groups
+            for limit in (self.region_slots, 1 << 62)
+        )
+        if least > self.region_slots and not fits(self):
+            raise UserError(
+                f"{population.particles} particles with {population.smc_draft_tokens} draft tokens in {groups} group"
+                f"{'s' * (groups > 1)} need {self._region_bytes(engine) / BYTES_PER_GB:.1f} GB for the keys and values"
+                " of two rounds, which do not fit the memory: use fewer particles, draft tokens or groups"
+            )
+        if engine.num_ranks > 1 or any(spec.delta_mixers for spec in self.specs(engine)):
+            return self
+        low, high = least // step, most // step
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(replace(self, region_slots=middle * step)) else (low, middle - 1)
+        return replace(self, region_slots=max(low * step, self.region_slots))
+
+    def _region_bytes(self, engine: EngineConfig) -> int:
+        """Returns the bytes of the keys, values and mask rows in the tree regions of all groups, of both models."""
+        slot = self._token_bytes(engine) + engine.population.particles
+        return engine.population.smc_groups * self.tree_slots("target", engine) * slot
 
     def _fit_machine(self, engine: EngineConfig, note: Callable[[str], None]) -> Plan:
         """Returns a copy with a context of at most the tokens whose keys and values fit this machine's memory, and
@@ -503,7 +547,7 @@ class Plan:
         if engine.batch is not None:
             return chain_region_slots(engine.batch)
         if engine.mode == "smc":
-            return particle_region_slots(engine.population, self.max_model_len)
+            return particle_region_slots(engine.population, self.max_model_len, self.region_slots)
         if side == "target":
             return engine.max_nodes
         block = self.checkpoints.block
