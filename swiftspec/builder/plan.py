@@ -88,7 +88,7 @@ class Checkpoints:
 
     `draft`: None: there is none in this job. `draft_is_mtp`: it is the MTP layer in the target's checkpoint.
     `only`: the only model that this process loads; None: both.
-    `hidden_layers`: layers of the target after which forwards keep the hidden states.
+    `hidden_layers`: layers of the target whose hidden states the draft head reads, which forwards keep.
     """
 
     target: Path
@@ -209,7 +209,9 @@ class Plan:
         if engine.drafts_without_model:
             checkpoints = replace(checkpoints, draft=None)
         head = _head_config(checkpoints, engine, options)
-        checkpoints = replace(checkpoints, hidden_layers=_hidden_layers(model, options, head))
+        if head is not None and head.spec.draft_head is not None:
+            layers = head.spec.draft_head.hidden_layers(len(model.spec.layers))
+            checkpoints = replace(checkpoints, hidden_layers=layers)
         longest, masked = _context_length(model, options), tuple(options.get("masked_tokens", ()))
         vocab = _vocab_size(checkpoints, options.get("vocab_size"), masked)
         device = rank_device(device, ranks, share)
@@ -471,7 +473,6 @@ class Plan:
             "activations": self.formats.activations,
             "kv_cache_dtype": "auto" if self.formats.cache_dtype is None else "fp8",
             "head": self.formats.head,
-            "hidden_layers": list(self.checkpoints.hidden_layers),
             **{name: None if times is None else str(times.points) for name, times in paces.items()},
             "max_model_len": self.max_model_len,
             "prefix_cache_memory": self.prefix_cache_memory,
@@ -736,20 +737,6 @@ def _head_config(checkpoints: Checkpoints, engine: EngineConfig, options: LoadOp
     away = {"target worker"} if options.get("only") is not None else set()
     check_features(engine.features | away | {"draft head"})
     return head_config(None if mtp else draft, checkpoints.target)
-
-
-def _hidden_layers(config: ModelConfig, options: LoadOptions, head: ModelConfig | None) -> tuple[int, ...]:
-    """Returns the layers of the target after which forwards keep the hidden states: those that the draft head reads, if
-    there is one. Raises UserError if they are not ascending layers of the model."""
-    if head is not None and head.spec.draft_head is not None:
-        return head.spec.draft_head.hidden_layers(len(config.spec.layers))
-    layers, count = options.get("hidden_layers", ()), len(config.spec.layers)
-    valid = isinstance(layers, list | tuple) and all(type(layer) is int and 0 <= layer < count for layer in layers)
-    require(
-        valid and sorted({*layers}) == [*layers],
-        f"hidden_layers must be ascending layers in 0..{count - 1}, not {truncated_repr(layers)}",
-    )
-    return tuple(layers)
 
 
 def model_fingerprint(path: Path) -> str:
