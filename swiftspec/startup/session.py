@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from swiftspec.builder.remote_roles import RemoteTarget
     from swiftspec.distributed.launch.world import World
     from swiftspec.engine import TokenChunk
-    from swiftspec.llm_engine import LLMEngine, TokenEngine
+    from swiftspec.llm_engine import LLMEngine
+    from swiftspec.token_engine import TokenEngine
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from swiftspec.builder.remote_roles import RemoteTarget
     from swiftspec.cache.prefix_cache import TokenText
     from swiftspec.distributed.launch.world import World
-    from swiftspec.llm_engine import TokenEngine
     from swiftspec.serve.kv_events.publisher import KvEventPublisher
+    from swiftspec.token_engine import TokenEngine
 
 FLUSH_TIMEOUT_S = 2.0  # time at shutdown to send the last frames
 
