@@ -48,9 +48,7 @@ def open_local_or_remote(
     `on_located`: called with the path of the target, or of its tokenizer files, before models are loaded.
     """
     if settings.target_url is None:
-        return open_session(
-            settings, phases, world, warm_up=warm_up, render_chats=render_chats, on_located=on_located
-        )
+        return open_session(settings, phases, world, warm_up=warm_up, render_chats=render_chats, on_located=on_located)
     check_worker_settings(settings, 1 if world is None else world.size)
     settings.make_plan(
         settings.draft_model is not None or settings.draft_url is not None
