@@ -179,7 +179,7 @@ def wait_for(url: str, status: int) -> dict[str, Any]:
         if (answer := httpx.get(f"{url}/health", timeout=60)).status_code == status:
             return answer.json()
         time.sleep(0.1)
-    raise AssertionError(answer.text)
+    raise AssertionError(f"/health did not become {status}")
 
 
 def stop_and_continue(found: dict[str, WorkerAddress]) -> None:
