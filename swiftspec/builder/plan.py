@@ -136,6 +136,16 @@ class NumberFormats:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """`prefix_memory`: MiB of the prefix cache, of both models on all ranks. `sessions`: maximum number of a worker's
+    sessions. `region_slots`: mode smc: maximum number of tree slots of all groups together."""
+
+    prefix_memory: int = 0
+    sessions: int = 1
+    region_slots: int = DEFAULT_REGION_SLOTS
+
+
+@dataclass(frozen=True, slots=True)
 class GpuUse:
     """`share_device`: several ranks may use one GPU. `verdict`: what falls back on the GPU of this process.
     `verdict_file`: which the next start reads; None: the verdict is not stored."""
@@ -165,9 +175,7 @@ class Loading:
 class Plan:
     """What runs where, with which shapes: the resolved options of a job on this rank. `models.Models` loads it.
 
-    `threads`: CPU threads of one operator. `sessions`: maximum number of a worker's sessions.
-    `prefix_cache_memory`: MiB, of both models on all ranks.
-    `region_slots`: mode smc: maximum number of tree slots of all groups together.
+    `threads`: CPU threads of one operator.
     `reasons`: why options have their values, by name.
     """
 
@@ -180,9 +188,7 @@ class Plan:
     ops: OpsName
     threads: int
     max_model_len: int
-    prefix_cache_memory: int = 0
-    region_slots: int = DEFAULT_REGION_SLOTS
-    sessions: int = 1
+    caches: CacheSizes = CacheSizes()
     formats: NumberFormats = NumberFormats()
     gpu: GpuUse = GpuUse()
     loading: Loading = Loading()
@@ -230,8 +236,7 @@ class Plan:
             ops=ops,
             threads=hardware.thread_count(options.get("threads"), 1 if ranks is None else ranks.local_size),
             max_model_len=longest,
-            prefix_cache_memory=prefix_cache,
-            sessions=options.get("sessions", 1),
+            caches=CacheSizes(prefix_cache, options.get("sessions", 1)),
             formats=NumberFormats(
                 options.get("activations", "auto"),
                 options.get("head", "auto"),
@@ -304,7 +309,7 @@ class Plan:
                 self.dtype,
                 capacity=self.capacity(side, engine),
                 ranks=rank_count(side, engine),
-                sequences=self.sessions * engine.num_sequences,
+                sequences=self.caches.sessions * engine.num_sequences,
                 ops=ops,
                 cache_dtype=None if config.spec.draft_head is not None else self.formats.cache_dtype,
                 int4_head=self.quantization(side, ops).head == "int4",
@@ -353,9 +358,9 @@ class Plan:
         groups, step = population.smc_groups, MASK_WIDTHS[-1] * population.smc_groups
         least, most = (
             particle_region_slots(population, self.max_model_len, limit) * groups
-            for limit in (self.region_slots, 1 << 62)
+            for limit in (self.caches.region_slots, 1 << 62)
         )
-        if least > self.region_slots and not fits(self):
+        if least > self.caches.region_slots and not fits(self):
             raise UserError(
                 f"{population.particles} particles with {population.smc_draft_tokens} draft tokens in {groups} group"
                 f"{'s' * (groups > 1)} need {self._region_bytes(engine) / BYTES_PER_GB:.1f} GB for the keys and values"
@@ -366,8 +371,11 @@ class Plan:
         low, high = least // step, most // step
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(replace(self, region_slots=middle * step)) else (low, middle - 1)
-        return replace(self, region_slots=max(low * step, self.region_slots))
+            low, high = (middle, high) if fits(self._with_region(middle * step)) else (low, middle - 1)
+        return self._with_region(max(low * step, self.caches.region_slots))
+
+    def _with_region(self, slots: int) -> Plan:
+        return replace(self, caches=replace(self.caches, region_slots=slots))
 
     def _region_bytes(self, engine: EngineConfig) -> int:
         """Returns the bytes of the keys, values and mask rows in the tree regions of all groups, of both models."""
@@ -475,7 +483,7 @@ class Plan:
             "head": self.formats.head,
             **{name: None if times is None else str(times.points) for name, times in paces.items()},
             "max_model_len": self.max_model_len,
-            "prefix_cache_memory": self.prefix_cache_memory,
+            "prefix_cache_memory": self.caches.prefix_memory,
             "trace": self.loading.trace is not None,
             "version": __version__,
         }
@@ -548,7 +556,7 @@ class Plan:
         if engine.batch is not None:
             return chain_region_slots(engine.batch)
         if engine.mode == "smc":
-            return particle_region_slots(engine.population, self.max_model_len, self.region_slots)
+            return particle_region_slots(engine.population, self.max_model_len, self.caches.region_slots)
         if side == "target":
             return engine.max_nodes
         block = self.checkpoints.block
@@ -598,7 +606,7 @@ class Plan:
             ),
             "vocab_size": Reason(self.vocab_size, "LM head", "rows of the smaller one"),
             "kv_cache_dtype": Reason(self.formats.cache_dtype or self.dtype, "same as dtype"),
-            "prefix_cache_memory": Reason(self.prefix_cache_memory, "default", "MiB"),
+            "prefix_cache_memory": Reason(self.caches.prefix_memory, "default", "MiB"),
         }
         usual = {"vocab_size": None, "prefix_cache_memory": PREFIX_CACHE_MEMORY_MIB}
         for name, reason in reasons.items():
@@ -640,7 +648,7 @@ class Plan:
     def prefix_cache_tokens(self, engine: EngineConfig) -> int:
         """Returns the budget of the prefix cache in tokens. The KV of both models is counted for each token, so that
         all ranks have the same budget."""
-        return self.prefix_cache_memory * 2**20 // self._token_bytes(engine)
+        return self.caches.prefix_memory * 2**20 // self._token_bytes(engine)
 
     def snapshot_tokens(self, engine: EngineConfig) -> int:
         """Returns the size of a snapshot of the delta layers of both models in tokens."""

@@ -247,7 +247,7 @@ def _trees(
 
     def load(side: Side, priority: int) -> tuple[SequencePool, ExecutorDeps]:
         runner, deps = models.runner(side, config, None, progress)
-        reuse = models.options.prefix_cache_memory > 0
+        reuse = models.options.caches.prefix_memory > 0
         return SequencePool(runner, config.max_num_seqs, calls, priority, reuse_prefixes=reuse), deps
 
     target, target_deps = load("target", VERIFICATION)
