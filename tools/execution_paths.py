@@ -191,7 +191,7 @@ PHASES: tuple[tuple[str, Phase, tuple[RequestCase, ...], tuple[RequestCase, ...]
     ("Expansions of the draft tree", expansion, (*SHAPED, SAMPLE, REJECT, COLD), (*MODELS, HEAD)),
     ("Verifications", verification, (*SHAPED, HIDDEN, SAMPLE, REJECT, COLD), (*MODELS, HIDDEN)),
     (
-        "Rounds of chains (`--max-num-seqs` on a GPU, on several ranks or with `--verify reject`)",
+        "Rounds of chains (`--max-num-seqs` on a GPU or with `--verify reject`)",
         exact_batch,
         (*SHAPED, HIDDEN, REJECT),
         (*MODELS, HIDDEN, HEAD),

@@ -137,10 +137,9 @@ class NumberFormats:
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """`prefix_memory`: MiB of the prefix cache, of both models on all ranks. `sessions`: maximum number of a worker's
-    sessions. `region_slots`: mode smc: maximum number of tree slots of all groups together."""
+    """`sessions`: maximum number of a worker's sessions. `region_slots`: mode smc: maximum number of tree slots of all
+    groups together."""
 
-    prefix_memory: int = 0
     sessions: int = 1
     region_slots: int = DEFAULT_REGION_SLOTS
 
@@ -175,7 +174,7 @@ class Loading:
 class Plan:
     """What runs where, with which shapes: the resolved options of a job on this rank. `models.Models` loads it.
 
-    `threads`: CPU threads of one operator.
+    `threads`: CPU threads of one operator. `prefix_cache_memory`: MiB, of both models on all ranks.
     `reasons`: why options have their values, by name.
     """
 
@@ -188,6 +187,7 @@ class Plan:
     ops: OpsName
     threads: int
     max_model_len: int
+    prefix_cache_memory: int = 0
     caches: CacheSizes = CacheSizes()
     formats: NumberFormats = NumberFormats()
     gpu: GpuUse = GpuUse()
@@ -236,7 +236,8 @@ class Plan:
             ops=ops,
             threads=hardware.thread_count(options.get("threads"), 1 if ranks is None else ranks.local_size),
             max_model_len=longest,
-            caches=CacheSizes(prefix_cache, options.get("sessions", 1)),
+            prefix_cache_memory=prefix_cache,
+            caches=CacheSizes(options.get("sessions", 1)),
             formats=NumberFormats(
                 options.get("activations", "auto"),
                 options.get("head", "auto"),
@@ -483,7 +484,7 @@ class Plan:
             "head": self.formats.head,
             **{name: None if times is None else str(times.points) for name, times in paces.items()},
             "max_model_len": self.max_model_len,
-            "prefix_cache_memory": self.caches.prefix_memory,
+            "prefix_cache_memory": self.prefix_cache_memory,
             "trace": self.loading.trace is not None,
             "version": __version__,
         }
@@ -606,7 +607,7 @@ class Plan:
             ),
             "vocab_size": Reason(self.vocab_size, "LM head", "rows of the smaller one"),
             "kv_cache_dtype": Reason(self.formats.cache_dtype or self.dtype, "same as dtype"),
-            "prefix_cache_memory": Reason(self.caches.prefix_memory, "default", "MiB"),
+            "prefix_cache_memory": Reason(self.prefix_cache_memory, "default", "MiB"),
         }
         usual = {"vocab_size": None, "prefix_cache_memory": PREFIX_CACHE_MEMORY_MIB}
         for name, reason in reasons.items():
@@ -648,7 +649,7 @@ class Plan:
     def prefix_cache_tokens(self, engine: EngineConfig) -> int:
         """Returns the budget of the prefix cache in tokens. The KV of both models is counted for each token, so that
         all ranks have the same budget."""
-        return self.caches.prefix_memory * 2**20 // self._token_bytes(engine)
+        return self.prefix_cache_memory * 2**20 // self._token_bytes(engine)
 
     def snapshot_tokens(self, engine: EngineConfig) -> int:
         """Returns the size of a snapshot of the delta layers of both models in tokens."""

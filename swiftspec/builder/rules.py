@@ -273,11 +273,9 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
     "chains": (
         Rule(
             "several requests",
-            "trees of several requests need one process on a CPU, and match verification",
+            "trees of several requests need a CPU and match verification",
             True,
-            lambda at: (
-                at["max_num_seqs"] > 1 and (at.device == "cuda" or at["target_tp"] > 1 or at["verify"] == "reject")
-            ),
+            lambda at: at["max_num_seqs"] > 1 and (at.device == "cuda" or at["verify"] == "reject"),
         ),
         CHOSEN,
     ),

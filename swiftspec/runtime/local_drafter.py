@@ -44,6 +44,7 @@ class LocalDrafter:
 
     source = NodeSource.DRAFT_MODEL  # of the nodes that it proposes
     lost_reason = None
+    grows = False  # whether `grow` expands the tree
 
     def __init__(
         self,

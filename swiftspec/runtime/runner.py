@@ -131,6 +131,11 @@ class Runner:
         self.cache.reset(len(texts))
         return [0] * len(texts)
 
+    def cached_lengths(self, texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None = None) -> list[int]:
+        """Returns for each sequence of a request the number of its leading tokens that the cache holds, at most
+        `max_cached`: 0 here, as for `match_prefix`. The last token, which is the root, never counts."""
+        return [0] * len(texts)
+
     def observe(self, tokens: Sequence[int]) -> None:
         """Receives verified output tokens. Ignored here, without a prefix cache."""
 

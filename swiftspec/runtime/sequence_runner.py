@@ -44,6 +44,10 @@ class SequencePool:
         self._in_use.add(sequence)
         return sequence, cached
 
+    def cached_len(self, text: Sequence[int]) -> int:
+        """Returns the length of the prefix that `take` would find."""
+        return self._prefixes.cached_len(text, 1)
+
     def record(self, view: SequenceView, texts: Sequence[Sequence[int]]) -> None:
         """Records the verified tokens whose states the sequences of a request hold. `texts`: begin with them."""
         for index, text, count in zip(view.buffers, texts, view.prefix_len, strict=True):
@@ -79,13 +83,14 @@ class SequenceRunner(Runner):
         """Takes a sequence for each text, filled with the longest prefix that any sequence holds. Returns the lengths
         of these prefixes."""
         self.close()
-        taken = list[tuple[int, int]]()
-        for s, text in enumerate(texts):
-            most = len(text) - 1 if max_cached is None else max_cached[s] if s < len(max_cached) else 0
-            taken.append(self.pool.take(text[: most + 1]))
+        taken = [self.pool.take(text) for text in _reusable(texts, max_cached)]
         self._view.view([sequence for sequence, _ in taken])
         self._texts = [list(text) for text in texts]
         return [cached for _, cached in taken]
+
+    def cached_lengths(self, texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None = None) -> list[int]:
+        """As `Runner.cached_lengths`; those of a guided request are for each of its sequences alone."""
+        return [self.pool.cached_len(text) for text in _reusable(texts, max_cached)]
 
     def open(
         self, tokens: Sequence[int], guidance: Guidance | None = None, max_cached: Sequence[int] | None = None
@@ -155,3 +160,10 @@ class ForwardCall:
         for call in calls:
             rows = slice(start, start := start + len(call.batch))
             call.result = ForwardOutput(*(None if part is None else part[rows] for part in output))
+
+
+def _reusable(texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None) -> list[Sequence[int]]:
+    """Returns the part of each text whose tokens, except the last one, may come from the cache."""
+    if max_cached is None:
+        return list(texts)
+    return [text[: 1 + (max_cached[s] if s < len(max_cached) else 0)] for s, text in enumerate(texts)]
