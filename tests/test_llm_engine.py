@@ -210,7 +210,7 @@ def test_an_error_of_the_gpu_is_recorded(pair: tuple[Path, Path], monkeypatch: p
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     monkeypatch.setattr(Models, "record_device_error", lambda models, error, plan: found.append(error))
-    monkeypatch.setattr(type(llm.engine.decoding), "open", fail)
+    monkeypatch.setattr(type(llm.decoding), "open", fail)
     with pytest.raises(RuntimeError, match="launch failure") as raised:
         llm.generate(PROMPT, FREE)
     assert found == [raised.value]

@@ -99,7 +99,7 @@ def read(llm: LLMEngine, prompts: list[list[int]], sampling: list[SamplingParams
 
 
 def decoding_of(llm: LLMEngine) -> TreeBatchDecoding:
-    decoding = llm.engine.decoding
+    decoding = llm.decoding
     assert isinstance(decoding, TreeBatchDecoding)
     return decoding
 
@@ -247,7 +247,7 @@ class Arrivals(RuleBasedStateMachine):
     def arrive(self, kind: int) -> None:
         number = len(self.kind)
         prompt = [5, BAD_TOKEN, 3] if kind < 0 else self.prompts[kind]
-        self.waiting.append(self.llm.engine.request(number, prompt, self.sampling[max(kind, 0)]))
+        self.waiting.append(self.llm.request(number, prompt, self.sampling[max(kind, 0)]))
         self.kind[number], self.text[number] = kind, []
 
     @precondition(lambda self: self.kind)
@@ -260,7 +260,7 @@ class Arrivals(RuleBasedStateMachine):
         for _ in range(count):
             if self.chunks is None:
                 following = lambda: self.waiting.pop(0) if self.waiting else None  # noqa: E731
-                self.chunks = self.llm.engine.run_batch(following, lambda each: each.number in self.cancelled)
+                self.chunks = self.llm.run_batch(following, lambda each: each.number in self.cancelled)
             found = next(self.chunks, None)
             if found is None:
                 self.chunks = None
