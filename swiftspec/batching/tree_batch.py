@@ -2,7 +2,7 @@
 
 Every request runs as a coroutine, on its own drafter and verifier (runtime/coroutines.py). The loop resumes all of them
 until each waits for a forward, and then runs one forward for all: expansions as long as any request expands its tree,
-then the verification of all proposals, then one prefill chunk of one new request. A long prompt therefore delays the
+then the verification of all proposals under one row budget, then one prefill chunk of one new request. A long prompt therefore delays the
 other requests by one chunk per round, and the next prompt by one chunk.
 """
 
@@ -18,8 +18,8 @@ from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import Cancelled
 from swiftspec.runtime.coroutines import (
-    EXPANSION,
     PREFILL,
+    VERIFICATION,
     CallQueue,
     RequestCoroutine,
     run_calls,
@@ -161,13 +161,13 @@ class TreeBatchDecoding:
         return value
 
     def _run_calls(self) -> None:
-        """Runs the calls that come first, as one. A prefill chunk is among them if no tree is being expanded."""
+        """Runs the calls that come first, as one. A prefill chunk is among them if the next forward verifies."""
         waiting = [(running, running.waiting) for running in self._running if running.waiting is not None]
         trees = [each for each in waiting if each[1].priority != PREFILL]
         first = min((call.priority for _, call in trees), default=PREFILL)
         key = next((call.key for _, call in trees if call.priority == first), None)
         new = next((running for running, call in waiting if call.priority == PREFILL), None)
-        if first != EXPANSION and new is not None:
+        if first >= VERIFICATION and new is not None:
             self._run([new])
             self._running.remove(new)
             self._running.append(new)  # the next chunk is that of another request

@@ -45,8 +45,10 @@ from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import OverlappedDrafter, ThreadedVerifier, warm_up
 from swiftspec.runtime.prefix_caching import PrefixCachingRunner
+from swiftspec.runtime.row_budget import RowBudget
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.sequence_runner import SequencePool, SequenceRunner
+from swiftspec.runtime.suffix_drafter import SharedLookup
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import Verifier
 from swiftspec.sampling.grammar import GrammarCompiler
@@ -254,19 +256,33 @@ def _trees(
     draft = load("draft", EXPANSION) if entry.needs == "model" else None
     verifiers = [build_verifier(SequenceRunner(target), target_deps, config) for _ in range(config.max_num_seqs)]
     times = models.target_times(config, verifiers[0]) if draft is None else None
+    budget = RowBudget(calls)
+    lookup = SharedLookup(budget)
 
     def make_roles(verifier: TargetVerifier) -> TreeRoles:
-        model = None if draft is None else (SequenceRunner(draft[0]), draft[1])
-        drafter = entry.build(
-            DrafterInputs(config, _model_limits(models, config), model=model, verifier=verifier, target_times=times)
+        given = DrafterInputs(
+            config,
+            _model_limits(models, config),
+            model=None if draft is None else (SequenceRunner(draft[0]), draft[1]),
+            verifier=verifier,
+            target_times=times,
+            lookup=lookup,
         )
+        drafter = entry.build(given)
         held = LocalRoles(verifier, drafter if isinstance(drafter, LocalDrafter) else None)
         return TreeRoles(key, drafter, verifier, held)
 
-    roles, stats, decodings = [make_roles(verifier) for verifier in verifiers], None, list[TreeDecoding]()
+    roles = [make_roles(verifier) for verifier in verifiers]
+    pair_times = None
+    if draft is not None and roles[0].held.drafter is not None:
+        pair_times = models.row_times(config, verifiers[0], roles[0].held.drafter)
+        times = None if pair_times is None else pair_times.target
+    if times is not None:
+        budget.row_seconds = times.at
+    stats = SharedStats(config, pair_times, models.trial_budgets(config), lambda: calls.num_requests)
+    decodings = list[TreeDecoding]()
     for parts in roles:
-        given = _wrapper_inputs(parts, config, models, True, stats, lambda: calls.num_requests)
-        stats = given.stats
+        given = _wrapper_inputs(parts, config, models, True, stats, lookup)
         own = recorder if parts is roles[0] else Recorder(beside=recorder)
         decodings.append(_tree_decoding(parts, config, own, given, None))
     pools = [target] if draft is None else [target, draft[0]]
@@ -404,22 +420,22 @@ def _wrapper_inputs(
     models: Models | None,
     measure: bool,
     stats: SharedStats | None = None,
-    num_requests: Callable[[], int] = lambda: 1,
+    lookup: SharedLookup | None = None,
 ) -> WrapperInputs:
     """Returns what the wrappers of the drafter are built from. `measure`: whether this process may measure models that
-    it runs alone. `stats`: measurements that it shares with other drafters; None: new ones, for `num_requests`."""
+    it runs alone. `stats`, `lookup`: what it shares with other drafters; None: nothing."""
     target, draft = parts.held.verifier, parts.held.drafter
     times, suffix, budgets = None if stats is None else stats.row_times, None, None
     if models is not None and target is not None:
         if measure and draft is not None and stats is None:
             times = models.row_times(config, target, draft)
-        if measure and parts.remote is None:
+        if measure and parts.remote is None and stats is None:
             budgets = models.trial_budgets(config)
         if config.grafts_suffix or (draft is not None and config.verify == "match"):
             target_times = None if times is None else times.target
-            lookup = DrafterInputs(config, _model_limits(models, config), target_times=target_times)
-            suffix = build_suffix_drafter(lookup)
-    return WrapperInputs(config, parts.remote, suffix, stats or SharedStats(config, times, budgets, num_requests))
+            inputs = DrafterInputs(config, _model_limits(models, config), target_times=target_times, lookup=lookup)
+            suffix = build_suffix_drafter(inputs)
+    return WrapperInputs(config, parts.remote, suffix, stats or SharedStats(config, times, budgets))
 
 
 def make_recorder(trace: Path | None) -> Recorder:

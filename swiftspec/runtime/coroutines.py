@@ -20,7 +20,8 @@ from swiftspec.runtime.runner import Call
 if TYPE_CHECKING:
     from greenlet import greenlet
 
-EXPANSION, VERIFICATION, PREFILL = 0, 1, 2  # priorities of calls; every request expands its tree before any is verified
+# Priorities of calls: every request expands its tree before the rows of any are chosen, and then all are verified.
+EXPANSION, ROW_BUDGET, VERIFICATION, PREFILL = range(4)
 
 
 class CallQueue:
