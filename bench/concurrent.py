@@ -56,7 +56,7 @@ class System:
     def serve(self, clients: int, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> float:
         """Decodes the prompts, of which at most `clients` are in the engine at a time. Returns the tokens per round of
         a request."""
-        engine, waiting, running = self.llm.llm_engine.engine, iter(enumerate(zip(prompts, samplings))), 0
+        engine, waiting, running = self.llm.llm_engine, iter(enumerate(zip(prompts, samplings))), 0
         requests: list[BatchRequest] = []
 
         def next_request() -> BatchRequest | None:
@@ -128,9 +128,7 @@ class Prompts:
 
 def samplings(kind: str, count: int, max_tokens: int, first_seed: int) -> list[SamplingParams]:
     values: dict[str, Any] = FRESH if kind == "fresh" else {"temperature": 0.0}
-    return [
-        SamplingParams(**values, seed=first_seed + i, max_tokens=max_tokens, ignore_eos=True) for i in range(count)
-    ]
+    return [SamplingParams(**values, seed=first_seed + i, max_tokens=max_tokens, ignore_eos=True) for i in range(count)]
 
 
 def measure(systems: Sequence[System], prompts: Prompts, args: argparse.Namespace) -> None:
@@ -176,7 +174,7 @@ def main() -> None:
             row = [system.rates[kind, clients] for clients in args.clients]
             cells = [f"{statistics.median(cell):.0f} ({min(cell):.0f}..{max(cell):.0f})" for cell in row]
             rounds = [f"{statistics.median(system.rounds[kind, clients]):.2f}" for clients in args.clients]
-            print(f"{kind:6} {system.name:6} " + "  ".join(cells) + "; tokens per round " + " ".join(rounds), flush=True)
+            print(f"{kind:6} {system.name:6}", *cells, "tokens per round", *rounds, flush=True)
     if args.json is not None:
         rates = {s.name: [[*key, *cell] for key, cell in s.rates.items()] for s in systems}
         args.json.write_text(json.dumps(rates), encoding="utf-8")

@@ -21,9 +21,9 @@ def default_row_seconds(rows: int) -> float:
 
 
 class RowBudget:
-    """Chooses the rows of a joint verification: the likeliest nodes of all proposals, as many as give the most predicted
-    tokens per second of all requests together. Every request has its root, and beyond it the rows that its weights are
-    worth."""
+    """Chooses the rows of a joint verification: the likeliest nodes of all proposals, as many as give the most
+    predicted tokens per second of all requests together. Every request has its root, and further rows as far as its
+    nodes are among the likeliest."""
 
     def __init__(self, calls: CallQueue, row_seconds: Callable[[int], float] = default_row_seconds) -> None:
         """`calls`: of the requests. `row_seconds`: returns the time of a verification of a number of rows; it may be

@@ -130,8 +130,8 @@ class SuffixDrafter:
         return self._leading(self.num_verified(self.candidates.weights[1:]))
 
     def num_verified(self, weights: Sequence[float], least: int = 0) -> int:
-        """Returns the number of leading nodes of a proposal that are verified: by the row budget, if other requests run,
-        and otherwise `best_count`. Parameters as there."""
+        """Returns the number of leading nodes of a proposal that are verified: by the row budget if other requests
+        run, otherwise `best_count`. Parameters as there."""
         if self._shared is None or not self.joint:
             return self.best_count(weights, least)
         return self._shared.budget.share(weights[: self._nodes - 1], least)
