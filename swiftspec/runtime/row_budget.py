@@ -12,7 +12,9 @@ from swiftspec.runtime.coroutines import ROW_BUDGET, CallQueue
 
 # Time of each further row of a verification relative to that of one row, where it is not measured.
 ROW_COST = 0.1
-MIN_GAIN_FACTOR = 1.04  # further rows are verified only if the predicted tokens per second rise by this factor
+# Further rows are verified only if the predicted tokens per second rise by this factor. In a joint verification, where
+# one request cannot change the sum so much, the tokens of further rows are divided by it.
+MIN_GAIN_FACTOR = 1.04
 
 
 def default_row_seconds(rows: int) -> float:
@@ -49,15 +51,13 @@ class RowBudget:
         """Returns the number of leading nodes of each proposal. Parameters as in `share`, of all proposals."""
         roots = max(self._calls.num_requests, len(weights))
         owner = np.repeat(np.arange(len(weights)), [len(each) for each in weights])
-        chances = np.exp(np.concatenate([np.asarray(each) for each in weights]))
-        order = np.argsort(-chances, kind="stable")
+        joined = np.concatenate([np.asarray(each) for each in weights])
+        order = np.argsort(-joined, kind="stable")
         rows = slice(roots - 1, roots + len(order))
-        tokens = roots + np.concatenate([[0.0], np.cumsum(chances[order])])
+        tokens = roots + np.concatenate([[0.0], np.cumsum(np.exp(joined[order]))]) / MIN_GAIN_FACTOR
         speeds = tokens / np.asarray(self._times(rows.stop)[rows])
         least = min(least, len(order))
         best = least + int(np.argmax(speeds[least:]))
-        if speeds[best] <= MIN_GAIN_FACTOR * speeds[least]:
-            best = least
         return np.bincount(owner[order[:best]], minlength=len(weights)).tolist()
 
     def _times(self, rows: int) -> list[float]:
