@@ -301,7 +301,7 @@ class Plan:
                 ops=ops,
                 cache_dtype=None if config.spec.draft_head is not None else self.formats.cache_dtype,
                 int4_head=self.quantization(side, ops).head == "int4",
-                prefix_tokens=0 if engine.num_sequences > 1 else self.prefix_cache_tokens(engine),
+                prefix_tokens=0 if engine.group_shape is not None else self.prefix_cache_tokens(engine),
                 tree_slots=self.tree_slots(side, engine),
                 clusters=major in CLUSTER_MAJORS,
                 int4_kernels=has_int4_kernels(self.device),

@@ -164,7 +164,8 @@ class Roles:
         target = self.inner_roles.target
         if target is None:
             return 0
-        budget = target.prefix_cache.budget if isinstance(target, PrefixCachingRunner) else 0
+        holder = target.pool if isinstance(target, SequenceRunner) else target
+        budget = holder.prefix_cache.budget if isinstance(holder, PrefixCachingRunner | SequencePool) else 0
         return self.limits.max_model_len * self.config.num_sequences + budget
 
     def close(self, *, will_restart: bool = False) -> None:
@@ -249,8 +250,15 @@ def _trees(
 
     def load(side: Side, priority: int) -> tuple[SequencePool, ExecutorDeps]:
         runner, deps = models.runner(side, config, None, progress)
-        reuse = models.options.prefix_cache_memory > 0
-        return SequencePool(runner, config.max_num_seqs, calls, priority, reuse_prefixes=reuse), deps
+        pool = SequencePool(
+            runner,
+            config.max_num_seqs,
+            calls,
+            priority,
+            prefix_tokens=models.options.prefix_cache_tokens(config),
+            snapshot_tokens=models.options.snapshot_tokens(config),
+        )
+        return pool, deps
 
     target, target_deps = load("target", VERIFICATION)
     draft = load("draft", EXPANSION) if entry.needs == "model" else None
