@@ -274,8 +274,14 @@ class Models:
         if plan.max_num_seqs == 1:
             return [runner], deps
         priority = VERIFICATION if side == "target" else EXPANSION
-        reuse = self.options.prefix_cache_memory > 0
-        pool = SequencePool(runner, plan.max_num_seqs, calls, priority, reuse_prefixes=reuse)
+        pool = SequencePool(
+            runner,
+            plan.max_num_seqs,
+            calls,
+            priority,
+            prefix_tokens=self.options.prefix_cache_tokens(plan),
+            snapshot_tokens=self.options.snapshot_tokens(plan),
+        )
         rows = plan.max_nodes if side == "target" else plan.leaves_per_expansion + 1
         pool.executor = available.joint_executor(runner, deps, plan.max_num_seqs, rows)
         return [SequenceRunner(pool) for _ in range(plan.max_num_seqs)], deps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import get_args
@@ -79,6 +79,7 @@ from swiftspec.tree.sampled_children import MAX_REROOTS
 INT8_NUMBERS = {"native": 0, "int8": 1, "int16": 2}  # to which an activation is quantised; --activations
 # hidden size up to which a target's activations are int16 by default (docs/decisions/cpu-kernels.md)
 MAX_INT16_HIDDEN_SIZE = 1024
+SERVER_REQUESTS = 4  # that a server on a CPU decodes concurrently; more rows of a forward hardly share its price
 ROPE_TABLES_SHARE = 32  # of a CPU's memory, if the context is not given; decides only for small models
 
 
@@ -258,7 +259,32 @@ class Plan:
         plan = plan.with_gpu_trial(engine, options.get("gpu_trial", "auto"), options.get("trial_cache"))
         # the ranks of a job must have the same context, but may have different amounts of free memory
         adjust = options.get("max_model_len") is None and (ranks is None or ranks.size == 1)
-        return plan.fit_memory(engine, adjust=adjust, note=plan.loading.note).explained(options, model)
+        plan = plan.fit_memory(engine, adjust=adjust, note=plan.loading.note)
+        if options.get("serves") and ranks is None and not resolution.is_given("max_num_seqs"):
+            chosen = resolution.choices.features(engine.mode)
+            plan = plan.with_concurrent_requests({*chosen} | ({"draft head"} if head else set()))
+        return plan.explained(options, model)
+
+    def with_concurrent_requests(self, features: Collection[str]) -> Plan:
+        """Returns a copy that decodes several requests concurrently, if a single one is no slower then. `features`:
+        those that do not follow from the engine's configuration."""
+        most, why = self._concurrent_requests(features)
+        reasons = {**self.reasons, "max_num_seqs": Reason(most, "server", why)}
+        return replace(self, engine=replace(self.engine, max_num_seqs=most), reasons=reasons)
+
+    def _concurrent_requests(self, features: Collection[str]) -> tuple[int, str]:
+        """Returns the default number of concurrent requests of a server, and the reason."""
+        if self.device.type != "cpu" or self.engine.verify == "reject":
+            return 1, "only on a CPU with match verification do several requests have a tree each"
+        try:
+            check_features(self.engine.features | {"several requests", *features})
+        except UserError:
+            return 1, "these settings or models do not support several requests"
+        context = self.max_model_len * self._token_bytes(self.engine)
+        room = (hardware.memory_bytes() - self.prefix_cache_memory * 2**20) // max(context, 1)
+        if room < SERVER_REQUESTS:
+            return max(room, 1), "the keys and values of so many contexts fit the memory"
+        return SERVER_REQUESTS, "clients share forwards, and one alone is no slower"
 
     @property
     def vocab_size(self) -> int:
@@ -314,7 +340,7 @@ class Plan:
                 ops=ops,
                 cache_dtype=None if config.spec.draft_head is not None else self.formats.cache_dtype,
                 int4_head=self.quantization(side, ops).head == "int4",
-                prefix_tokens=0 if engine.num_sequences > 1 else self.prefix_cache_tokens(engine),
+                prefix_tokens=0 if engine.group_shape is not None else self.prefix_cache_tokens(engine),
                 tree_slots=self.tree_slots(side, engine),
                 clusters=major in CLUSTER_MAJORS,
                 int4_kernels=has_int4_kernels(self.device),
