@@ -108,7 +108,7 @@ def test_texts_of_requests_with_a_smaller_shape(
 
 def test_ties_are_broken_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
     """A uniform draft: all weights of a depth are equal, except for rounding of their sums."""
-    pair = Pair(2, 5, plan_of("serial", 4, 2, 2), PLAIN, sharpness=0.0)
+    pair = Pair(3, 5, plan_of("serial", 4, 2, 2), PLAIN, sharpness=0.0)
     apart, runs = pair.enumerate(monkeypatch, 1, 3)
     assert apart < 1e-12 and runs > 100
     for q in np.random.default_rng(2).dirichlet(np.full(5, 0.7), 20):
