@@ -36,10 +36,10 @@ from swiftspec.distributed.transport.codec import Frame, unpack_tree_delta
 from swiftspec.distributed.transport.grpc.client import GrpcTransport
 from swiftspec.distributed.transport.grpc.endpoint import TARGET_SERVICE, RpcSecurity
 from swiftspec.distributed.transport.opcodes import Opcode
-from swiftspec.llm_engine import TokenEngine
 from swiftspec.params import SamplingParams
 from swiftspec.startup.built_in_models import DEMO_MODELS
 from swiftspec.text.codec import TextCodec
+from swiftspec.token_engine import TokenEngine
 
 MEASURED = (Opcode.DRAFTER_OPEN, Opcode.OBSERVE, Opcode.VERIFIER_OPEN, Opcode.VERIFY)  # messages with an answer
 PROMPTS = slice(12, 16)  # different from the prompts of the predicted rounds

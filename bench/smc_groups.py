@@ -106,7 +106,7 @@ def run(llm: LLMEngine, prompts: Sequence[Sequence[int]], args: argparse.Namespa
         SamplingParams(args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=i)
         for i in range(len(prompts))
     ]
-    requests = [llm.engine.request(i, *asked) for i, asked in enumerate(zip(prompts, sampling, strict=True))]
+    requests = [llm.request(i, *asked) for i, asked in enumerate(zip(prompts, sampling, strict=True))]
     waiting, here, decoding = iter(requests), 0, llm.roles.decoding
     came: list[float] = []  # seconds in forwards until each request arrived
 
@@ -119,7 +119,7 @@ def run(llm: LLMEngine, prompts: Sequence[Sequence[int]], args: argparse.Namespa
         return request
 
     began, busy = time.perf_counter(), sum(decoding.busy)
-    for _, chunk in llm.engine.run_batch(arriving, lambda request: False):
+    for _, chunk in llm.run_batch(arriving, lambda request: False):
         here -= chunk.finish_reason is not None
     prompts_read = sum(sum(request.busy_before) for request in requests) - sum(came)
     reading = sum(request.stats.prompt_time for request in requests)

@@ -1,4 +1,4 @@
-"""The engine: decodes one request at a time, on token ids, with a draft tree or sequence groups."""
+"""Decoding of one request on token ids, from prompt to chunks: with a draft tree, or by another `Decoding`."""
 
 from __future__ import annotations
 
@@ -171,59 +171,6 @@ class TreeDecoding:
         self.active_drafter.close()
         self.verifier.close()
         self._notify("closed", stats)
-
-
-class RequestLimits(Protocol):
-    """Limits that a request must respect."""
-
-    @property
-    def max_model_len(self) -> int: ...  # prompt and output tokens
-    @property
-    def eos_token_ids(self) -> Collection[int]: ...
-    def check(self, prompt: Sequence[int], sampling: SamplingParams, /) -> None:
-        """Raises UserError if the request cannot be served."""
-        ...
-
-
-class Engine:
-    """Engine that decodes one request at a time. `stats`: statistics of the latest request."""
-
-    def __init__(self, decoding: Decoding, limits: RequestLimits) -> None:
-        self.decoding, self.limits = decoding, limits
-        self.stats = Stats()
-        self._requests = 0
-
-    def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        """Decodes a request to its end and returns its output. Raises UserError if the request cannot be served, for
-        example because the prompt is empty or exceeds the context."""
-        tokens = [token for chunk in self.stream(prompt, sampling) for token in chunk.token_ids]
-        return Completion(tokens, self.stats.finish_reason or "length", self.stats)
-
-    def stream(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Generator[TokenChunk]:
-        """Streams a request: yields one chunk per round; the last chunk has a finish reason. Closing the iterator ends
-        the request.
-
-        A new request ends the current one; reading the stream of the ended request then raises UserError. Raises
-        UserError before anything is computed if the request cannot be served, for example because the prompt is empty
-        or exceeds the context.
-        """
-        sampling = sampling if sampling is not None else SamplingParams()
-        self.limits.check(prompt, sampling)
-        return self._stream(tuple(prompt), sampling)
-
-    def _stream(self, prompt: tuple[int, ...], sampling: SamplingParams) -> Generator[TokenChunk]:
-        self._requests += 1
-        request = self._requests
-        stats = self.stats = Stats(prompt_tokens=len(prompt))
-        start, stop_criteria = request_start(request, prompt, sampling), self._stop_criteria(prompt, sampling)
-        yield from decode_request(self.decoding, start, stop_criteria, stats, lambda: self._requests == request)
-
-    def _stop_criteria(self, prompt: Sequence[int], sampling: SamplingParams) -> StopCriteria:
-        negative = sampling.negative_prompt_ids if sampling.guided else ()
-        budget = self.limits.max_model_len - max(len(prompt), len(negative))
-        budget = budget if sampling.max_tokens is None else min(budget, sampling.max_tokens)
-        eos = self.limits.eos_token_ids if sampling.grammar is not None or not sampling.ignore_eos else ()
-        return StopCriteria(budget, {*sampling.stop_token_ids, *eos})
 
 
 def request_start(request: int, prompt: Sequence[int], sampling: SamplingParams) -> RequestStart:

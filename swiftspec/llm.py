@@ -17,11 +17,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from swiftspec.builder.locked_engine import token_ids
 from swiftspec.config import PARTICLES, SPECULATION
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError, truncated_repr
-from swiftspec.llm_engine import TokenEngine
 from swiftspec.params import SamplingParams
 from swiftspec.settings.flags import MODELS, NETWORK, SETTINGS, flag_name
 from swiftspec.settings.other_flags import flag_hint
@@ -33,6 +31,7 @@ from swiftspec.startup.session import Session
 from swiftspec.text.codec import ChatMessage
 from swiftspec.text.messages import template_messages
 from swiftspec.text.outputs import DecodedTokens, OutputBuilder, RequestOutput, TextChunk, TextRequest
+from swiftspec.token_engine import TokenEngine, token_ids
 
 MIN_PROGRESS_PROMPTS = 4  # with fewer, no progress bar is shown
 COMMAND_ONLY = ("raw", "system_prompt", "listen", "max_sessions", "tls_cert", "tls_key")
@@ -250,7 +249,7 @@ class LLM:
             self._turn.take(),
             _progress_bar(len(builders), use_tqdm and len(requests) >= MIN_PROGRESS_PROMPTS) as done,
         ):
-            decoding, chunks = self.llm_engine.engine.batch(
+            decoding, chunks = self.llm_engine.batch(
                 [request.prompt_token_ids for request, _ in samplings],
                 [sampling for _, sampling in samplings],
                 lambda index: builders[index].finish_reason is not None,

@@ -6,184 +6,22 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-import torch
-
-from swiftspec.backends.cpu.packed_weight_cache import BackgroundWriter
-from swiftspec.batching.decoding import BatchRequest
 from swiftspec.builder.load_options import LoadOptions
-from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.models import Models
 from swiftspec.builder.plan import Plan
 from swiftspec.builder.ranks import run_until_shutdown, start_engine_rank
-from swiftspec.builder.roles import ConnectDraft, Roles, build_roles
+from swiftspec.builder.roles import ConnectDraft, build_roles
 from swiftspec.builder.rules import Choices
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.remote.failover import Outage
-from swiftspec.engine import Completion, Stats, TokenChunk
 from swiftspec.extras import require_extra
 from swiftspec.model.checkpoint_files import Progress
-from swiftspec.observe.draft_monitor import DraftMonitor
-from swiftspec.observe.recorder import TraceListener
-from swiftspec.params import SamplingParams
-from swiftspec.runtime.cancellation import CancelCheck
-
-CPU = torch.device("cpu")
-
-
-class TokenEngine:
-    """Decodes token ids with roles that are already built: the decoding interface of `LLMEngine`.
-
-    The roles run local models, lead the ranks of a job, or call workers. Decodes one request at a time, or up to
-    `max_num_seqs` concurrently.
-    """
-
-    def __init__(
-        self,
-        roles: Roles,
-        load_time: float = 0.0,
-        writer: BackgroundWriter | None = None,
-        pause: CancelCheck | None = None,
-        note: Callable[[str], object] = lambda line: None,
-    ) -> None:
-        """`load_time`: seconds that loading took.
-        `writer`: background thread that writes packed weights to the disk cache between requests; None without a disk
-        cache.
-        `pause`: cancellation check that the runners of the roles call before each prefill chunk.
-        `note`: receives a line if hardly any token of the draft is accepted.
-        """
-        self.roles, self.load_time, self.writer = roles, load_time, writer
-        self.config = roles.config
-        monitor, models = DraftMonitor(note), roles.models
-        self.device = CPU if models is None else models.options.device
-        self.engine = LockedEngine(
-            roles.decoding,
-            roles.limits,
-            background=writer,
-            cancel_check=pause,
-            on_finished=lambda stats: monitor.add_rounds(stats.verified),
-            device=self.device,
-            on_device_error=lambda error: None if models is None else models.record_device_error(error, roles.config),
-        )
-
-    @property
-    def stats(self) -> Stats:
-        """Statistics of the latest request, updated while it runs."""
-        return self.engine.stats
-
-    @property
-    def outages(self) -> Sequence[Outage]:
-        """Intervals of the latest request during which a draft in another process was unavailable."""
-        return self.roles.outages
-
-    @property
-    def max_model_len(self) -> int:
-        """Maximum number of prompt and output tokens of a request."""
-        return self.roles.limits.max_model_len
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Maximum number of concurrently decoded requests."""
-        return self.config.num_sequences
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary that target and draft share; token ids are below it."""
-        return self.roles.limits.vocab_size
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-text tokens of the target, which end an output unless `ignore_eos` is set."""
-        return self.roles.limits.eos_token_ids
-
-    def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        """Decodes one request to its end and returns the completion.
-
-        Raises UserError if the request cannot be served, for example because the prompt is empty or exceeds the
-        context.
-        """
-        return self.engine.generate(prompt, sampling)
-
-    def stream(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingParams | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> Generator[TokenChunk]:
-        """Streams one request: yields the verified tokens of each round. Closing the iterator ends the request.
-
-        The first step of the iterator prefills the prompt. It calls `cancelled` before each prefill chunk; if that
-        returns True, the stream ends without yielding anything.
-        """
-        return self.engine.stream(prompt, sampling, cancelled)
-
-    def generate_batch(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Completion]:
-        """Decodes several prompts, at most `max_num_seqs` concurrently, and returns completions in the order of
-        prompts.
-
-        `sampling` is one set of parameters for all prompts or one per prompt. The output of a prompt depends only on
-        that prompt and its parameters, not on the other prompts. A request with non-finite logits ends with finish
-        reason "error" without affecting the others. Raises UserError before any computation if a request cannot be
-        served.
-        """
-        requests, chunks = self.engine.batch(prompts, sampling)
-        tokens: list[list[int]] = [[] for _ in requests]
-        for request, chunk in chunks:
-            tokens[request.number] += chunk.token_ids
-        stats = [request.stats for request in requests]
-        return [
-            Completion(text, each.finish_reason or "length", each) for text, each in zip(tokens, stats, strict=True)
-        ]
-
-    def stream_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        cancelled: Callable[[int], bool] = lambda index: False,
-    ) -> Generator[tuple[int, TokenChunk]]:
-        """Streams several prompts: like `generate_batch`, but yields (prompt index, chunk) pairs.
-
-        `cancelled(index)` is called between rounds and before each prefill chunk; a request for which it returns True
-        ends with finish reason "abort".
-        """
-        _, chunks = self.engine.batch(prompts, sampling, cancelled)
-        return _numbered(chunks)
-
-    def listen(self, listener: TraceListener | None) -> None:
-        """Sets the listener that receives trace records, from the next request on. None removes the listener.
-
-        The listener is called on the decoding thread with the records of several rounds. Functions in
-        `observe.trace_format` convert records to trace lines in any thread; see
-        docs/reference/trace.md.
-        """
-        self.roles.recorder.listener = listener
-
-    def close(self, *, will_restart: bool = False) -> None:
-        """Ends the running request, shuts the other ranks down, closes the trace and continues writing the disk cache
-        of packed weights for at most one second.
-
-        Later requests raise UserError. `will_restart`: only disconnects from the other ranks, because a supervisor is
-        about to restart this rank and its followers.
-        """
-        self.engine.close()
-        self.roles.close(will_restart=will_restart)
-        if self.writer is not None:
-            self.writer.close()
-
-
-def _numbered(chunks: Generator[tuple[BatchRequest, TokenChunk]]) -> Generator[tuple[int, TokenChunk]]:
-    with closing(chunks):
-        for request, chunk in chunks:
-            yield request.number, chunk
+from swiftspec.token_engine import TokenEngine
 
 
 class LLMEngine(TokenEngine):

@@ -198,7 +198,7 @@ def test_a_draft_worker_gets_the_leaves_that_every_worker_accepts() -> None:
     apart = EngineConfig("async", draft_remote=True)
     assert {resolve_config(apart, "draft", device).draft_leaves for device in ("cuda", "cpu")} == {4}
     assert resolve_config(EngineConfig("async"), "draft", "cuda").draft_leaves == 8
-    chains = EngineConfig("serial", max_num_seqs=4)
+    chains = EngineConfig("serial", max_num_seqs=4, verify="reject")
     assert resolve_config(chains, "draft", "cuda").draft_leaves == 1, "a chain has one leaf"
 
 
@@ -210,7 +210,7 @@ def test_an_error_of_the_gpu_is_recorded(pair: tuple[Path, Path], monkeypatch: p
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     monkeypatch.setattr(Models, "record_device_error", lambda models, error, plan: found.append(error))
-    monkeypatch.setattr(type(llm.engine.decoding), "open", fail)
+    monkeypatch.setattr(type(llm.decoding), "open", fail)
     with pytest.raises(RuntimeError, match="launch failure") as raised:
         llm.generate(PROMPT, FREE)
     assert found == [raised.value]

@@ -37,7 +37,7 @@ def local_verifier(llm: LLMEngine) -> LocalVerifier:
 def decode_on(llm: LLMEngine, drafter: Drafter, verifier: Verifier) -> None:
     """Makes an engine decode with this drafter and verifier."""
     safe = FallbackDrafter(drafter)
-    llm.engine.decoding = TreeDecoding(safe, verifier)
+    llm.decoding = TreeDecoding(safe, verifier)
 
 
 def growing_ahead(drafter: LocalDrafter, config: EngineConfig, kind: type[Ahead]) -> Ahead:

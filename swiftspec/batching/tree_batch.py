@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 
 from swiftspec.batching.decoding import UNGUIDED, BatchRequest, IsCancelled, NextRequest
 from swiftspec.engine import Stats, StopCriteria, TokenChunk, TreeDecoding, decode_request
@@ -18,11 +19,10 @@ from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import Cancelled
 from swiftspec.runtime.coroutines import (
-    EXPANSION,
     PREFILL,
+    VERIFICATION,
     CallQueue,
     RequestCoroutine,
-    run_calls,
     suspend,
 )
 from swiftspec.runtime.sequence_runner import SequencePool
@@ -44,11 +44,11 @@ class RunningRequest(RequestCoroutine):
         return ended
 
     def _decode(self) -> None:
-        each = self.request
-        for chunk in decode_request(
-            self.decoding, each.start, each.stop_criteria, each.stats, lambda: self._is_current
-        ):
-            suspend(chunk)
+        each, is_current = self.request, lambda: self._is_current
+        chunks = decode_request(self.decoding, each.start, each.stop_criteria, each.stats, is_current)
+        with closing(chunks):
+            for chunk in chunks:
+                suspend(chunk)
 
 
 class TreeBatchDecoding:
@@ -167,7 +167,7 @@ class TreeBatchDecoding:
         first = min((call.priority for _, call in trees), default=PREFILL)
         key = next((call.key for _, call in trees if call.priority == first), None)
         new = next((running for running, call in waiting if call.priority == PREFILL), None)
-        if first != EXPANSION and new is not None:
+        if first >= VERIFICATION and new is not None:
             self._run([new])
             self._running.remove(new)
             self._running.append(new)  # the next chunk is that of another request
@@ -175,7 +175,7 @@ class TreeBatchDecoding:
             self._run([running for running, call in trees if call.priority == first and call.key == key])
 
     def _run(self, requests: Sequence[RunningRequest]) -> None:
-        run_calls([running.waiting for running in requests if running.waiting is not None])
+        self._calls.run([running.waiting for running in requests if running.waiting is not None])
         for running in requests:
             running.waiting = None
 

@@ -15,6 +15,8 @@ from swiftspec.builder.models import LocalRoles, Models
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives.join import RankGroup, count_exchanges, end_startup, join_group
 from swiftspec.distributed.collectives.leave import leave_group
+from swiftspec.distributed.group.concurrent_requests import FollowerRequests
+from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
 from swiftspec.distributed.group.leader import FollowerGroup, LeaderDrafter, run_follower, wait_for_shutdown
 from swiftspec.distributed.launch.config_check import RankConfig, RankRole, check_consistent, report_startup_error
 from swiftspec.distributed.launch.supervision import Heartbeat, RankTable
@@ -308,9 +310,12 @@ def _follow(rank: Rank, leader: Transport) -> None:
     other rank raises the error.
     """
     held = rank.held
-    roles = held.verifier, held.drafter, held.scheduler
+    first, *others = (
+        FollowerDispatcher(each.verifier, each.drafter, each.scheduler, rank.limits) for each in (held, *held.others)
+    )
+    decode = FollowerRequests([first, *others], held.pools[0].calls).decode if others else first.decode
     try:
-        run_follower(leader, *roles, rank.limits, rank.models.cancel_check, rank.heartbeat)
+        run_follower(leader, decode, rank.models.cancel_check, rank.heartbeat)
     except FAILURES as error:
         rank.record(error)
         if rank.world.supervisor is not None:

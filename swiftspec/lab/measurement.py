@@ -150,7 +150,7 @@ def _decode_batch(llm: LLMEngine, prompts: Sequence[Sequence[int]], sampling: Sa
     count = max(2 * llm.max_num_seqs, len(prompts))
     asked = [(prompts[i % len(prompts)], replace(sampling, seed=i)) for i in range(count)]
     run = Run(answers=[[] for _ in asked])
-    requests, chunks = llm.engine.batch([prompt for prompt, _ in asked], [each for _, each in asked])
+    requests, chunks = llm.batch([prompt for prompt, _ in asked], [each for _, each in asked])
     began, busy = time.perf_counter(), llm.roles.decoding.busy[0]
     with closing(chunks):
         for request, chunk in chunks:

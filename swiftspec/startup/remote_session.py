@@ -78,7 +78,7 @@ def _open(
     began = time.perf_counter()
     options, threads = _options(settings, phases, draft, codec)
     from swiftspec.builder.remote_roles import build_remote_roles
-    from swiftspec.llm_engine import TokenEngine
+    from swiftspec.token_engine import TokenEngine
 
     with one_line_if_memory_ends():
         roles = build_remote_roles(target, draft, choices, path, **options)

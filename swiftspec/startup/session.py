@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from swiftspec.builder.load_options import LoadOptions
     from swiftspec.distributed.launch.world import World
     from swiftspec.engine import TokenChunk
-    from swiftspec.llm_engine import LLMEngine, TokenEngine
+    from swiftspec.llm_engine import LLMEngine
+    from swiftspec.token_engine import TokenEngine
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ def read(llm: LLMEngine, prompts: list[list[int]], sampling: list[SamplingParams
 
 
 def decoding_of(llm: LLMEngine) -> TreeBatchDecoding:
-    decoding = llm.engine.decoding
+    decoding = llm.decoding
     assert isinstance(decoding, TreeBatchDecoding)
     return decoding
 
@@ -138,6 +138,34 @@ def test_requests_decoded_together_equal_each_alone(
     for requests in counts:
         together = engine(pair, draft, requests, dtype=dtype)
         for _ in range(2):  # the second time prompts are found in the cache
+            found = read(together, prompts, sampling)
+            assert [each[:2] for each in found] == [each[:2] for each in wanted]
+            if dtype != torch.float64:
+                assert [each[2:] for each in found] == [each[2:] for each in wanted]
+            assert_idle(together)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "counts"),
+    [
+        ("dense", torch.float64, (3,)),
+        pytest.param("dense", torch.bfloat16, (2, 8), marks=NATIVE),
+        pytest.param("qwen3_next", torch.float32, (4,), marks=NATIVE),
+    ],
+    ids=str,
+)
+def test_rejection_sampled_requests_equal_each_alone(
+    pair_of: Callable[[str], tuple[Path, Path]], family: str, dtype: torch.dtype, counts: tuple[int, ...]
+) -> None:
+    """Also bit by bit, in log-probabilities: the noise of a tree does not depend on its company either."""
+    prompts, sampling = requests_of(12)
+    sampling = [replace(each, temperature=each.temperature or 0.5) for each in sampling]
+    pair, config = pair_of(family), {"verify": "reject", "draft_steps": 2}
+    alone = engine(pair, "model", 1, dtype=dtype, config=config)
+    wanted = [read(alone, [prompt], [each])[0] for prompt, each in zip(prompts, sampling, strict=True)]
+    for requests in counts:
+        together = engine(pair, "model", requests, dtype=dtype, config=config)
+        for _ in range(2):
             found = read(together, prompts, sampling)
             assert [each[:2] for each in found] == [each[:2] for each in wanted]
             if dtype != torch.float64:
@@ -247,7 +275,7 @@ class Arrivals(RuleBasedStateMachine):
     def arrive(self, kind: int) -> None:
         number = len(self.kind)
         prompt = [5, BAD_TOKEN, 3] if kind < 0 else self.prompts[kind]
-        self.waiting.append(self.llm.engine.request(number, prompt, self.sampling[max(kind, 0)]))
+        self.waiting.append(self.llm.request(number, prompt, self.sampling[max(kind, 0)]))
         self.kind[number], self.text[number] = kind, []
 
     @precondition(lambda self: self.kind)
@@ -260,7 +288,7 @@ class Arrivals(RuleBasedStateMachine):
         for _ in range(count):
             if self.chunks is None:
                 following = lambda: self.waiting.pop(0) if self.waiting else None  # noqa: E731
-                self.chunks = self.llm.engine.run_batch(following, lambda each: each.number in self.cancelled)
+                self.chunks = self.llm.run_batch(following, lambda each: each.number in self.cancelled)
             found = next(self.chunks, None)
             if found is None:
                 self.chunks = None

@@ -35,7 +35,6 @@ from swiftspec.backends.families import FAMILIES
 from swiftspec.backends.unfused import unfused
 from swiftspec.builder import gpu_trial
 from swiftspec.builder.gpu_trial import CheckProcess, GpuVerdict, TrialRunner, run_trial, search_rungs
-from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.models import Models
 from swiftspec.builder.plan import Loading, Plan
 from swiftspec.builder.ranks import agree_on_operators
@@ -45,6 +44,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import RankRole
 from swiftspec.errors import RankLost, UserError
 from swiftspec.model.config_json import parse_config
+from swiftspec.token_engine import TokenEngine
 
 ATTENTION = AttentionShape(2, 1, 64, 300, "bfloat16", False)
 LAYER = LayerShape(
@@ -581,11 +581,12 @@ def test_an_engine_reports_an_error_of_its_gpu() -> None:
         raise RuntimeError("linear: an illegal memory access was encountered")
         yield
 
-    class Limits:
-        check = staticmethod(lambda *of: None)
-
-    stands_in: Any = Limits()
-    engine = LockedEngine(stands_in, stands_in, on_device_error=errors.append)
+    models = SimpleNamespace(
+        options=SimpleNamespace(device=torch.device("cpu")),
+        record_device_error=lambda error, config: errors.append(error),
+    )
+    roles: Any = SimpleNamespace(config=None, decoding=None, limits=None, models=models)
+    engine = TokenEngine(roles)
     with pytest.raises(RuntimeError, match="illegal memory access") as raised:
         next(engine._rounds(fails(), lambda: False))
     assert errors == [raised.value]

@@ -15,8 +15,8 @@ from swiftspec.builder.models import Models
 from swiftspec.builder.remote_roles import build_remote_roles
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.remote.session_messages import ModelInfo
-from swiftspec.llm_engine import TokenEngine
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.token_engine import TokenEngine
 
 
 def no_transport() -> Any:
@@ -45,5 +45,5 @@ def test_a_local_draft_captures_at_startup_and_records_errors_of_its_gpu(monkeyp
         yield
 
     with pytest.raises(RuntimeError, match="illegal memory access") as raised:
-        next(running.engine._rounds(fails(), lambda: False))
+        next(running._rounds(fails(), lambda: False))
     assert recorded == [raised.value]

@@ -16,7 +16,8 @@ from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.cache.prefix_reuse import SequencePrefixes
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.llm_engine import Completion, LLMEngine
+from swiftspec.engine import Completion
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from tests.support.roles import scheduler_of
 from tests.support.tiny_checkpoints import make_pair

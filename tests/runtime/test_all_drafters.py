@@ -68,7 +68,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     target, draft = make_models(tmp_path_factory.mktemp("models"), kind)
     config = EngineConfig("serial", verify_batch=16, drafter=GRAFTED if "+" in kind else "model")
     drafting = LLMEngine(target, draft, config, **OPTIONS)
-    decoding = drafting.engine.decoding
+    decoding = drafting.decoding
     assert isinstance(decoding, TreeDecoding)
     return Engines(LLMEngine(target, **OPTIONS), drafting, decoding.drafter, answers[kind in HYBRIDS])
 

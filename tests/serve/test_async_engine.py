@@ -49,8 +49,8 @@ class Gate:
     def __init__(self, llm: LLM) -> None:
         self.num_held = 0
         self.error: Exception | None = None
-        self._permits, self._run_batch = threading.Semaphore(0), llm.llm_engine.engine.run_batch
-        llm.llm_engine.engine.run_batch = self._held_batch  # type: ignore[method-assign]
+        self._permits, self._run_batch = threading.Semaphore(0), llm.llm_engine.run_batch
+        llm.llm_engine.run_batch = self._held_batch  # type: ignore[method-assign]
 
     def _held_batch(self, *arguments: Any) -> Generator[Any]:
         with closing(self._run_batch(*arguments)) as chunks:

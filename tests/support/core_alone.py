@@ -41,7 +41,7 @@ def main(files: Sequence[str]) -> None:
 
 def decode(draft: bool) -> tuple[list[int], int]:
     """The tokens after a prompt, and how many of them were draft tokens."""
-    from swiftspec.engine import Engine, TreeDecoding
+    from swiftspec.engine import Stats, StopCriteria, TreeDecoding, decode_request, request_start
     from swiftspec.params import SamplingParams
     from swiftspec.runtime.drafter import NoDrafter
     from swiftspec.runtime.executors.eager import EagerExecutor
@@ -61,10 +61,10 @@ def decode(draft: bool) -> tuple[list[int], int]:
         shape.calibration_for = lambda greedy: 1.0
         drafter = LocalDrafter(small, [EagerExecutor(small)], tree, children, shape)
     verifier = LocalVerifier(target, [EagerExecutor(target)])
-    limits: Any = SimpleNamespace(max_model_len=64, eos_token_ids=(), check=lambda prompt, sampling: None)
-    engine = Engine(TreeDecoding(drafter, verifier), limits)
-    answer = engine.generate([3, 1, 4, 1, 5], SamplingParams(temperature=0.9, seed=7, max_tokens=40))
-    return answer.token_ids, answer.stats.accepted
+    start = request_start(1, [3, 1, 4, 1, 5], SamplingParams(temperature=0.9, seed=7))
+    decoding, stats = TreeDecoding(drafter, verifier), Stats()
+    chunks = decode_request(decoding, start, StopCriteria(max_tokens=40, stop_token_ids=()), stats)
+    return [token for chunk in chunks for token in chunk.token_ids], stats.accepted
 
 
 def make_runner(seed: int, noise: float) -> Any:

@@ -159,4 +159,4 @@ def replace_roles(
     """Replaces drafter or verifier of an engine; without a controller. `spare`: see `FallbackDrafter`."""
     parts = tree_of(llm)
     safe = FallbackDrafter(drafter or parts.drafter, spare)
-    llm.engine.decoding = TreeDecoding(safe, verifier or parts.verifier)
+    llm.decoding = TreeDecoding(safe, verifier or parts.verifier)

@@ -21,8 +21,9 @@ from swiftspec.distributed.transport.grpc.client import GrpcConnection
 from swiftspec.distributed.transport.grpc.endpoint import SERVICES, Endpoint, RpcSecurity
 from swiftspec.distributed.transport.grpc.server import RpcServer
 from swiftspec.distributed.transport.opcodes import Opcode
-from swiftspec.llm_engine import LLMEngine, TokenEngine
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.vocabulary import VocabularyIdentity
+from swiftspec.token_engine import TokenEngine
 
 TOKENIZER = bytes(32)  # the models of the tests have none
 OPTIONS: LoadOptions = {"dtype": torch.float64}

@@ -20,10 +20,11 @@ from swiftspec.distributed.remote.session_messages import Answer
 from swiftspec.distributed.remote.worker import WorkerServer
 from swiftspec.distributed.transport.grpc import client
 from swiftspec.errors import UserError
-from swiftspec.llm_engine import LLMEngine, TokenEngine
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import VerifyResult
 from swiftspec.observe.step_time_emulation import StepTimeEmulation, StepTimes
 from swiftspec.params import SamplingParams
+from swiftspec.token_engine import TokenEngine
 from tests.support.relay import Direction, Relay
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
 from tests.support.workers import OPTIONS, StartedWorker, client_on_workers, started

@@ -15,13 +15,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from rich.console import Console
 
 from swiftspec.engine import Stats, TokenChunk
-from swiftspec.llm_engine import TokenEngine
 from swiftspec.observe.rpc_latency import ClockOffset, RpcLog, RpcRecord
 from swiftspec.params import SamplingParams
 from swiftspec.serve.cli.chat import Chat
 from swiftspec.serve.otel.spans import traced_session
 from swiftspec.settings.settings import Settings
 from swiftspec.startup.session import Session
+from swiftspec.token_engine import TokenEngine
 from tests.support.tiny_checkpoints import make_pair
 from tests.support.workers import StartedWorker, client_on_workers, started
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from swiftspec.batching.decoding import BatchRequest
     from swiftspec.cache.prefix_cache import TokenText
     from swiftspec.engine import Stats, TokenChunk
-    from swiftspec.llm_engine import TokenEngine
     from swiftspec.messages import SampledLogprob
+    from swiftspec.token_engine import TokenEngine
 
 
 class FrameLink(Protocol):
@@ -125,7 +125,7 @@ class EngineLoop:
     def _decode_batch(self) -> None:
         """Decodes queued and arriving requests until the queue is empty."""
         try:
-            with closing(self._llm.engine.run_batch(self._next_request, self._should_end)) as chunks:
+            with closing(self._llm.run_batch(self._next_request, self._should_end)) as chunks:
                 for request, chunk in chunks:
                     if self._lost is None:
                         self._send_chunk(request, chunk)
@@ -145,7 +145,7 @@ class EngineLoop:
             start = self._queued.popleft()
             try:
                 sampling = SamplingParams(**start.sampling)
-                request = self._llm.engine.request(start.request, start.prompt, sampling)
+                request = self._llm.request(start.request, start.prompt, sampling)
             except (UserError, TypeError) as error:
                 self._finish(frames.FailedFrame(start.request, str(error), user=True))
             else:

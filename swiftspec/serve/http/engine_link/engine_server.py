@@ -28,8 +28,8 @@ from swiftspec.startup.session import open_session
 if TYPE_CHECKING:
     from swiftspec.cache.prefix_cache import TokenText
     from swiftspec.distributed.launch.world import World
-    from swiftspec.llm_engine import TokenEngine
     from swiftspec.serve.kv_events.publisher import KvEventPublisher
+    from swiftspec.token_engine import TokenEngine
 
 FLUSH_TIMEOUT_S = 2.0  # time at shutdown to send the last frames
 

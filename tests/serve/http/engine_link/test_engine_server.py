@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.llm_engine import LLMEngine, TokenEngine
+from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.http.engine_link.engine_server import EngineServer
 from swiftspec.serve.http.engine_link.frame_socket import FrameDecoder, FrameSocket, encode_frame
 from swiftspec.serve.http.engine_link.frames import FromEngine
+from swiftspec.token_engine import TokenEngine
 from tests.support.tiny_checkpoints import make_pair
 from tests.support.workers import client_on_workers, started
 

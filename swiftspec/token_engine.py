@@ -1,20 +1,25 @@
-"""A thread-safe engine: one request, or one batch of requests, at a time."""
+"""`TokenEngine`: decodes token ids, one request or one batch of requests at a time."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from swiftspec.backends.cpu.packed_weight_cache import BackgroundWriter
 from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory
 from swiftspec.batching.decoding import BatchDecoding, BatchRequest, IsCancelled, NextRequest
 from swiftspec.batching.tree_batch import TreeBatchDecoding
-from swiftspec.engine import Decoding, Engine, RequestLimits, Stats, TokenChunk, request_start
+from swiftspec.builder.roles import Roles
+from swiftspec.distributed.remote.failover import Outage
+from swiftspec.engine import Completion, Stats, StopCriteria, TokenChunk, decode_request, request_start
 from swiftspec.errors import NonFiniteLogits, UserError, truncated_repr
+from swiftspec.observe.draft_monitor import DraftMonitor
+from swiftspec.observe.recorder import TraceListener
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck, Cancelled
 from swiftspec.runtime.current_device import on_device
@@ -26,43 +31,75 @@ CLOSED = "this engine is closed: create a new one"
 OUT_OF_MEMORY = "not enough memory for this request: use a smaller max_model_len, or disable guidance"
 
 
-class BackgroundWork(Protocol):
-    """Work that competes with requests for the CPU or GPU and can be paused."""
+class TokenEngine:
+    """Decodes token ids with roles that are already built: the decoding interface of `LLMEngine`.
 
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
+    The roles run local models, lead the ranks of a job, or call workers. Decodes one request at a time, or up to
+    `max_num_seqs` concurrently.
 
-
-class LockedEngine(Engine):
-    """A thread-safe engine that serves one thread at a time: while a request of one thread is open, calls of other
-    threads raise UserError.
-
-    An open stream belongs to the thread that last requested a chunk; that thread may start another request, which ends
-    the open one. After `close` every call raises UserError.
+    Serves one thread at a time: while a request of one thread is open, calls of other threads raise UserError. An open
+    stream belongs to the thread that last requested a chunk; that thread may start another request, which ends the open
+    one. After `close` every call raises UserError.
     """
 
     def __init__(
         self,
-        decoding: Decoding,
-        limits: RequestLimits,
-        background: BackgroundWork | None = None,
+        roles: Roles,
+        load_time: float = 0.0,
+        writer: BackgroundWriter | None = None,
         cancel_check: CancelCheck | None = None,
-        on_finished: Callable[[Stats], object] = lambda stats: None,
-        device: torch.device = CPU,
-        on_device_error: Callable[[Exception], object] = lambda error: None,
+        note: Callable[[str], object] = lambda line: None,
     ) -> None:
-        """`background`: work that is paused while a request runs.
-        `cancel_check`: the check that the runners of `decoding` call before each prefill chunk.
-        `on_finished`: called with the statistics of each request when it ends.
-        `device`: device of the models, which becomes the current one of whatever thread decodes, while it does.
-        `on_device_error`: called with an error of this process's GPU (`is_device_error`) before it is raised.
+        """`load_time`: seconds that loading took.
+        `writer`: background thread that writes packed weights to the disk cache between requests; None without a disk
+        cache.
+        `cancel_check`: the check that the runners of the roles call before each prefill chunk.
+        `note`: receives a line if hardly any token of the draft is accepted.
         """
-        super().__init__(decoding, limits)
-        self._background, self._cancel_check = background, cancel_check if cancel_check is not None else CancelCheck()
-        self._on_finished, self._device, self._on_device_error = on_finished, device, on_device_error
+        self.roles, self.load_time, self.writer = roles, load_time, writer
+        self.config, self.decoding, self.limits = roles.config, roles.decoding, roles.limits
+        self.stats = Stats()  # of the latest request, updated while it runs
+        self.device = CPU if roles.models is None else roles.models.options.device
+        self._monitor = DraftMonitor(note)
+        self._cancel_check = CancelCheck() if cancel_check is None else cancel_check
+        self._requests = 0
         self._lock = threading.RLock()  # held during a round
         self._open: tuple[Generator[Any], int] | None = None  # the running request and its thread
         self._closed = False
+
+    @property
+    def outages(self) -> Sequence[Outage]:
+        """Intervals of the latest request during which a draft in another process was unavailable."""
+        return self.roles.outages
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum number of prompt and output tokens of a request."""
+        return self.roles.limits.max_model_len
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Maximum number of concurrently decoded requests."""
+        return self.config.num_sequences
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary that target and draft share; token ids are below it."""
+        return self.roles.limits.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-text tokens of the target, which end an output unless `ignore_eos` is set."""
+        return self.roles.limits.eos_token_ids
+
+    def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
+        """Decodes one request to its end and returns the completion.
+
+        Raises UserError if the request cannot be served, for example because the prompt is empty or exceeds the
+        context.
+        """
+        tokens = [token for chunk in self.stream(prompt, sampling) for token in chunk.token_ids]
+        return Completion(tokens, self.stats.finish_reason or "length", self.stats)
 
     def stream(
         self,
@@ -70,15 +107,58 @@ class LockedEngine(Engine):
         sampling: SamplingParams | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Generator[TokenChunk]:
-        """Streams a request as `Engine.stream` does. Token ids may be NumPy or torch integers. `cancelled` is called
-        before each prefill chunk, on the thread that reads the stream; if it returns True, the stream ends without
-        yielding anything."""
+        """Streams one request: yields the verified tokens of each round; the last chunk has a finish reason. Closing
+        the iterator ends the request.
+
+        `prompt`: token ids, which may be NumPy or torch integers.
+        `cancelled`: called before each prefill chunk, on the thread that reads the stream; if it returns True, the
+        stream ends without yielding anything.
+
+        A new request ends the current one; reading the stream of the ended request then raises UserError. Raises
+        UserError before anything is computed if the request cannot be served.
+        """
         sampling = sampling if sampling is not None else SamplingParams()
         require(
             isinstance(sampling, SamplingParams), f"sampling must be SamplingParams, not {truncated_repr(sampling)}"
         )
+        tokens = token_ids(prompt)
         with self._engine_lock():
-            return self._rounds(super().stream(token_ids(prompt), sampling), cancelled)
+            self.limits.check(tokens, sampling)
+            return self._rounds(self._stream(tokens, sampling), cancelled)
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Decodes several prompts, at most `max_num_seqs` concurrently, and returns completions in the order of
+        prompts.
+
+        `sampling` is one set of parameters for all prompts or one per prompt. The output of a prompt depends only on
+        that prompt and its parameters, not on the other prompts. A request with non-finite logits ends with finish
+        reason "error" without affecting the others. Raises UserError before any computation if a request cannot be
+        served.
+        """
+        requests, chunks = self.batch(prompts, sampling)
+        tokens: list[list[int]] = [[] for _ in requests]
+        for request, chunk in chunks:
+            tokens[request.number] += chunk.token_ids
+        stats = [request.stats for request in requests]
+        return [
+            Completion(text, each.finish_reason or "length", each) for text, each in zip(tokens, stats, strict=True)
+        ]
+
+    def stream_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        cancelled: Callable[[int], bool] = lambda index: False,
+    ) -> Generator[tuple[int, TokenChunk]]:
+        """Streams several prompts: like `generate_batch`, but yields (prompt index, chunk) pairs.
+
+        `cancelled(index)` is called between rounds and before each prefill chunk; a request for which it returns True
+        ends with finish reason "abort".
+        """
+        _, chunks = self.batch(prompts, sampling, cancelled)
+        return _numbered(chunks)
 
     def request(self, number: int, prompt: Sequence[int], sampling: SamplingParams) -> BatchRequest:
         """Returns a request for `run_batch`. `number`: the caller's identifier of the request. Raises UserError if the
@@ -139,15 +219,23 @@ class LockedEngine(Engine):
             return self._rounds(chunks, lambda: prefilling is not None and cancelled(prefilling))
 
     def _stream(self, prompt: tuple[int, ...], sampling: SamplingParams) -> Generator[TokenChunk]:
-        stats: Stats | None = None
-        with closing(super()._stream(prompt, sampling)) as chunks:
+        self._requests += 1
+        request = self._requests
+        stats = self.stats = Stats(prompt_tokens=len(prompt))
+        start, stop_criteria = request_start(request, prompt, sampling), self._stop_criteria(prompt, sampling)
+        chunks = decode_request(self.decoding, start, stop_criteria, stats, lambda: self._requests == request)
+        with closing(chunks):
             try:
-                for chunk in chunks:
-                    stats = self.stats if stats is None else stats
-                    yield chunk
+                yield from chunks
             finally:
-                if stats is not None:
-                    self._on_finished(stats)
+                self._monitor.add_rounds(stats.verified)
+
+    def _stop_criteria(self, prompt: Sequence[int], sampling: SamplingParams) -> StopCriteria:
+        negative = sampling.negative_prompt_ids if sampling.guided else ()
+        budget = self.limits.max_model_len - max(len(prompt), len(negative))
+        budget = budget if sampling.max_tokens is None else min(budget, sampling.max_tokens)
+        eos = self.limits.eos_token_ids if sampling.grammar is not None or not sampling.ignore_eos else ()
+        return StopCriteria(budget, {*sampling.stop_token_ids, *eos})
 
     def _batch(self, chunks: Generator[tuple[BatchRequest, TokenChunk]]) -> Generator[tuple[BatchRequest, TokenChunk]]:
         """Yields the chunks of a batch. Raises UserError once a later request has ended the batch."""
@@ -157,7 +245,7 @@ class LockedEngine(Engine):
             for request, chunk in chunks:
                 self.stats = request.stats
                 if chunk.finish_reason is not None:
-                    self._on_finished(request.stats)
+                    self._monitor.add_rounds(request.stats.verified)
                 yield request, chunk
                 require(self._requests == number, "this batch was ended by a later request: read it to its end first")
 
@@ -177,33 +265,51 @@ class LockedEngine(Engine):
             if reason in ("abort", "error"):
                 yield request, request.ended_chunk(reason)
 
-    def close(self) -> None:
-        """Waits for the current round or prefill chunk, if any, ends its request and closes the engine."""
+    def listen(self, listener: TraceListener | None) -> None:
+        """Sets the listener that receives trace records, from the next request on. None removes the listener.
+
+        The listener is called on the decoding thread with the records of several rounds. Functions in
+        `observe.trace_format` convert records to trace lines in any thread; see
+        docs/reference/trace.md.
+        """
+        self.roles.recorder.listener = listener
+
+    def close(self, *, will_restart: bool = False) -> None:
+        """Waits for the current round or prefill chunk, if any, and ends its request, shuts the other ranks down,
+        closes the trace and continues writing the disk cache of packed weights for at most one second.
+
+        Later requests raise UserError. `will_restart`: only disconnects from the other ranks, because a supervisor is
+        about to restart this rank and its followers.
+        """
         self._closed = True
         with self._lock:
             if self._open is not None:
-                with on_device(self._device):
+                with on_device(self.device):
                     self._open[0].close()
+        self.roles.close(will_restart=will_restart)
+        if self.writer is not None:
+            self.writer.close()
 
     def _rounds(self, chunks: Generator[Piece], cancelled: Callable[[], bool]) -> Generator[Piece]:
         """Yields the chunks, and holds the engine's lock while each of them is decoded. Background work is paused
         meanwhile. Raises UserError if memory does not suffice."""
-        if self._background is not None:
-            self._background.pause()
+        if self.writer is not None:
+            self.writer.pause()
         try:
             while True:
                 with self._engine_lock(chunks):
                     self._open = chunks, threading.get_ident()
                     self._cancel_check.cancelled = lambda: self._closed or cancelled()
                     try:
-                        with on_device(self._device):
+                        with on_device(self.device):
                             chunk = next(chunks, None)
                     except Cancelled:
                         require(not self._closed, CLOSED)
                         return
                     except (MemoryError, RuntimeError) as error:
                         if is_device_error(error):
-                            self._on_device_error(error)
+                            if self.roles.models is not None:
+                                self.roles.models.record_device_error(error, self.config)
                             raise
                         if not is_out_of_gpu_memory(error):
                             raise
@@ -213,12 +319,12 @@ class LockedEngine(Engine):
                 yield chunk
         finally:
             with self._lock:
-                with on_device(self._device):
+                with on_device(self.device):
                     chunks.close()
                 if self._open is not None and self._open[0] is chunks:
                     self._open = None
-                if self._background is not None and self._open is None:
-                    self._background.resume()
+                if self.writer is not None and self._open is None:
+                    self.writer.resume()
 
     @contextmanager
     def _engine_lock(self, mine: Generator[Any] | None = None) -> Iterator[None]:
@@ -234,6 +340,12 @@ class LockedEngine(Engine):
         finally:
             if taken:
                 self._lock.release()
+
+
+def _numbered(chunks: Generator[tuple[BatchRequest, TokenChunk]]) -> Generator[tuple[int, TokenChunk]]:
+    with closing(chunks):
+        for request, chunk in chunks:
+            yield request.number, chunk
 
 
 def token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
