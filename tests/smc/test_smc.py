@@ -172,10 +172,18 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, draft
 
 
-@pytest.mark.parametrize(
-    ("models", "before"), [("pair", 0), ("hybrids", 0), ("hybrids", 50)], ids=["attention", "hybrid", "long hybrid"]
-)
-@pytest.mark.parametrize("exact", [0, 2])
+# every kind of model, and both kinds of round
+POPULATIONS = [
+    ("pair", 0, 0),
+    ("hybrids", 50, 2),
+    ("pair", 0, 2),
+    ("hybrids", 0, 0),
+    ("hybrids", 0, 2),
+    ("hybrids", 50, 0),
+]
+
+
+@pytest.mark.parametrize(("models", "before", "exact"), fast_first(POPULATIONS, 2, unpack=True))
 def test_every_live_slot_holds_the_kv_of_its_path(
     request: pytest.FixtureRequest, models: str, before: int, exact: int
 ) -> None:
