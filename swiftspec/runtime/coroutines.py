@@ -22,8 +22,8 @@ from swiftspec.runtime.runner import Call
 if TYPE_CHECKING:
     from greenlet import greenlet
 
-# Priorities of calls: results are read first, every request expands its tree before the rows of any are chosen, then all
-# are verified, and new prompts are prefilled last.
+# Priorities of calls: results are read first, every request expands its tree before the rows of any are chosen, then
+# all are verified, and new prompts are prefilled last.
 READ, EXPANSION, ROW_BUDGET, VERIFICATION, PREFILL = range(5)
 
 
