@@ -133,7 +133,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # features of the machine, of models and of commands, which only the tests of their own modules have
 ELSEWHERE = {
-    *MACHINE_FEATURES, *MODEL_FEATURES, *COMMAND_FEATURES, "best_of", "draft head", "hidden states", "overlap",
+    *MACHINE_FEATURES, *MODEL_FEATURES, *COMMAND_FEATURES, "best_of", "draft head", "overlap",
     "stream", "suffix", "truncation", "population choices", "top log-probabilities", "echoed log-probabilities",
     "revision", "no guidance", "negative prompt", "company",
     "shared GPUs", "rounded activations", "exact activations", "int8 head", "float8 cache",

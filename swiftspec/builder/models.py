@@ -341,7 +341,7 @@ class Models:
         captures = options.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0 and options.gpu.verdict.graphs
         priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
         capture = partial(self._new_capture, priority) if captures else None
-        prefix_tokens = options.prefix_cache_tokens(plan) // options.sessions if plan.num_sequences == 1 else 0
+        prefix_tokens = options.prefix_cache_tokens(plan) // options.caches.sessions if plan.num_sequences == 1 else 0
         return LoadedModel(
             model,
             ops,

@@ -113,11 +113,14 @@ def any_result(proposal: Proposal, data: st.DataObject) -> VerifyResult:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> None:
+    method: dict[str, Any] = data.draw(
+        st.sampled_from([{"proposal": "top"}, {"proposal": "coupled"}, {"verify": "reject"}])
+    )
     plan = EngineConfig(
         verify_batch=data.draw(st.integers(1, 6)),
         draft_leaves=data.draw(st.integers(1, 5)),
         draft_steps=data.draw(st.integers(1, 4)),
-        **data.draw(st.sampled_from([{"proposal": "top"}, {"proposal": "coupled"}, {"verify": "reject"}])),
+        **method,
         calibration=data.draw(st.sampled_from([None, 1.3])),
     )
     sampling = data.draw(st.sampled_from(NOISY if plan.proposal == "sample" else SAMPLINGS))
