@@ -27,6 +27,7 @@ from swiftspec.capabilities import (
     Conflict,
     Features,
     NotSupported,
+    check_features,
     conflict_text,
     conflicts,
 )
@@ -408,9 +409,13 @@ def test_every_entry_of_the_table_is_reported(row: str, column: str, conflict: C
         (name, *_), settings = SETTINGS[row], load_settings(SETTINGS[column] | SETTINGS[row])
         notes = settings.ignored_settings(settings.mode or "serial")
         assert any(flag_name(name) in note and " no effect " in note for note in notes)
+    elif "chains" in (row, column):
+        settings, drafts = load_settings(SETTINGS[column] | SETTINGS[row]), "no draft" not in (row, column)
+        with pytest.raises(NotSupported, match=" not supported "):
+            check_features(settings.features("serial" if drafts else "ar", has_draft=drafts, device="cuda"))
     else:
         settings = load_settings(SETTINGS[column] | SETTINGS[row])
-        several = settings.mode == "async" or column == "several ranks" or "chains" in (row, column)
+        several = settings.mode == "async" or column == "several ranks"
         ranks = 3 if row == "draft group" else 2 if several and row != "one rank" else 1
         with pytest.raises(UsageError, match=" not supported ") as error:
             settings.make_plan("no draft" not in (row, column), ranks)
