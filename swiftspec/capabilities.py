@@ -150,7 +150,7 @@ ENGINE_FEATURES = {
     "overlap": Feature("{mode} async on one rank", "start two ranks"),
     "no draft": Feature("no draft model", "specify one with {draft_model}", "without a draft model"),
     "several requests": Feature("{max_num_seqs} above 1", "use {max_num_seqs} 1"),
-    "chains": Feature("{max_num_seqs} above 1 with {verify} reject", "use {max_num_seqs} 1"),
+    "chains": Feature("{max_num_seqs} above 1 on a GPU with {verify} reject", "use {max_num_seqs} 1"),
     "verify reject": Feature("{verify} reject", "use {verify} match"),
     "proposal top": Feature("{proposal} top", "use another {proposal}"),
     "proposal coupled": Feature("{proposal} coupled", "use another {proposal}"),

@@ -273,11 +273,9 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
     "chains": (
         Rule(
             "several requests",
-            "trees of several requests need match verification",
+            "trees of several requests need match verification on a GPU",
             True,
-            lambda at: (
-                at["max_num_seqs"] > 1 and at["verify"] == "reject" and (at.device == "cuda" or at["target_tp"] > 1)
-            ),
+            lambda at: at["max_num_seqs"] > 1 and at["verify"] == "reject" and at.device == "cuda",
         ),
         CHOSEN,
     ),
