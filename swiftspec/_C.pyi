@@ -224,13 +224,29 @@ class Rounds:
     def __init__(self, decoder: Decoder, cache: ModelCache) -> None: ...
     def expand(
         self,
-        expansions: Sequence[tuple[Tree, int, int, Sequence[int], int, int, Scoring, bool, float, Callable | None]],
+        expansions: Sequence[
+            tuple[
+                Tree,
+                int,
+                int,
+                Sequence[int],
+                int,
+                int,
+                Scoring,
+                bool,
+                float,
+                Callable | None,
+                tuple[int, int, float, Array, Array] | None,
+            ]
+        ],
     ) -> tuple[list[int], float]:
         """Expands the likeliest leaves of trees. Each of `expansions`: tree; index of the sequence; prefix, the number
         of verified tokens with KV; pending, the verified tokens without KV, only before the first expansion; leaves;
         children of each; scoring; whether children are coupled; tau; allowed, which maps the leaves to their token
-        masks, uint8 [leaves, bytes], one bit per token, or None for all. Returns the numbers of expanded leaves and the
-        seconds of the forward."""
+        masks, uint8 [leaves, bytes], one bit per token, or None for all; sampled, for children that are drawn without
+        replacement, or None: key of the noise, number of leaves expanded so far, exponent of the weights, and by tree
+        slot the tokens, int32 [slots, width], and probabilities, float32, of the distributions, which are written.
+        Returns the numbers of expanded leaves and the seconds of the forward."""
     def logits(self, rows: Sequence[int], out: Array) -> None:
         """Copies the raw logits of these rows of the last verification to `out` [rows, outputs of the head]. Raises
         ValueError if it had fewer rows."""
@@ -253,23 +269,29 @@ class Rounds:
                 Array | None,
                 tuple[int, int, int, float] | None,
                 Sequence[int] | None,
+                tuple[Array, Array] | None,
             ]
         ],
-    ) -> tuple[list[tuple[list[int], list[int], int]], float]:
+    ) -> tuple[list[tuple[list[int], list[int], int, list[float]]], float]:
         """Verifies proposals. Each of `verifications`: tokens; parents; index of the sequence; prefix; scoring;
         allowed, token masks of the nodes, uint8 [nodes, bytes], or None; guidance, index of the sequence, root token,
         prefix and scale of the unconditional sequence of a guided request, or None; forced, the path to accept whatever
-        is drawn, root first, or None for the path of the drawn tokens. Returns for each the accepted path, whose KV now
-        follows the prefix, the token drawn after each of its nodes (in a forced path only the last one; before it the
-        nodes' own tokens), and the row of its root in the logits; and the seconds of the forward."""
+        is drawn, root first, or None for the path of the drawn tokens; drafted, for rejection sampling, or None:
+        tokens, int32 [nodes with children, width], and probabilities, float32, of the distributions that the children
+        were drawn from. Returns for each the accepted path, whose KV now follows the prefix, the token drawn after each
+        of its nodes (in a forced path only the last one; before it the nodes' own tokens), the row of its root in the
+        logits, and with rejection sampling 1 - TV(p, q) for each node of the path that has children; and the seconds of
+        the forward."""
 
 class Scoring:
     """Scores of one request's logits: temperature, bias, penalties, filters and noise. Created by `Rounds.scoring`."""
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Adds verified output tokens to the counts of the penalties, if `Rounds.verify` has not drawn them."""
     def set_filters(self, filters: dict) -> None:
-        """Filters of verifications, by their names in SamplingParams."""
+        """Filters of verifications and sampled children, by their names in SamplingParams."""
     def set_penalties(self, penalties: dict, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Penalties of verifications, by their names in SamplingParams. `prompt`, `output`: the verified tokens; those
-        of later verifications are added by `Rounds.verify`."""
+        """Penalties of verifications and sampled children, by their names in SamplingParams. `prompt`, `output`: the
+        verified tokens; those of later verifications are added by `Rounds.verify`."""
 
 class ShmGroup:
     """Collectives over shared memory; see ShmGroup in host/shm/ll_shm.h."""

@@ -134,6 +134,7 @@ REQUEST_FEATURES = {
     "truncation": Feature("truncate_prompt_tokens"),
     "suffix": Feature("suffix", "omit suffix"),
     "stream": Feature("stream", "omit stream"),
+    "company": Feature("other requests at the same time", "use {max_num_seqs} 1", plural=True),
     "stop strings": Feature("stop strings", REMOVE_THEM, plural=True),
     "no text": Feature("detokenize false", "set it to true"),
     "structured outputs": Feature("structured_outputs", plural=True),
@@ -149,9 +150,7 @@ ENGINE_FEATURES = {
     "overlap": Feature("{mode} async on one rank", "start two ranks"),
     "no draft": Feature("no draft model", "specify one with {draft_model}", "without a draft model"),
     "several requests": Feature("{max_num_seqs} above 1", "use {max_num_seqs} 1"),
-    "chains": Feature(
-        "{max_num_seqs} above 1 on a GPU, on several ranks or with {verify} reject", "use {max_num_seqs} 1"
-    ),
+    "chains": Feature("{max_num_seqs} above 1 with {verify} reject", "use {max_num_seqs} 1"),
     "verify reject": Feature("{verify} reject", "use {verify} match"),
     "proposal top": Feature("{proposal} top", "use another {proposal}"),
     "proposal coupled": Feature("{proposal} coupled", "use another {proposal}"),
@@ -167,7 +166,6 @@ ENGINE_FEATURES = {
     "draft worker": Feature("{draft_url}"),
     "several ranks": Feature("several ranks", "start one rank"),
     "one rank": Feature("one rank", "start it with torchrun --standalone --nproc-per-node 2"),
-    "hidden states": Feature("{hidden_layers}", REMOVE_THEM, "with a target that keeps hidden states", plural=True),
 }
 SETTING_FEATURES = {  # the first six: given settings of a part of the engine (`Setting.applies_to`)
     "draft": Feature("settings of the draft", REMOVE_THEM, plural=True),
@@ -265,7 +263,6 @@ SEQUENCE_GROUPS = {  # neither chains nor particles
     "request shape": Conflict(),
     "grammar": Conflict(),
     "bad sequences": Conflict(),
-    "hidden states": Conflict(),
     "synthetic acceptance": Conflict(),
     "suffix lookup": Conflict(),
     "grafting": Conflict(),
@@ -356,14 +353,12 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "grafting": Conflict(fix="remove one of them"),
         "draft forwards": Conflict("which has no draft forwards", ignored=True),
     },
-    "draft head": {"hidden states": Conflict("which determines them")},
     "several ranks": {"target worker": Conflict(), "draft worker": Conflict()},
     "target worker": {
         "local target": Conflict("which specifies the same model", "remove one of them"),
         "suffix lookup": Conflict(),
         "grafting": Conflict(),
         "draft head": Conflict("since it runs on the ranks of its target"),
-        "server": Conflict(fix="start the server on the target's machine"),
         "KV events": Conflict("whose worker has the prefix cache", REMOVE),
     },
     "draft worker": {
@@ -445,28 +440,27 @@ OPERATORS: Mapping[str, Features] = {
 
 # executor -> feature of a request that it does not run, so that a slower executor of the phase does -> the reason
 ON_HOST = "the host computes the excluded tokens between forwards."
+JOINT = "concurrent requests share a graph of the forward, after which each {} by itself."
 ONE_GUIDED = "a guided request runs the target on a second sequence, and a {} has one for each request."
 EXECUTORS: Mapping[str, Mapping[str, str]] = {
-    "native": {
-        "proposal sample": "sampled children need the draft's exact distribution, with filters and penalties, on the"
-        " host.",
-        "verify reject": "the native rejection sampling is that of chains (exact batches), not that of trees.",
-    },
+    "native": {},
     "graph of expansions": {
         "proposal sample": "sampled children are drawn on the host.",
         "filters": "the tree on the device ranks children without filters.",
         "penalties": "the tree on the device ranks children without penalties.",
         "grammar": ON_HOST,
         "path rules": ON_HOST,
+        "company": JOINT.format("ranks its children"),
     },
     "graph of a verification": {
         "deep top-k": "the ranks of a group exchange too few tokens for it.",
         "log-probabilities": "they are computed from the logits, after the forward.",
         "grammar": ON_HOST,
         "path rules": ON_HOST,
+        "company": JOINT.format("samples"),
     },
     "graph of one sequence": {
-        "several requests": "an exact batch has several sequences, and a CUDA graph with torch's own operators has"
+        "several requests": "concurrent requests have a sequence each, and a CUDA graph with torch's own operators has"
         " one.",
         "guidance": "a guided request has two sequences, and a CUDA graph with torch's own operators has one.",
     },

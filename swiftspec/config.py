@@ -233,8 +233,8 @@ class EngineConfig:
     )
     max_num_seqs: int = setting(
         1,
-        "Requests decoded concurrently in modes ar and serial, guided ones counted twice. On a GPU, on several"
-        " ranks and with --verify reject each has a chain of D draft tokens instead of a tree.",
+        "Requests decoded concurrently in modes ar and serial, guided ones counted twice. With"
+        " --verify reject each has a chain of D draft tokens instead of a tree.",
         SPECULATION,
         "G",
         "1; a server on a CPU: up to 4, as `swiftspec doctor --plan` shows",
@@ -262,7 +262,7 @@ class EngineConfig:
         usual = {"ar": 0, "async": 0 if remote else 1}.get(self.mode, self.target_tp)
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
-        if self.max_num_seqs > 1 and (self.num_ranks > 1 or self.verify == "reject"):
+        if self.max_num_seqs > 1 and self.verify == "reject" and self.num_ranks > 1:
             object.__setattr__(self, "chains", True)
         check_features(self.features)
         length, most = self.synthetic_acceptance_length, self.verify_batch
@@ -271,7 +271,7 @@ class EngineConfig:
         steps = self.initial_draft_steps
         require(
             not self.chains or steps < MAX_TREE_NODES,
-            f"with max_num_seqs above 1 on a GPU, on several ranks or with verify reject, draft_steps must lie in"
+            f"with max_num_seqs above 1 with verify reject, draft_steps must lie in"
             f" 1..{MAX_TREE_NODES - 1}, not {steps}",
         )
         if self.mode == "async":

@@ -106,7 +106,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{f"mode {mode}": {"mode": mode} for mode in ("ar", "serial", "async", "smc")},
     "no draft": {},
     "several requests": {"max_num_seqs": 2},
-    "chains": {"max_num_seqs": 2},
+    "chains": {"max_num_seqs": 2, "verify": "reject"},
     "verify reject": {"verify": "reject"},
     "suffix lookup": {"draft_model": SUFFIX_LOOKUP},
     "grafting": {"graft_suffix": True},
@@ -133,9 +133,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # features of the machine, of models and of commands, which only the tests of their own modules have
 ELSEWHERE = {
-    *MACHINE_FEATURES, *MODEL_FEATURES, *COMMAND_FEATURES, "best_of", "draft head", "hidden states", "overlap",
+    *MACHINE_FEATURES, *MODEL_FEATURES, *COMMAND_FEATURES, "best_of", "draft head", "overlap",
     "stream", "suffix", "truncation", "population choices", "top log-probabilities", "echoed log-probabilities",
-    "revision", "no guidance", "negative prompt",
+    "revision", "no guidance", "negative prompt", "company",
     "shared GPUs", "rounded activations", "exact activations", "int8 head", "float8 cache",
 }  # fmt: skip
 

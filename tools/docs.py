@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from swiftspec import capabilities
-from swiftspec.runtime.executors.graph import CAPTURED_ROWS
+from swiftspec.runtime.executors.graph import CAPTURED_ROWS, MAX_JOINT_ROWS
 from swiftspec.sampling.noise import PositionNoise
 from swiftspec.serve.cli.arguments import PRECEDENCE, add_run_flags
 from swiftspec.settings.flags import GROUPS, SETTINGS, Flag, flag_name
@@ -96,8 +96,10 @@ Some single phases run differently from the request that they belong to:
   applies them. Sampled children (proposal `sample`, `--verify reject`) have filters and penalties.
 - Native rounds of an exact batch and of mode `smc` need both models whole on one rank, since they read whole
   distributions; a group of ranks runs these rounds eagerly. So does mode `smc` with `smc_exact` above 0.
-- A graph of one model's forward holds at most {CAPTURED_ROWS[-1]} rows; a larger forward runs eagerly. Graphs of
-  rounds of sequence groups may hold more.
+- A graph of one model's forward holds at most {CAPTURED_ROWS[-1]} rows of a request, and {MAX_JOINT_ROWS} of several; a
+  larger forward runs eagerly. Graphs of rounds of sequence groups may hold more.
+- A request that runs alone in a server of several has the graphs of a single one. The graphs of concurrent requests
+  have not been run on a GPU.
 - The graph of expansions starts after the root's expansion, whose batch contains pending tokens. It also needs at least
   two expansions, room for all of them, and a tree of at most {PositionNoise.BLOCK_POSITIONS} levels. Other expansions
   run as graph forwards.

@@ -55,13 +55,14 @@ class Machine:
     group: bool = False
     messages: bool = False
 
-    def runner(self) -> Any:
-        """Returns a stand-in for the runner of either model."""
+    def runner(self, sequences: int = 1) -> Any:
+        """Returns a stand-in for the runner of either model. `sequences`: of its cache."""
         group = SimpleNamespace(captures=lambda x: self.messages) if self.group else None
         cpu = torch.device("cpu")
         model = SimpleNamespace(group=group, dtype=torch.float32, device=cpu)
         shard = SimpleNamespace(num_exchanged=DEEP) if self.group else None
-        return SimpleNamespace(model=model, shard=shard, vocab=1, tree_slots=16)
+        cache = SimpleNamespace(buffer_kv_len=lambda: [0] * sequences)
+        return SimpleNamespace(model=model, shard=shard, vocab=1, tree_slots=16, cache=cache)
 
     def deps(self) -> available.ExecutorDeps:
         """Returns stand-ins for the components that executors are built from."""
@@ -75,11 +76,11 @@ class Machine:
         capture: Any = (lambda work: None) if self.graphs else None
         return available.ExecutorDeps(ops, fused, capture)
 
-    def expansion_executors(self) -> list[TreeExecutor]:
-        return available.draft_executors(self.runner(), self.deps(), SERIAL)[0]
+    def expansion_executors(self, sequences: int = 1) -> list[TreeExecutor]:
+        return available.draft_executors(self.runner(sequences), self.deps(), SERIAL)[0]
 
-    def verification_executors(self) -> list[TreeExecutor]:
-        return available.target_executors(self.runner(), self.deps())
+    def verification_executors(self, sequences: int = 1) -> list[TreeExecutor]:
+        return available.target_executors(self.runner(sequences), self.deps())
 
     def batch_executors(self, verify: str) -> list[PopulationExecutor]:
         shape, params = BatchConfig(2, 1, verify).shape, NativeRoundParams(1, verify)
@@ -119,6 +120,11 @@ class RequestCase:
     def start(self) -> RequestStart:
         return RequestStart(0, (0,), self.sampling, 1)
 
+    @property
+    def company(self) -> Features:
+        """The features of a request among others."""
+        return frozenset({"company", "several requests"} if self.config.max_num_seqs > 1 else ())
+
 
 TEMPERATURE = RequestCase("temperature above 0", SamplingParams())
 GREEDY = RequestCase("temperature 0", SamplingParams(temperature=0.0))
@@ -146,6 +152,9 @@ MODELS = (
         if name not in HEAD.traits
     ),
 )
+JOINED = RequestCase(
+    "one of several at a time (`--max-num-seqs` above 1)", SamplingParams(), EngineConfig(max_num_seqs=2)
+)
 SAMPLE = RequestCase("proposal `sample`", SamplingParams(), DRAWN)
 REJECT = RequestCase("`--verify reject`", SamplingParams(), REJECTED)
 COLD = RequestCase("proposal `sample` at temperature 0", SamplingParams(temperature=0.0), DRAWN)
@@ -157,19 +166,21 @@ Choice = tuple[Sequence[Executor], Features]  # executors of a role, the fastest
 def expansion(machine: Machine, case: RequestCase) -> Choice:
     """Returns the executors that expand draft trees, and the features that a request requires of them."""
     case.config.check_request(case.sampling)
-    executors: list[Any] = [HeadExecutor] if HEAD.traits <= case.traits else machine.expansion_executors()
+    offered = machine.expansion_executors(case.config.max_num_seqs)
+    executors: list[Any] = [HeadExecutor] if HEAD.traits <= case.traits else offered
     nothing: Any = None
     children: Any = SimpleNamespace(sampled=case.config.proposal == "sample")
     drafter = LocalDrafter(machine.runner(), executors, nothing, children, case.config)
-    return executors, drafter.required_features(case.start)
+    return executors, drafter.required_features(case.start) | case.company
 
 
 def verification(machine: Machine, case: RequestCase) -> Choice:
     """As `expansion`, for runs of the target on a proposal."""
     case.config.check_request(case.sampling)
-    executors = machine.verification_executors()
+    executors = machine.verification_executors(case.config.max_num_seqs)
     rejection = RejectionSampling if case.config.verify == "reject" else None
-    return executors, TargetVerifier(machine.runner(), executors, rejection).required_features(case.sampling)
+    required = TargetVerifier(machine.runner(), executors, rejection).required_features(case.sampling)
+    return executors, required | case.company
 
 
 def exact_batch(machine: Machine, case: RequestCase) -> Choice:
@@ -188,10 +199,10 @@ def population(machine: Machine, case: RequestCase) -> Choice:
 Phase = Callable[[Machine, RequestCase], Choice]
 # title, phase, requests, models
 PHASES: tuple[tuple[str, Phase, tuple[RequestCase, ...], tuple[RequestCase, ...]], ...] = (
-    ("Expansions of the draft tree", expansion, (*SHAPED, SAMPLE, REJECT, COLD), (*MODELS, HEAD)),
-    ("Verifications", verification, (*SHAPED, HIDDEN, SAMPLE, REJECT, COLD), (*MODELS, HIDDEN)),
+    ("Expansions of the draft tree", expansion, (*SHAPED, JOINED, SAMPLE, REJECT, COLD), (*MODELS, HEAD)),
+    ("Verifications", verification, (*SHAPED, JOINED, HIDDEN, SAMPLE, REJECT, COLD), (*MODELS, HIDDEN)),
     (
-        "Rounds of chains (`--max-num-seqs` on a GPU, on several ranks or with `--verify reject`)",
+        "Rounds of chains (`--max-num-seqs` with `--verify reject`)",
         exact_batch,
         (*SHAPED, HIDDEN, REJECT),
         (*MODELS, HIDDEN, HEAD),

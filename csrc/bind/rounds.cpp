@@ -52,6 +52,11 @@ void set_penalties(Scoring& scoring, const py::dict& penalties, const Nodes& pro
   scoring.penalties.emplace(scoring.columns().vocab, penalty_args(penalties), prompt, output);
 }
 
+void observe(Scoring& scoring, const Nodes& tokens) {
+  check_vocab(tokens, scoring);
+  if (scoring.penalties) scoring.penalties->observe(tokens);
+}
+
 void set_filters(Scoring& scoring, const py::dict& filters) {
   check(scoring.noisy(), "filters need noise");
   scoring.filter = filter_args(filters);
@@ -102,21 +107,34 @@ void check_expansion(const Rounds& rounds, const host::Expansion& each) {
   check_room(rounds, each.sequence, each.prefix, num_pending + tree.expanded() + each.leaves, *each.scoring);
 }
 
-// tree, sequence, prefix, pending, leaves, children, scoring, coupled, tau, allowed
+// key, leaves, exponent, tokens, probs
+using SampledArgs = std::tuple<uint32_t, int64_t, double, Array, Array>;
+
+host::SampledChildren sampled_from(const SampledArgs& args, const Tree& tree, int64_t vocab) {
+  const auto& [key, leaves, exponent, tokens, probs] = args;
+  const int64_t slots = tokens.size(0), width = tokens.size(1);
+  check(slots >= tree.slots && width >= 1 && width <= vocab, "the distributions do not fit the tree");
+  check(leaves >= 0, "the number of leaves is negative");
+  return {key,   leaves, exponent, slots, width, tokens.at<int32_t>(kCpu, "tokens", {slots, width}),
+          probs.at<float>(kCpu, "probs", {slots, width})};
+}
+
+// tree, sequence, prefix, pending, leaves, children, scoring, coupled, tau, allowed, sampled
 using ExpandArgs = std::tuple<Tree*, int64_t, int64_t, Nodes, int64_t, int64_t, Scoring*, bool, double,
-                              std::optional<py::function>>;
+                              std::optional<py::function>, std::optional<SampledArgs>>;
 
 // Returns the numbers of expanded leaves and the seconds of the forward.
 std::pair<Nodes, double> expand(Rounds& rounds, const std::vector<ExpandArgs>& args) {
   std::vector<host::Expansion> expansions;
   std::vector<py::object> bits(args.size());  // kept alive until the masks have been read
   Nodes sequences;
-  for (const auto& [tree, sequence, prefix, pending, leaves, children, scoring, coupled, tau, allowed] : args) {
+  for (const auto& [tree, sequence, prefix, pending, leaves, children, scoring, coupled, tau, allowed, sampled] : args) {
     check(tree != nullptr && scoring != nullptr, "an expansion needs a tree and a scoring");
     host::Expansion& each = expansions.emplace_back(
         host::Expansion{tree, sequence, prefix, pending, leaves, children, scoring, coupled, tau});
     check_expansion(rounds, each);
     sequences.push_back(sequence);
+    if (sampled) each.sampled = sampled_from(*sampled, *tree, scoring->columns().vocab);
     if (!allowed) continue;
     each.allowed = [&masks = bits[expansions.size() - 1], &make = *allowed, scoring](const Nodes& nodes) {
       const py::gil_scoped_acquire locked;
@@ -168,17 +186,53 @@ void check_verification(const Rounds& rounds, const host::Verification& each) {
   check_range(&each.guidance->root, 1, rounds.decoder().model().vocab, "a token lies outside the vocabulary");
 }
 
-// tokens, parents, sequence, prefix, scoring, allowed, guidance, forced
+// The draft distributions of the nodes that have children: tokens, probs
+using DraftedArgs = std::tuple<Array, Array>;
+
+// Checks that the token of each child has a probability in the distribution of its parent.
+host::DraftProbs drafted_from(const DraftedArgs& args, const host::Verification& of) {
+  const auto& [tokens, probs] = args;
+  const auto count = of.tokens.size();
+  host::DraftProbs drafted{tokens.size(1), nullptr, nullptr, Nodes(count, -1), std::vector<Nodes>(count), Nodes(count)};
+  for (size_t node = 1; node < count; ++node) {
+    drafted.children[static_cast<size_t>(of.parents[node])].push_back(static_cast<int64_t>(node));
+  }
+  int64_t distributions = 0;
+  for (size_t node = 0; node < count; ++node) {
+    if (!drafted.children[node].empty()) drafted.rows[node] = distributions++;
+  }
+  drafted.tokens = tokens.at<int32_t>(kCpu, "tokens", {distributions, drafted.width});
+  drafted.probs = probs.at<float>(kCpu, "probs", {distributions, drafted.width});
+  for (int64_t i = 0; i < distributions * drafted.width; ++i) {
+    check(drafted.tokens[i] >= 0 && drafted.tokens[i] < of.scoring->columns().vocab,
+          "a token lies outside the vocabulary");
+  }
+  for (size_t node = 1; node < count; ++node) {
+    const int64_t begin = drafted.rows[static_cast<size_t>(of.parents[node])] * drafted.width;
+    int64_t found = 0;
+    for (int64_t column = 0; column < drafted.width; ++column) {
+      if (drafted.tokens[begin + column] != of.tokens[node] || !(drafted.probs[begin + column] > 0)) continue;
+      drafted.columns[node] = column;
+      ++found;
+    }
+    check(found == 1, "the token of a node does not match the draft distribution of its parent");
+  }
+  return drafted;
+}
+
+// tokens, parents, sequence, prefix, scoring, allowed, guidance, forced, drafted
 using VerifyArgs = std::tuple<Nodes, Nodes, int64_t, int64_t, Scoring*, MaybeArray,
-                              std::optional<std::tuple<int64_t, int64_t, int64_t, float>>, std::optional<Nodes>>;
-using Verdict = std::tuple<Nodes, Nodes, int64_t>;  // path, sampled tokens, row of the root
+                              std::optional<std::tuple<int64_t, int64_t, int64_t, float>>, std::optional<Nodes>,
+                              std::optional<DraftedArgs>>;
+// path, sampled tokens, row of the root, overlaps
+using Verdict = std::tuple<Nodes, Nodes, int64_t, std::vector<double>>;
 
 // Returns the verdicts and the seconds of the forward.
 std::pair<std::vector<Verdict>, double> verify(Rounds& rounds, const std::vector<VerifyArgs>& args) {
   check(!args.empty(), "nothing to verify");
   std::vector<host::Verification> verifications;
   Nodes sequences;
-  for (const auto& [tokens, parents, sequence, prefix, scoring, allowed, guidance, forced] : args) {
+  for (const auto& [tokens, parents, sequence, prefix, scoring, allowed, guidance, forced, drafted] : args) {
     check(scoring != nullptr, "a verification needs a scoring");
     host::Verification& each =
         verifications.emplace_back(host::Verification{tokens, parents, sequence, prefix, scoring});
@@ -186,6 +240,7 @@ std::pair<std::vector<Verdict>, double> verify(Rounds& rounds, const std::vector
     if (guidance) each.guidance = std::make_from_tuple<host::Guidance>(*guidance);
     each.forced = forced;
     check_verification(rounds, each);
+    if (drafted) each.drafted = drafted_from(*drafted, each);
     sequences.push_back(sequence);
     if (each.guidance) sequences.push_back(each.guidance->sequence);
   }
@@ -196,7 +251,7 @@ std::pair<std::vector<Verdict>, double> verify(Rounds& rounds, const std::vector
   }
   std::vector<Verdict> verdicts;
   for (host::Verification& each : verifications) {
-    verdicts.emplace_back(std::move(each.path), std::move(each.sampled), each.row);
+    verdicts.emplace_back(std::move(each.path), std::move(each.sampled), each.row, std::move(each.overlaps));
   }
   return {std::move(verdicts), rounds.seconds()};
 }
@@ -219,10 +274,12 @@ void bind_rounds(py::module_& m) {
                       "Scores of one request's logits: temperature, bias, penalties, filters and noise. Created by "
                       "`Rounds.scoring`.")
       .def("set_penalties", &set_penalties, py::arg("penalties"), py::arg("prompt"), py::arg("output"),
-           "Penalties of verifications, by their names in SamplingParams. `prompt`, `output`: the verified tokens; "
-           "those of later verifications are added by `Rounds.verify`.")
+           "Penalties of verifications and sampled children, by their names in SamplingParams. `prompt`, `output`: the "
+           "verified tokens; those of later verifications are added by `Rounds.verify`.")
+      .def("observe", &observe, py::arg("tokens"),
+           "Adds verified output tokens to the counts of the penalties, if `Rounds.verify` has not drawn them.")
       .def("set_filters", &set_filters, py::arg("filters"),
-           "Filters of verifications, by their names in SamplingParams.");
+           "Filters of verifications and sampled children, by their names in SamplingParams.");
   py::class_<Rounds>(m, "Rounds",
                      "Expansions and verifications of one request, or of several at a time, as one call each, for one "
                      "decoder and a cache; see host/decoder/rounds.h. The ranks of a group make the same calls and merge "
@@ -236,15 +293,20 @@ void bind_rounds(py::module_& m) {
            "Expands the likeliest leaves of trees. Each of `expansions`: tree; index of the sequence; prefix, the number "
            "of verified tokens with KV; pending, the verified tokens without KV, only before the first expansion; "
            "leaves; children of each; scoring; whether children are coupled; tau; allowed, which maps the leaves to their "
-           "token masks, uint8 [leaves, bytes], one bit per token, or None for all. Returns the numbers of expanded "
-           "leaves and the seconds of the forward.")
+           "token masks, uint8 [leaves, bytes], one bit per token, or None for all; sampled, for children that are drawn "
+           "without replacement, or None: key of the noise, number of leaves expanded so far, exponent of the weights, "
+           "and by tree slot the tokens, int32 [slots, width], and probabilities, float32, of the distributions, which "
+           "are written. Returns the numbers of expanded leaves and the seconds of the forward.")
       .def("verify", &verify, py::arg("verifications"),
            "Verifies proposals. Each of `verifications`: tokens; parents; index of the sequence; prefix; scoring; allowed, "
            "token masks of the nodes, uint8 [nodes, bytes], or None; guidance, index of the sequence, root token, prefix "
            "and scale of the unconditional sequence of a guided request, or None; forced, the path to accept whatever is "
-           "drawn, root first, or None for the path of the drawn tokens. Returns for each the accepted path, whose KV now "
+           "drawn, root first, or None for the path of the drawn tokens; drafted, for rejection sampling, or None: tokens, "
+           "int32 [nodes with children, width], and probabilities, float32, of the distributions that the children were "
+           "drawn from. Returns for each the accepted path, whose KV now "
            "follows the prefix, the token drawn after each of its nodes (in a forced path only the last one; before it "
-           "the nodes' own tokens), and the row of its root in the logits; and the seconds of the forward.")
+           "the nodes' own tokens), the row of its root in the logits, and with rejection sampling 1 - TV(p, q) for each "
+           "node of the path that has children; and the seconds of the forward.")
       .def("probabilities", &probabilities, py::arg("tokens"), py::arg("parents"), py::arg("scoring"),
            py::arg("row"),
            "Target probabilities of each node's token after its parent, root excluded, for a proposal that was verified "

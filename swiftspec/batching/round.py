@@ -33,6 +33,7 @@ from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.population_rounds import SamplingSpan
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS, Runner
+from swiftspec.sampling.guidance import guided_logits
 from swiftspec.sampling.row_sampler import RowSampler, row_sampler_key
 
 
@@ -313,7 +314,8 @@ class GroupRound:
         logits = self._forward(self._target, context, *both, places=places)
         logits = logits.view(len(places), context.rows.step, context.rows.count, -1)
         for row, (place, companion) in enumerate(guided.items(), groups):
-            logits[place] = companion.guidance.combine(torch.stack((logits[place], logits[row]))).squeeze(0)
+            pair, scale = torch.stack((logits[place], logits[row])), companion.guidance.scale
+            logits[place] = guided_logits(pair, scale).squeeze(0)
         return logits[:groups]
 
     def _verify(self, context: RoundContext, logits: Tensor, chains: DraftChains, last: Tensor | None) -> RoundVerdict:

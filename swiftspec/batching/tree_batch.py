@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 
 from swiftspec.batching.decoding import BatchRequest, IsCancelled, NextRequest
 from swiftspec.engine import Stats, StopCriteria, TokenChunk, TreeDecoding, decode_request
@@ -22,7 +23,6 @@ from swiftspec.runtime.coroutines import (
     VERIFICATION,
     CallQueue,
     RequestCoroutine,
-    run_calls,
     suspend,
 )
 from swiftspec.runtime.sequence_runner import SequencePool
@@ -44,11 +44,11 @@ class RunningRequest(RequestCoroutine):
         return ended
 
     def _decode(self) -> None:
-        each = self.request
-        for chunk in decode_request(
-            self.decoding, each.start, each.stop_criteria, each.stats, lambda: self._is_current
-        ):
-            suspend(chunk)
+        each, is_current = self.request, lambda: self._is_current
+        chunks = decode_request(self.decoding, each.start, each.stop_criteria, each.stats, is_current)
+        with closing(chunks):
+            for chunk in chunks:
+                suspend(chunk)
 
 
 class TreeBatchDecoding:
@@ -173,7 +173,7 @@ class TreeBatchDecoding:
             self._run([running for running, call in trees if call.priority == first and call.key == key])
 
     def _run(self, requests: Sequence[RunningRequest]) -> None:
-        run_calls([running.waiting for running in requests if running.waiting is not None])
+        self._calls.run([running.waiting for running in requests if running.waiting is not None])
         for running in requests:
             running.waiting = None
 

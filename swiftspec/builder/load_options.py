@@ -97,7 +97,6 @@ class LoadOptions(TypedDict, total=False):
     kv_cache_dtype: CacheName  # default auto: the model's dtype; fp8: float8 e4m3
     head: HeadName  # default auto: int8 on a CPU for drafts and int4 targets, int4 on the CUDA operators for drafts
     load: LoadModel  # loads a model directory; default load_model
-    hidden_layers: tuple[int, ...]  # layers of the target, ascending, after which forwards keep the hidden states
     emulate: StepTimeEmulation | None  # minimum time of each forward, to emulate larger models
     trace: Path | None  # trace file of rank 0; other ranks only check whether it is set
     progress: Progress | None  # called while models are loaded: description, step, number of steps
@@ -180,7 +179,6 @@ def option_features(options: LoadOptions, device: torch.device) -> Features:
         "exact activations": activations == "native",
         "int8 head": head == "int8",
         "float8 cache": options.get("kv_cache_dtype", "auto") == "fp8",
-        "hidden states": bool(options.get("hidden_layers")),
     }
     return features_in(found)
 

@@ -26,7 +26,7 @@ from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import group_of
 from swiftspec.model.shard import LayerShard, Shard
 from swiftspec.model.spec import ExpertsSpec, GatedDeltaSpec, ModelSpec
-from swiftspec.runtime.executors.graph import CAPTURED_ROWS
+from swiftspec.runtime.executors.graph import CAPTURED_ROWS, MAX_JOINT_ROWS
 from swiftspec.runtime.runner import delta_slots
 from swiftspec.sampling.noise import PositionNoise
 
@@ -257,10 +257,11 @@ class MemoryEstimate:
 
     @property
     def graphs(self) -> int:
-        """Bytes of the CUDA graphs: noise and logits of their rows, and nodes."""
+        """Bytes of the CUDA graphs: noise and logits of their rows, those of joint forwards included, and nodes."""
         if self.ops.MAX_CAPTURED_SEQUENCES == 0 or self.config.spec.delta_mixers:
             return 0
-        rows = PositionNoise.BLOCK_POSITIONS + GRAPH_LOGITS * CAPTURED_ROWS[-1]
+        joint = min(self.sequences * CAPTURED_ROWS[-1], MAX_JOINT_ROWS) if self.sequences > 1 else 0
+        rows = PositionNoise.BLOCK_POSITIONS + GRAPH_LOGITS * CAPTURED_ROWS[-1] + joint
         return rows * self.config.spec.vocab_size * FLOAT_BYTES + GRAPH_NODE_BYTES
 
 

@@ -34,13 +34,16 @@ from swiftspec.model.spec import DraftHeadSpec
 from swiftspec.model.transformer import Transformer
 from swiftspec.observe import step_time_emulation
 from swiftspec.runtime.cancellation import CancelCheck
+from swiftspec.runtime.coroutines import EXPANSION, VERIFICATION, CallQueue
 from swiftspec.runtime.executors import available
 from swiftspec.runtime.executors.available import ExecutorDeps
+from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.graph import Capture, CudaCapture
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY
 from swiftspec.runtime.prefix_caching import PrefixCachingRunner
 from swiftspec.runtime.runner import Runner, StepHook
+from swiftspec.runtime.sequence_runner import SequencePool, SequenceRunner
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.sampler import TokenConstraint
@@ -88,11 +91,19 @@ class LocalRoles:
     """The roles on the models that this process holds; None where it does not hold the model.
 
     `scheduler`: of sequence groups, which takes the place of the other two.
+    `others`: the roles of further concurrent requests on the same models.
     """
 
     verifier: TargetVerifier | None = None
     drafter: LocalDrafter | None = None
     scheduler: BatchScheduler | None = None
+    others: Sequence[LocalRoles] = ()
+
+    @property
+    def pools(self) -> list[SequencePool]:
+        """The sequences of concurrent requests, those of the target first; empty if there is only one request."""
+        runners = [role.runner for role in (self.verifier, self.drafter) if role is not None]
+        return [runner.pool for runner in runners if isinstance(runner, SequenceRunner)]
 
     @property
     def executor_names(self) -> set[str]:
@@ -104,9 +115,14 @@ class LocalRoles:
         for role in self._each():
             agreed: list[Any] = [kind for kind in role.executors if kind.name in common]
             role.executors = agreed
+        for pool in self.pools:
+            if pool.executor.name not in common:
+                pool.executor = EagerExecutor(pool.runner)
 
     def _each(self) -> Iterator[LocalVerifier | LocalDrafter | BatchScheduler]:
         yield from (role for role in (self.verifier, self.drafter, self.scheduler) if role is not None)
+        for each in self.others:
+            yield from each._each()
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,14 +242,49 @@ class Models:
         the model. `group`: the ranks that hold the other shards."""
         if plan.group_shape is not None:
             return LocalRoles(scheduler=self._scheduler(plan, group, progress))
-        verifier = build_verifier(*self.runner("target", plan, group, progress), plan) if target else None
-        if not draft:
-            return LocalRoles(verifier)
+        calls, count = CallQueue(), plan.max_num_seqs
+        verifiers: list[TargetVerifier | None] = [None] * count
+        drafters: list[LocalDrafter | None] = [None] * count
+        if target:
+            runners, deps = self._runners("target", plan, group, progress, calls)
+            verifiers = [build_verifier(runner, deps, plan) for runner in runners]
+        if draft:
+            runners, deps = self._runners("draft", plan, group, progress, calls)
+            drafters = [
+                self._drafter(plan, (runner, deps), verifier)
+                for runner, verifier in zip(runners, verifiers, strict=True)
+            ]
+        first, *others = (LocalRoles(*roles) for roles in zip(verifiers, drafters, strict=True))
+        return replace(first, others=others)
+
+    def _drafter(
+        self, plan: EngineConfig, model: tuple[Runner, ExecutorDeps], verifier: LocalVerifier | None
+    ) -> LocalDrafter:
         entry = DRAFTERS[local_drafter_key(plan, self.draft_head)]
-        given = DrafterInputs(plan, model=self.runner("draft", plan, group, progress), verifier=verifier)
-        drafter = entry.build(given)
+        drafter = entry.build(DrafterInputs(plan, model=model, verifier=verifier))
         assert isinstance(drafter, LocalDrafter)
-        return LocalRoles(verifier, drafter)
+        return drafter
+
+    def _runners(
+        self, side: Side, plan: EngineConfig, group: RankGroup | None, progress: Progress | None, calls: CallQueue
+    ) -> tuple[Sequence[Runner], ExecutorDeps]:
+        """Loads a model. Returns a runner for each concurrent request, and the dependencies of the executors. `calls`:
+        of these requests."""
+        runner, deps = self.runner(side, plan, group, progress)
+        if plan.max_num_seqs == 1:
+            return [runner], deps
+        priority = VERIFICATION if side == "target" else EXPANSION
+        pool = SequencePool(
+            runner,
+            plan.max_num_seqs,
+            calls,
+            priority,
+            prefix_tokens=self.options.prefix_cache_tokens(plan),
+            snapshot_tokens=self.options.snapshot_tokens(plan),
+        )
+        rows = plan.max_nodes if side == "target" else plan.leaves_per_expansion + 1
+        pool.executor = available.joint_executor(runner, deps, plan.max_num_seqs, rows)
+        return [SequenceRunner(pool) for _ in range(plan.max_num_seqs)], deps
 
     def _scheduler(self, plan: EngineConfig, group: RankGroup | None, progress: Progress | None) -> BatchScheduler:
         """Loads both models and returns a scheduler of sequence groups on them, for the batch or population of
@@ -296,7 +347,7 @@ class Models:
         captures = options.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0 and options.gpu.verdict.graphs
         priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
         capture = partial(self._new_capture, priority) if captures else None
-        prefix_tokens = options.prefix_cache_tokens(plan) // options.sessions if plan.num_sequences == 1 else 0
+        prefix_tokens = options.prefix_cache_tokens(plan) // options.caches.sessions if plan.num_sequences == 1 else 0
         return LoadedModel(
             model,
             ops,

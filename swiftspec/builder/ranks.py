@@ -15,6 +15,8 @@ from swiftspec.builder.models import LocalRoles, Models
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives.join import RankGroup, count_exchanges, end_startup, join_group
 from swiftspec.distributed.collectives.leave import leave_group
+from swiftspec.distributed.group.concurrent_requests import FollowerRequests
+from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
 from swiftspec.distributed.group.leader import FollowerGroup, LeaderDrafter, run_follower, wait_for_shutdown
 from swiftspec.distributed.launch.config_check import RankConfig, RankRole, check_consistent, report_startup_error
 from swiftspec.distributed.launch.supervision import Heartbeat, RankTable
@@ -163,11 +165,11 @@ class Rank:
         """
         lost = lost or restarting or (self.team is not None and self.team.broken is not None)
         world, steps = self.world, list[Callable[[], object]]()
+        if world.rendezvous is not None and world.rank == 0 and not restarting:
+            steps.append(world.rendezvous.end_job)  # first, so that ranks know it when their connections close
         if self.recovery is not None:
             steps.append(self.recovery.close)
         steps.append(partial(self.connections.close, shutdown=not restarting))
-        if world.rendezvous is not None and world.rank == 0 and not restarting:
-            steps.append(world.rendezvous.end_job)
         steps.append(partial(pin_to_cores, set(world.cores)))
         if self.group is not None:
             steps.append(partial(self._leave_group, self.group, lost=lost))
@@ -308,9 +310,12 @@ def _follow(rank: Rank, leader: Transport) -> None:
     other rank raises the error.
     """
     held = rank.held
-    roles = held.verifier, held.drafter, held.scheduler
+    first, *others = (
+        FollowerDispatcher(each.verifier, each.drafter, each.scheduler, rank.limits) for each in (held, *held.others)
+    )
+    decode = FollowerRequests([first, *others], held.pools[0].calls).decode if others else first.decode
     try:
-        run_follower(leader, *roles, rank.limits, rank.models.cancel_check, rank.heartbeat)
+        run_follower(leader, decode, rank.models.cancel_check, rank.heartbeat)
     except FAILURES as error:
         rank.record(error)
         if rank.world.supervisor is not None:

@@ -16,14 +16,14 @@ from swiftspec.batching.decoding import BatchDecoding
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.batching.tree_batch import TreeBatchDecoding
 from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, WrapperInputs, build_suffix_drafter, drafter_key
-from swiftspec.builder.load_options import Side
-from swiftspec.builder.models import LocalRoles, Models, build_verifier
+from swiftspec.builder.models import LocalRoles, Models
 from swiftspec.builder.ranks import Rank, start_engine_rank
 from swiftspec.cache.prefix_cache import TokenText
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
 from swiftspec.control.shared_stats import SharedStats
 from swiftspec.control.step_times import SteppedDrafter, measure_verification_time, steps_for
+from swiftspec.distributed.group.concurrent_requests import LeaderCallQueue
 from swiftspec.distributed.group.leader import LeaderDrafter, LeaderScheduler, LeaderVerifier
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter
@@ -39,8 +39,8 @@ from swiftspec.observe.trace import DraftTimeline, ObserverToggle, ParticleTrace
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.observe.trace_format import Record, trace_header
 from swiftspec.params import MAX_LOGPROB_VALUES, MAX_LOGPROBS, SamplingParams
-from swiftspec.runtime.coroutines import EXPANSION, VERIFICATION, CallQueue
-from swiftspec.runtime.executors.available import ExecutorDeps, graph_captures
+from swiftspec.runtime.coroutines import CallQueue
+from swiftspec.runtime.executors.available import graph_captures
 from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import OverlappedDrafter, ThreadedVerifier, warm_up
@@ -49,7 +49,6 @@ from swiftspec.runtime.row_budget import RowBudget
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.sequence_runner import SequencePool, SequenceRunner
 from swiftspec.runtime.suffix_drafter import SharedLookup
-from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import Verifier
 from swiftspec.sampling.grammar import GrammarCompiler
 
@@ -207,10 +206,10 @@ def build_roles(
             models=models,
         )
     if config.max_num_seqs > 1:
-        first, trees = _trees(models, config, recorder, progress)
+        first, trees = _trees(models, config, rank, recorder, progress)
         head = trace_begin(recorder, options.trace_metadata(config))
         return Roles(
-            trees, first, config=config, limits=limits, rank=None, recorder=recorder, trace_header=head, models=models
+            trees, first, config=config, limits=limits, rank=rank, recorder=recorder, trace_header=head, models=models
         )
     if rank is not None:
         parts, config = _lead(rank, models, config, recorder)
@@ -242,59 +241,56 @@ def _groups(
 
 
 def _trees(
-    models: Models, config: EngineConfig, recorder: Recorder, progress: Progress | None
+    models: Models, config: EngineConfig, rank: Rank | None, recorder: Recorder, progress: Progress | None
 ) -> tuple[TreeRoles, TreeBatchDecoding]:
-    """Returns the roles of the first of several concurrent requests, and the decoding with roles for each of them."""
-    key, calls = drafter_key(config, models.draft_head), CallQueue()
+    """Returns the roles of the first of several concurrent requests, and the decoding with roles for each of them. If
+    there are several ranks, these forward their calls to the followers."""
+    key = drafter_key(config, models.draft_head)
     entry = DRAFTERS[key]
+    if rank is None:
+        held = models.load_roles(config, None, progress, target=True, draft=entry.needs == "model")
+        calls, leading = held.pools[0].calls, None
+        capture_graphs(held.verifier, held.drafter, config, progress)  # all requests share the graphs
+    else:
+        held = rank.held
+        calls = leading = LeaderCallQueue(rank.lead())
+        for pool in held.pools:
+            pool.calls = calls
+    assert held.verifier is not None
+    times = models.target_times(config, held.verifier) if held.drafter is None else None
 
-    def load(side: Side, priority: int) -> tuple[SequencePool, ExecutorDeps]:
-        runner, deps = models.runner(side, config, None, progress)
-        pool = SequencePool(
-            runner,
-            config.max_num_seqs,
-            calls,
-            priority,
-            prefix_tokens=models.options.prefix_cache_tokens(config),
-            snapshot_tokens=models.options.snapshot_tokens(config),
-        )
-        return pool, deps
-
-    target, target_deps = load("target", VERIFICATION)
-    draft = load("draft", EXPANSION) if entry.needs == "model" else None
-    verifiers = [build_verifier(SequenceRunner(target), target_deps, config) for _ in range(config.max_num_seqs)]
-    times = models.target_times(config, verifiers[0]) if draft is None else None
-    budget = RowBudget(calls)
+    budget = RowBudget(calls if rank is None else CallQueue())  # on several ranks each proposal is chosen by itself
     lookup = SharedLookup(budget)
 
-    def make_roles(verifier: TargetVerifier) -> TreeRoles:
-        given = DrafterInputs(
-            config,
-            _model_limits(models, config),
-            model=None if draft is None else (SequenceRunner(draft[0]), draft[1]),
-            verifier=verifier,
-            target_times=times,
-            lookup=lookup,
-        )
-        drafter = entry.build(given)
-        held = LocalRoles(verifier, drafter if isinstance(drafter, LocalDrafter) else None)
-        return TreeRoles(key, drafter, verifier, held)
+    def make_roles(index: int, local: LocalRoles) -> TreeRoles:
+        assert local.verifier is not None
+        verifier, drafter = local.verifier, local.drafter
+        if drafter is None:
+            inputs = DrafterInputs(
+                config, _model_limits(models, config), verifier=verifier, target_times=times, lookup=lookup
+            )
+            drafter = entry.build(inputs)
+        if leading is None:
+            return TreeRoles(key, drafter, verifier, local)
+        team = leading.group_of(index)
+        led = LeaderDrafter(drafter, team) if isinstance(drafter, LocalDrafter) else drafter
+        return TreeRoles(key, led, LeaderVerifier(verifier, team), local)
 
-    roles = [make_roles(verifier) for verifier in verifiers]
+    roles = [make_roles(index, local) for index, local in enumerate((held, *held.others))]
     pair_times = None
-    if draft is not None and roles[0].held.drafter is not None:
-        pair_times = models.row_times(config, verifiers[0], roles[0].held.drafter)
+    if rank is None and held.drafter is not None:
+        pair_times = models.row_times(config, held.verifier, held.drafter)
         times = None if pair_times is None else pair_times.target
     if times is not None:
         budget.row_seconds = times.at
-    stats = SharedStats(config, pair_times, models.trial_budgets(config), lambda: calls.num_requests)
-    decodings = list[TreeDecoding]()
+    budgets = models.trial_budgets(config) if rank is None else None
+    stats, decodings = SharedStats(config, pair_times, budgets, lambda: calls.num_requests), list[TreeDecoding]()
     for parts in roles:
-        given = _wrapper_inputs(parts, config, models, True, stats, lookup)
+        given = _wrapper_inputs(parts, config, models, rank is None, stats, lookup)
         own = recorder if parts is roles[0] else Recorder(beside=recorder)
         decodings.append(_tree_decoding(parts, config, own, given, None))
-    pools = [target] if draft is None else [target, draft[0]]
-    return roles[0], TreeBatchDecoding(decodings, pools, calls)
+    captured = partial(num_captures, held.verifier, held.drafter)
+    return roles[0], TreeBatchDecoding(decodings, held.pools, calls, captured)
 
 
 def _alone(models: Models, config: EngineConfig, remote: RemoteDraft | None, progress: Progress | None) -> TreeRoles:

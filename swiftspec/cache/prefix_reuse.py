@@ -61,6 +61,11 @@ class SequencePrefixes:
             sequence = next((each for each in self._lru if each not in (*in_use, source)), source)
         return sequence, source, cached
 
+    def cached_len(self, tokens: Sequence[int], count: int) -> int:
+        """Returns the length of the prefix that `acquire` would find."""
+        wanted = np.array(tokens[:-1], np.int64)
+        return max(self._shared_len(each, wanted, count) for each in self._lru)
+
     def set_prefix(self, sequence: int, text: Sequence[int], count: int) -> None:
         """Records that the prefix of a sequence begins with the tokens `text` in the first `count` caches, and is empty
         in the others."""

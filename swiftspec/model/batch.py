@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +42,7 @@ class Batch:
     chain: Chain | None = None  # on the host; None: not a chain, or unknown
     hidden: Tensor | None = None  # [rows, hidden], inputs of a draft head besides the tokens (model/draft_head.py)
     num_logits: int | None = None  # of a block head: drafted positions with logits (model/block_head.py); None: all
+    blocks: int = 1  # of equal length, one for each sequence of a guided request
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -72,9 +73,15 @@ class HostBatch:
     chain: Chain | None = None
     hidden: Tensor | None = None
     num_logits: int | None = None
+    blocks: int = 1
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def rows_per_block(self) -> int:
+        """Number of rows of each block."""
+        return len(self) // self.blocks
 
     @property
     def max_kv_len(self) -> int:
@@ -86,15 +93,21 @@ class HostBatch:
         parts = (self.tokens, self.positions, self.slots, self.mask, self.sequence, self.kv_len)
         on_device = (torch.from_numpy(part).to(device) for part in parts)
         return Batch(
-            *on_device, max_kv_len=self.max_kv_len, chain=self.chain, hidden=self.hidden, num_logits=self.num_logits
+            *on_device,
+            max_kv_len=self.max_kv_len,
+            chain=self.chain,
+            hidden=self.hidden,
+            num_logits=self.num_logits,
+            blocks=self.blocks,
         )
 
 
 def merge_batches(batches: Sequence[HostBatch]) -> HostBatch:
     """Returns one batch with the rows of several, which have no sequence in common and no `hidden`: the rows of the
-    first batch, then those of the next one. The `kv_len` of each batch is 0 for sequences that it does not have."""
+    first batch, then those of the next one, all in one block. The `kv_len` of each batch is 0 for sequences that it
+    does not have."""
     if len(batches) == 1:
-        return batches[0]
+        return batches[0] if batches[0].blocks == 1 else replace(batches[0], blocks=1)
     fields = "tokens", "positions", "slots", "sequence"
     tokens, positions, slots, sequence = (np.concatenate([getattr(b, name) for b in batches]) for name in fields)
     width = max(batch.mask.shape[1] for batch in batches)

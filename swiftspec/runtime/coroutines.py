@@ -22,8 +22,9 @@ from swiftspec.runtime.runner import Call
 if TYPE_CHECKING:
     from greenlet import greenlet
 
-# Priorities of calls: every request expands its tree before the rows of any are chosen, and then all are verified.
-EXPANSION, ROW_BUDGET, VERIFICATION, PREFILL = range(4)
+# Priorities of calls: results are read first, every request expands its tree before the rows of any are chosen, and
+# then all are verified.
+READ, EXPANSION, ROW_BUDGET, VERIFICATION, PREFILL = range(5)
 
 
 class CallQueue:
@@ -40,22 +41,36 @@ class CallQueue:
     def wait(self, call: Call) -> Any:
         """Returns the result of a call: suspends the request until the loop has run it, or runs it at once. Raises the
         error of the call."""
-        if (self.company or call.priority == PREFILL) and _own_loop() is not None:
-            suspend(call)
+        if (self.company or call.priority == PREFILL) and in_coroutine():
+            self._suspend(call)
             if call.error is not None:
                 raise call.error
         else:
             call.run(())
         return call.result
 
+    def _suspend(self, call: Call) -> None:
+        suspend(call)
 
-def run_calls(calls: Sequence[Call]) -> None:
-    """Runs calls with equal keys, and sets the result or the error of each."""
-    try:
-        calls[0].run(calls[1:])
-    except Exception as error:
-        for call in calls:
-            call.error = error
+    def run(self, calls: Sequence[Call]) -> None:
+        """Runs calls with equal keys, for which requests wait, and sets the result or the error of each."""
+        try:
+            calls[0].run(calls[1:])
+        except Exception as error:
+            for call in calls:
+                call.error = error
+
+
+def in_coroutine() -> bool:
+    """Returns whether the current code is that of a request in a coroutine; False in greenlets of an application."""
+    return _own_loop() is not None
+
+
+def has_ended(error: BaseException) -> bool:
+    """Returns whether an exception is the one that `RequestCoroutine.end` raises where the request is suspended."""
+    from greenlet import GreenletExit
+
+    return isinstance(error, GreenletExit)
 
 
 def suspend(value: Any) -> None:

@@ -13,6 +13,7 @@ from swiftspec.params import FILTERS, PENALTIES, SamplingParams
 from swiftspec.runtime.executors import ExecutorRequest, ExpansionShape, TreeExecutor, select_executor
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree.children import ChildSelector
+from swiftspec.tree.sampled_children import SampledChildren
 from swiftspec.tree.tree import DraftTree
 
 
@@ -44,6 +45,7 @@ class LocalDrafter:
 
     source = NodeSource.DRAFT_MODEL  # of the nodes that it proposes
     lost_reason = None
+    grows = False  # whether `grow` expands the tree
 
     def __init__(
         self,
@@ -99,7 +101,8 @@ class LocalDrafter:
         coupled = config.proposal == "coupled" and not sampling.greedy
         count = min(config.children_per_leaf, self.runner.vocab)
         self.executor = self.select_executor(start)
-        shape = ExpansionShape(config.leaves_per_expansion, count, coupled, tau, self._children.rank)
+        sampled = self._children if isinstance(self._children, SampledChildren) else None
+        shape = ExpansionShape(config.leaves_per_expansion, count, coupled, tau, self._children.rank, sampled)
         self.executor.open(ExecutorRequest(sampler, expansion=shape))
 
     def _open_cache(self, start: RequestStart) -> None:

@@ -23,6 +23,8 @@ class LookaheadDrafter(LocalDrafter):
     rounds of a request are always the same. `hooks`: called after expansions, with the number that was requested.
     """
 
+    grows = True
+
     def __init__(
         self,
         runner: Runner,

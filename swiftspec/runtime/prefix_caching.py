@@ -56,8 +56,7 @@ class PrefixCachingRunner(Runner):
         self._incomplete = False  # whether prefix slots were allocated whose KV is not computed yet
 
     def cached_lengths(self, texts: TokenSequences, max_cached: Sequence[int] | None = None) -> list[int]:
-        """Returns for each sequence the number of leading tokens whose states `match_prefix` would find, at most
-        `max_cached` and `max_cached_tokens`. The last token, which is the root, never counts."""
+        """Returns what `match_prefix` would find, at most `max_cached_tokens`."""
         held, counts = self._live_tokens(), []
         for s, text in enumerate(texts):
             limit = len(text) - 1 if max_cached is None else max_cached[s] if s < len(max_cached) else 0
@@ -200,10 +199,5 @@ def with_cached_lengths(start: RequestStart, *runners: Runner, guided: bool = Fa
     unconditional sequence of a guided request."""
     guidance = Guidance.of(start.sampling, start.tokens, start.prompt_len) if guided else None
     texts = [start.tokens] if guidance is None else [start.tokens, guidance.tokens]
-    found = [
-        r.cached_lengths([text[r.first_token :] for text in texts], start.num_cached_tokens)
-        if isinstance(r, PrefixCachingRunner)
-        else [0] * len(texts)
-        for r in runners
-    ]
+    found = [r.cached_lengths([text[r.first_token :] for text in texts], start.num_cached_tokens) for r in runners]
     return replace(start, num_cached_tokens=tuple(map(min, zip(*found, strict=True))))

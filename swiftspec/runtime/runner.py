@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.backends.reference import Backend
@@ -19,8 +20,8 @@ from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import Chain, ForwardOutput, HostBatch, Ints
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
-from swiftspec.sampling.guidance import Guidance
-from swiftspec.sampling.sampler import Sampler, ShardedVocab, TokenConstraint
+from swiftspec.sampling.guidance import Guidance, guided_logits
+from swiftspec.sampling.sampler import Sampler, ShardedVocab, TokenConstraint, read_tensors
 from swiftspec.sampling.token_rules import TokenRules
 from swiftspec.tree import mask as tree_mask
 
@@ -104,6 +105,11 @@ class Runner:
         self.max_cached_tokens: int | None = None  # most tokens of the next request that the prefix cache may supply
         self.hidden: Tensor | None = None  # hidden states (`ForwardOutput`) of the last forward, until the next one
 
+    @property
+    def in_company(self) -> bool:
+        """Whether other requests run on the model, so that their forwards are joint: not here (sequence_runner.py)."""
+        return False
+
     def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
         """Returns the sampler of one request for this model's logits."""
         constraint = None
@@ -111,7 +117,13 @@ class Runner:
             constraint = self.make_constraint(params.grammar)
         if params.has_path_rules or (constraint is not None and params.excludes_tokens):
             constraint = TokenRules(params, self.vocab, self.eos_token_ids, constraint)
-        return Sampler(params, prompt, self.vocab, self.model.device, self.ops, shard=self.shard, constraint=constraint)
+        made = Sampler(params, prompt, self.vocab, self.model.device, self.ops, shard=self.shard, constraint=constraint)
+        made.read = self.read
+        return made
+
+    def read(self, *tensors: Tensor) -> list[NDArray[Any]]:
+        """Returns the values of tensors on the model's device, and waits for them."""
+        return read_tensors(*tensors)
 
     def open(
         self, tokens: Sequence[int], guidance: Guidance | None = None, max_cached: Sequence[int] | None = None
@@ -129,6 +141,11 @@ class Runner:
         """Resets the KV cache for a request with these token sequences. Returns for each sequence the length of the
         prefix that the cache still holds: 0 here, without a prefix cache (see prefix_caching.py)."""
         self.cache.reset(len(texts))
+        return [0] * len(texts)
+
+    def cached_lengths(self, texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None = None) -> list[int]:
+        """Returns for each sequence of a request the number of its leading tokens that the cache holds, at most
+        `max_cached`: 0 here, as for `match_prefix`. The last token, which is the root, never counts."""
         return [0] * len(texts)
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -180,7 +197,7 @@ class Runner:
         of each token are combined into one."""
         logits = self.run(batch).logits
         assert logits is not None
-        return logits if self.guidance is None else self.guidance.combine(logits)
+        return logits if self.guidance is None else guided_logits(logits, self.guidance.scale)
 
     def run(self, batch: HostBatch, *, head: bool = True) -> ForwardOutput:
         """Runs a forward, without the LM head if `head` is False, and waits for it."""
@@ -234,7 +251,14 @@ class Runner:
         if depths is None and not several:
             chain = Chain(int(sequence[0]), int(kv_len[sequence[0]]))
         return HostBatch(
-            tokens=token, positions=position, slots=slot, mask=mask, sequence=sequence, kv_len=kv_len, chain=chain
+            tokens=token,
+            positions=position,
+            slots=slot,
+            mask=mask,
+            sequence=sequence,
+            kv_len=kv_len,
+            chain=chain,
+            blocks=len(rows),
         )
 
     def _rows(

@@ -8,6 +8,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from swiftspec.cache.model_cache import SequenceView
 from swiftspec.cache.prefix_cache import (
@@ -20,7 +23,8 @@ from swiftspec.cache.prefix_cache import (
 )
 from swiftspec.cache.prefix_reuse import SequencePrefixes
 from swiftspec.model.batch import ForwardOutput, HostBatch, Ints, merge_batches
-from swiftspec.runtime.coroutines import PREFILL, CallQueue
+from swiftspec.runtime.coroutines import PREFILL, READ, CallQueue
+from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.runner import Call, Runner
 from swiftspec.sampling.guidance import Guidance
 
@@ -31,7 +35,8 @@ class SequencePool:
     A sequence keeps the text of its last request. Texts that others are about to replace are copied into a prefix
     cache, as those of a single request are (prefix_caching.py).
 
-    `runner`: runs the joint forwards; its cache gets `sequences` sequences.
+    `runner`: of the joint forwards; its cache gets `sequences` sequences.
+    `executor`: runs the joint forwards, except prefill chunks.
     `calls`: of the requests.
     `priority`: of the forwards of trees (runtime/coroutines.py).
     `prefix_tokens`: budget of the prefix cache in tokens; 0: every prompt is prefilled from its first token.
@@ -53,6 +58,7 @@ class SequencePool:
         self.runner, self.calls, self.priority = runner, calls, priority
         self.prefix_cache = PrefixCache(prefix_tokens, MIN_CACHED_TOKENS)
         self._prefixes = SequencePrefixes([runner.cache], prefix_tokens > 0)
+        self.executor = EagerExecutor(runner)
         self._in_use: set[int] = set()
 
     @property
@@ -94,8 +100,16 @@ class SequencePool:
             states = self.runner.cache.save_prefix(sequence, len(text))
         except (MemoryError, RuntimeError):
             self.prefix_cache.entries = []
+            if self.runner.model.group is not None:  # other ranks may have their copies; the caches must not diverge
+                raise
             return []
         return [CachedPrefix(text, states, partial(self.runner.cache.saved_len, states), size)]
+
+    def cached_len(self, text: Sequence[int]) -> int:
+        """Returns the length of the prefix that `take` would find."""
+        wanted = np.array(text[:-1], np.int64)
+        saved = max((entry.reusable_len(wanted) for entry in self.prefix_cache.entries), default=0)
+        return max(self._prefixes.cached_len(text, 1), saved)
 
     def record(self, view: SequenceView, texts: Sequence[Sequence[int]]) -> None:
         """Records the verified tokens whose states the sequences of a request hold. `texts`: begin with them."""
@@ -133,13 +147,14 @@ class SequenceRunner(Runner):
         """Takes a sequence for each text, filled with the longest prefix that any sequence holds. Returns the lengths
         of these prefixes."""
         self.close()
-        taken = list[tuple[int, int]]()
-        for s, text in enumerate(texts):
-            most = len(text) - 1 if max_cached is None else max_cached[s] if s < len(max_cached) else 0
-            taken.append(self.pool.take(text[: most + 1]))
+        taken = [self.pool.take(text) for text in _reusable(texts, max_cached)]
         self._view.view([sequence for sequence, _ in taken])
         self._texts = [list(text) for text in texts]
         return [cached for _, cached in taken]
+
+    def cached_lengths(self, texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None = None) -> list[int]:
+        """As `Runner.cached_lengths`; those of a guided request are for each of its sequences alone."""
+        return [self.pool.cached_len(text) for text in _reusable(texts, max_cached)]
 
     def open(
         self, tokens: Sequence[int], guidance: Guidance | None = None, max_cached: Sequence[int] | None = None
@@ -155,6 +170,11 @@ class SequenceRunner(Runner):
     def observe(self, tokens: Sequence[int]) -> None:
         for text in self._texts:
             text += tokens
+
+    @property
+    def in_company(self) -> bool:
+        """Whether other requests run, so that their forwards are joint."""
+        return self.pool.calls.company
 
     def close(self) -> None:
         if self._view.buffers:
@@ -173,24 +193,37 @@ class SequenceRunner(Runner):
 
     def run(self, batch: HostBatch, *, head: bool = True) -> ForwardOutput:
         priority = PREFILL if self._prefilling else self.pool.priority
-        output = self.run_call(ForwardCall(self.pool.runner, batch, head, priority))
+        output = self.run_call(ForwardCall(self.pool.executor, batch, head, priority))
         self.hidden = output.hidden
         return output
 
     def run_call(self, call: Call) -> Any:
         result = self.pool.calls.wait(call)
-        self.busy, self._incomplete = self.pool.runner.busy, False
+        self._step_done()
         return result
+
+    def read(self, *tensors: Tensor) -> list[NDArray[Any]]:
+        if self.shard is None:
+            values = self.pool.calls.wait(ReadCall(self.pool, tensors))
+        else:  # every call that suspends is also broadcast to the ranks of the group
+            values = super().read(*tensors)
+            self.pool.executor.finish()
+        self._step_done()
+        return values
 
     def record_step(self, began: float, rows: int, seconds: float | None = None) -> None:
         self.pool.runner.record_step(began, rows, seconds)
+        self._step_done()
+
+    def _step_done(self) -> None:
+        self.busy, self._incomplete = self.pool.runner.busy, False
 
 
 @dataclass(eq=False, slots=True)
 class ForwardCall:
-    """A forward of the rows of one request. `runner`: runs it, and those of the other requests."""
+    """A forward of the rows of one request. `executor`: runs it together with those of the other requests."""
 
-    runner: Runner
+    executor: EagerExecutor
     batch: HostBatch
     head: bool
     priority: int
@@ -199,13 +232,51 @@ class ForwardCall:
 
     @property
     def key(self) -> object:
-        return self.runner
+        return self.executor
 
     def run(self, others: Sequence[ForwardCall]) -> None:
         """Runs the rows of all calls in one forward."""
-        calls = [self, *others]
-        output = self.runner.run(merge_batches([call.batch for call in calls]), head=self.head)
+        calls, runner = [self, *others], self.executor.runner
+        batch = merge_batches([call.batch for call in calls])
+        if self.priority == PREFILL:
+            output = runner.run(batch, head=self.head)
+        else:
+            output = ForwardOutput(self.executor.forward(batch), runner.hidden)
         start = 0
         for call in calls:
             rows = slice(start, start := start + len(call.batch))
             call.result = ForwardOutput(*(None if part is None else part[rows] for part in output))
+
+
+def _reusable(texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None) -> list[Sequence[int]]:
+    """Returns the part of each text whose tokens, except the last one, may come from the cache."""
+    if max_cached is None:
+        return list(texts)
+    return [text[: 1 + (max_cached[s] if s < len(max_cached) else 0)] for s, text in enumerate(texts)]
+
+
+@dataclass(eq=False, slots=True)
+class ReadCall:
+    """A copy of the results of one request to the host, together with those of the other requests."""
+
+    pool: SequencePool
+    tensors: Sequence[Tensor]
+    priority: int = READ
+    result: Any = None
+    error: Exception | None = None
+
+    @property
+    def key(self) -> object:
+        return self.pool
+
+    def run(self, others: Sequence[ReadCall]) -> None:
+        """Copies the results of all calls at once."""
+        parts = [part.contiguous().view(-1).view(torch.uint8) for call in (self, *others) for part in call.tensors]
+        found, start = torch.cat(parts).cpu(), 0
+        for call in (self, *others):
+            call.result = list[NDArray[Any]]()
+            for part in call.tensors:
+                values = found[start : start + part.nbytes].clone()  # aligned
+                call.result.append(values.view(part.dtype).view(part.shape).numpy())
+                start += part.nbytes
+        self.pool.executor.finish()

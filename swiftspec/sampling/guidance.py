@@ -33,14 +33,15 @@ class Guidance:
         negative = sampling.negative_prompt_ids or tokens[prompt_len - 1 : prompt_len]
         return Guidance((*negative, *tokens[prompt_len:]), sampling.guidance_scale)
 
-    def combine(self, logits: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Returns the guided logits `l_u + s (l_c - l_u)`, half as many rows as `logits`, whose first half are the
-        conditional rows l_c and whose second half are the unconditional rows l_u. `scale` []: s on the device, for a
-        CUDA graph.
 
-        transformers combines log-probabilities instead, which adds a constant to each row: the distribution is the
-        same. The formula is elementwise, so a vocabulary shard needs no communication.
-        """
-        conditional, unconditional = logits.chunk(2)
-        # three separate roundings: a fused operator would round the end of a row differently from its middle
-        return (conditional - unconditional).mul_(self.scale if scale is None else scale).add_(unconditional)
+def guided_logits(logits: Tensor, scale: float | Tensor) -> Tensor:
+    """Returns the guided logits `l_u + s (l_c - l_u)`, half as many rows as `logits`, whose first half are the
+    conditional rows l_c and whose second half are the unconditional rows l_u. `scale`: s, or [] on the device, for a
+    CUDA graph.
+
+    transformers combines log-probabilities instead, which adds a constant to each row: the distribution is the same.
+    The formula is elementwise, so a vocabulary shard needs no communication.
+    """
+    conditional, unconditional = logits.chunk(2)
+    # three separate roundings: a fused operator would round the end of a row differently from its middle
+    return (conditional - unconditional).mul_(scale).add_(unconditional)

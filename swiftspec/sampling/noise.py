@@ -40,14 +40,14 @@ class PositionNoise:
 
     def rows(self, positions: Tensor, tokens: range, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns a block of noise [positions of the block, len(tokens)], and for each of `positions` [n] its row in
-        the block. `tokens`: token ids of the columns; the noise of a token does not depend on the range. Synchronises
-        with the device."""
+        the block, on the device. `tokens`: token ids of the columns; the noise of a token does not depend on the range.
+        Synchronises with the device of `positions`."""
         low, high = (int(bound) for bound in positions.aminmax())
         end = self._first + self._block.shape[0]
         if not (self._first <= low and high < end) or self._block.dtype != dtype or self._tokens != tokens:
             self._first, self._tokens = low, tokens
             self._block = self.generate(range(low, max(high + 1, low + self.BLOCK_POSITIONS)), tokens, dtype)
-        return self._block, positions - self._first
+        return self._block, (positions - self._first).to(self._block.device, non_blocking=True)
 
     def generate(self, span: range, tokens: range, dtype: torch.dtype) -> Tensor:
         """Generates the noise [len(span), len(tokens)] of the positions `span`."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.backends.reference import Backend, reference
@@ -21,6 +22,7 @@ from swiftspec.sampling.logits_params import PROCESSED, RAW, LogitsParams
 from swiftspec.sampling.logits_processor import LogitsProcessor, ShardedVocab
 from swiftspec.sampling.noise import TARGET_STREAM, PositionNoise
 
+ReadTensors = Callable[..., list[NDArray[Any]]]  # returns the values of device tensors
 NoiseRows = Callable[[Tensor, range, torch.dtype], tuple[Tensor, Tensor]]  # signature of PositionNoise.rows
 Paths = Sequence[Sequence[int]]  # per row of logits, its unverified tokens, the row's own included; empty at the root
 
@@ -52,23 +54,36 @@ class History:
 
     def counts(self, paths: Paths) -> Tensor:
         """Returns token counts [n, V]: row i counts each token in the verified output followed by `paths[i]`."""
-        counts = self.output.repeat(len(paths), 1)
-        for row, path in zip(counts, paths, strict=True):
-            if path:
-                row.index_add_(0, torch.tensor(path, device=row.device), torch.ones(len(path), device=row.device))
+        counts, vocab = self.output.repeat(len(paths), 1), len(self.output)
+        places = [row * vocab + token for row, path in enumerate(paths) for token in path]
+        if places:  # all rows at once, by one copy to the device
+            index = torch.tensor(places, device=counts.device)
+            counts.view(-1).index_add_(0, index, torch.ones(len(places), device=counts.device))
         return counts
 
 
-class TokenConstraint(Protocol):
+class TokenFollower(Protocol):
+    """Follows the verified output of a request."""
+
+    def observe(self, tokens: Sequence[int], /) -> None: ...  # advances by verified output tokens
+
+
+class TokenConstraint(TokenFollower, Protocol):
     """A restriction of the next token, such as a grammar (sampling/grammar.py)."""
 
     def allowed_mask(self, paths: Paths, /) -> Tensor: ...  # [n, V] bool, for the token after each path
     def bitmask(self, paths: Paths, /) -> Any: ...  # the same as NumPy uint8 [n, bytes], lowest bit first
-    def observe(self, tokens: Sequence[int], /) -> None: ...  # advances by verified output tokens
+
+
+def read_tensors(*tensors: Tensor) -> list[NDArray[Any]]:
+    """Returns the values of tensors. Waits for the device."""
+    return [tensor.cpu().numpy() for tensor in tensors]
 
 
 class Sampler(LogitsProcessor):
     """Sampler of one request: processes logits, samples the target's tokens and ranks the draft's children.
+
+    `read`: copies results to the host; those of concurrent requests are copied together (sequence_runner.py).
 
     `shard`: this rank's part of the vocabulary in a tensor-parallel group; logits are then this rank's columns of the
     LM head. Every rank must call `draw` and `children`, which return the same result on all ranks.
@@ -87,10 +102,12 @@ class Sampler(LogitsProcessor):
     ) -> None:
         super().__init__(params, vocab, device, ops, shard)
         self.constraint = constraint
+        self.read: ReadTensors = read_tensors
         self.noise = self.noise_of(TARGET_STREAM)
         self.noise_rows: NoiseRows = self.noise.rows
         self._children_values: LogitsParams | None = None  # as `values`, for the scores of `children`
         self.history = History(prompt, vocab, device) if params.penalised else None
+        self.followers: list[TokenFollower] = [each for each in (self.history, constraint) if each is not None]
 
     @property
     def needs_paths(self) -> bool:
@@ -103,9 +120,8 @@ class Sampler(LogitsProcessor):
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Adds verified output tokens to the penalty counts and the token constraint."""
-        for follower in (self.history, self.constraint):
-            if follower is not None:
-                follower.observe(tokens)
+        for follower in self.followers:
+            follower.observe(tokens)
 
     def process_logits(self, logits: Tensor, paths: Paths | None) -> Tensor:
         """Returns the logits [n, m] of the distribution that tokens are sampled from; filtered tokens are -inf.
@@ -129,7 +145,7 @@ class Sampler(LogitsProcessor):
 
     def draw(self, logits: Tensor, paths: Paths | None, positions: Tensor) -> Tensor:
         """Samples the target's token after each row, [n]; -1 if the highest score of the row is not finite. `logits`:
-        raw. `positions` [n]: absolute positions of the rows."""
+        raw. `positions` [n]: absolute positions of the rows, without a synchronisation if they are on the host."""
         if self.shard is None:
             at = None if self.greedy else positions
             return self.ops.draw(*self._operator_inputs(logits, paths, at, self.values))
@@ -139,6 +155,25 @@ class Sampler(LogitsProcessor):
         noise, rows = self.noise_rows(positions + 1, self.shard.tokens, shaped.dtype)
         scores = Scores(noise=noise, rows=rows, scalars=self.values.scores[PROCESSED])
         return self.shard.argmax(compute_scores(shaped, scores))
+
+    def drawn(self, logits: Tensor, paths: Paths | None, positions: Tensor) -> list[int]:
+        """As `draw`, on the host, after one wait for the device: assumes that the top candidates suffice for a filter,
+        and draws again if they do not."""
+        check, assumed = self.check_all, list[Tensor]()
+
+        def assume(holds: Tensor) -> bool:
+            assumed.append(holds)
+            return True
+
+        self.check_all = assume
+        try:
+            tokens = self.draw(logits, paths, positions)
+        finally:
+            self.check_all = check
+        found, *certain = self.read(tokens, *assumed)
+        if not all(holds.all() for holds in certain):
+            [found] = self.read(self.draw(logits, paths, positions))
+        return found.tolist()
 
     def children(
         self, logits: Tensor, paths: Paths | None, positions: Tensor, *, k: int, coupled: bool = False, tau: float = 1.0

@@ -152,7 +152,7 @@ class Settings(SettingsFields):
             **{feature: drafts and self.draft_model == name for feature, name in DRAFTER_OF_FEATURE.items()},
             "grafting": drafts and bool(self.graft_suffix),
             "several requests": self.max_num_seqs > 1,
-            "chains": self.max_num_seqs > 1 and (ranks > 1 or device == "cuda" or self.verify == "reject"),
+            "chains": self.max_num_seqs > 1 and self.verify == "reject" and (ranks > 1 or device == "cuda"),
             "several ranks": ranks > 1,
             "target worker": self.target_url is not None,
             "draft worker": self.draft_url is not None,

@@ -40,7 +40,7 @@ class TokenMatching:
         self._sampler = sampler
 
     def __call__(self, proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
-        drawn = self._sampler.draw(logits, paths, positions).tolist()
+        drawn = self._sampler.drawn(logits, paths, positions)
         return Accepted(*match_path(proposal.tokens, proposal.parents, drawn))
 
 

@@ -68,7 +68,8 @@ class TopChildren:
         self, logits: Tensor, leaves: Leaves, paths: Paths | None, positions: Tensor
     ) -> tuple[Ints, NDArray[np.floating]]:
         best = self._sampler.children(logits, paths, positions, k=self.k, coupled=self.coupled, tau=self._tau)
-        return best[0].cpu().numpy(), best[1].cpu().numpy()
+        tokens, weights = self._sampler.read(*best)
+        return tokens, weights
 
     def reroot(self) -> bool:
         return True

@@ -31,6 +31,7 @@ from swiftspec.sampling.noise import COIN_STREAM, RESIDUAL_STREAM
 from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.acceptance import Accepted
 
+NO_DRAFT_PROBS = DraftProbs(np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32))  # of a root without children
 ChildNodes = dict[int, list[int]]  # node -> its children
 RESIDUAL_SHARE = 1e-30  # fraction of p that is added to a residual, so that rounding never makes it all zero
 
@@ -99,6 +100,7 @@ class RejectionSampling:
         """See `AcceptFn`. Raises ValueError if a child of the proposal has no draft probability."""
         numbers, width = pack_draft_probs(proposal, len(proposal.tokens))
         numbers = torch.from_numpy(numbers).to(logits.device)
+        positions = positions.to(logits.device)
         return rejection_path(proposal, self.verdicts(logits, paths, positions, numbers, width).cpu().numpy())
 
     def verdicts(self, logits: Tensor, paths: Any, positions: Tensor, numbers: Tensor, width: int) -> Tensor:
@@ -167,13 +169,19 @@ def rejection_path(proposal: Proposal, judged: NDArray[np.float64]) -> Accepted:
 def check_draft_probs(proposal: Proposal) -> None:
     """Validates a proposal for rejection sampling. Raises ValueError if it has children without draft distributions, a
     child of a deterministic source, or a child whose token has no probability in the distribution of its parent."""
-    child_nodes = _child_nodes(proposal)
+    drawn = draft_probs_of(proposal)
+    if len(proposal.tokens) > 1:
+        _child_index(proposal, drawn, _child_nodes(proposal))
+
+
+def draft_probs_of(proposal: Proposal) -> DraftProbs:
+    """Returns the draft distributions of a proposal for rejection sampling; none for a root without children. Raises
+    ValueError if they are missing, or if a node is of a deterministic source."""
     if not SAMPLED_SOURCES.issuperset(proposal.sources[1:]):
         raise ValueError("verify reject requires sampled nodes, and a proposal has one of a deterministic source")
-    if child_nodes and proposal.draft_probs is None:
+    if proposal.draft_probs is None and len(proposal.tokens) > 1:
         raise ValueError("verify reject requires a proposal with draft distributions")
-    if child_nodes and proposal.draft_probs is not None:
-        _child_index(proposal, proposal.draft_probs, child_nodes)
+    return proposal.draft_probs or NO_DRAFT_PROBS
 
 
 def _child_nodes(proposal: Proposal) -> ChildNodes:

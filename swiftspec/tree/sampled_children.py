@@ -20,6 +20,8 @@ Source: Gumbel top-k, Kool et al. 2019; recursive rejection sampling without rep
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -35,6 +37,16 @@ MAX_CANDIDATES = 64  # number of most likely draft tokens that q covers; it is 0
 MAX_REROOTS = 3  # re-roots after which a tree is reset
 WEIGHT_DIGITS = 6  # decimal places of a log-weight
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
+
+
+class DrawState(NamedTuple):
+    """The state of the draws of one request, from which native code draws children (csrc/bind/rounds.cpp)."""
+
+    key: int
+    leaves: int
+    exponent: float
+    tokens: NDArray[np.int32]
+    probs: NDArray[np.float32]
 
 
 class SampledChildren:
@@ -56,8 +68,7 @@ class SampledChildren:
         """Starts or resumes a request. `position`: absolute position of the root, which keys the noise. `tau`: exponent
         of the draft's confidence, see `child_log_weights`."""
         self._sampler, self._exponent = sampler, tau
-        key = row_key(sampler.params.seed, DRAFT_STREAM, position)
-        self._key = torch.tensor([key], dtype=torch.uint32).view(torch.int32)
+        self._key = row_key(sampler.params.seed, DRAFT_STREAM, position)
         self._rows = 0  # number of leaves expanded in this request: the counter of their noise
         self._age = 0  # re-roots since the tree was reset
 
@@ -87,8 +98,18 @@ class SampledChildren:
         """Draws all tokens of each row of `q` without replacement. Returns their columns in the order drawn."""
         clock = torch.arange(self._rows, self._rows + q.shape[0])
         self._rows += q.shape[0]
-        noise = gumbel(row_bits(row_keys(self._key, clock), self._counters), q.dtype)
-        return (q.log() + noise).argsort(-1, descending=True)
+        key = torch.tensor([self._key], dtype=torch.uint32).view(torch.int32)
+        noise = gumbel(row_bits(row_keys(key, clock), self._counters), q.dtype)
+        return (q.log() + noise).argsort(stable=True, dim=-1, descending=True)
+
+    def draw_state(self) -> DrawState:
+        """Returns what native code needs to draw children as `sample` does. It writes the draft distributions;
+        `count_leaves` follows."""
+        return DrawState(self._key, self._rows, self._exponent, self._tokens, self._probs)
+
+    def count_leaves(self, count: int) -> None:
+        """Counts leaves whose children native code has drawn."""
+        self._rows += count
 
     def reroot(self) -> bool:
         """See `ChildSelector.reroot`. Returns False after MAX_REROOTS re-roots of the same tree."""

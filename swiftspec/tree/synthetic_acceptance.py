@@ -54,7 +54,7 @@ class SyntheticAcceptance:
         self._schedule = AcceptanceSchedule(mean_length, sampler.params.seed)
 
     def __call__(self, proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
-        return self.accept(proposal, self._sampler.draw(logits, paths, positions).tolist())
+        return self.accept(proposal, self._sampler.drawn(logits, paths, positions))
 
     def accept(self, proposal: Proposal, sampled: Sequence[int]) -> Accepted:
         """Returns the accepted path and its tokens. `sampled`: the target's token after each node; -1 where the logits

@@ -145,6 +145,34 @@ def test_requests_decoded_together_equal_each_alone(
             assert_idle(together)
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype", "counts"),
+    [
+        ("dense", torch.float64, (3,)),
+        pytest.param("dense", torch.bfloat16, (2, 8), marks=NATIVE),
+        pytest.param("qwen3_next", torch.float32, (4,), marks=NATIVE),
+    ],
+    ids=str,
+)
+def test_rejection_sampled_requests_equal_each_alone(
+    pair_of: Callable[[str], tuple[Path, Path]], family: str, dtype: torch.dtype, counts: tuple[int, ...]
+) -> None:
+    """Also bit by bit, in log-probabilities: the noise of a tree does not depend on its company either."""
+    prompts, sampling = requests_of(12)
+    sampling = [replace(each, temperature=each.temperature or 0.5) for each in sampling]
+    pair, config = pair_of(family), {"verify": "reject", "draft_steps": 2}
+    alone = engine(pair, "model", 1, dtype=dtype, config=config)
+    wanted = [read(alone, [prompt], [each])[0] for prompt, each in zip(prompts, sampling, strict=True)]
+    for requests in counts:
+        together = engine(pair, "model", requests, dtype=dtype, config=config)
+        for _ in range(2):
+            found = read(together, prompts, sampling)
+            assert [each[:2] for each in found] == [each[:2] for each in wanted]
+            if dtype != torch.float64:
+                assert [each[2:] for each in found] == [each[2:] for each in wanted]
+            assert_idle(together)
+
+
 @NATIVE
 @pytest.mark.parametrize("options", [{"self_switch": True, "adapt_steps": True, "adapt_batch": True}, {}], ids=str)
 def test_rounds_that_follow_measurements_give_the_same_output(

@@ -17,12 +17,12 @@ from swiftspec.errors import DrafterLost
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import VerifyResult
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors import available
+from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.target_verifier import TargetVerifier
 from tests.serve.test_serve import bare_environment, pair
 from tests.support.biased_acceptance import LongestBranch
-from tests.support.roles import executor_deps, replace_roles, verifier_of
+from tests.support.roles import replace_roles, verifier_of
 
 __all__ = ["bare_environment", "pair"]  # fixtures
 
@@ -85,7 +85,7 @@ def test_the_biased_verifier_is_detected_and_the_exact_one_passes(pair: list[str
     runner = verifier_of(tree).runner
     replace_roles(
         tree,
-        verifier=TargetVerifier(runner, available.target_executors(runner, executor_deps(runner)), LongestBranch),
+        verifier=TargetVerifier(runner, [EagerExecutor(runner)], LongestBranch),
     )
     assert not trial.compare_samples(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
 

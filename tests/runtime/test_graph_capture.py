@@ -55,6 +55,8 @@ def test_progress_counts_the_graphs_of_both_models(tmp_path: Path) -> None:
     assert num_captures(*plain) == 0
     adaptive = resolve_config(EngineConfig("serial", verify_batch=4, adapt_batch=True), "draft", "cuda")
     assert len(target_captures(verifier.executors, adaptive)) == 3 * 6, "up to 32 rows"
+    several = EngineConfig("serial", verify_batch=4, max_num_seqs=4)
+    assert len(target_captures(verifier.executors, several)) == 9 + 2, "joint forwards of 8 and 16 rows"
 
 
 @pytest.mark.parametrize("lost", [RankLost("group target: GPU rank 1 waited too long for rank 0"), None])

@@ -22,7 +22,7 @@ from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import RequestStart
 from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.params import SamplingParams
-from swiftspec.sampling.guidance import Guidance
+from swiftspec.sampling.guidance import Guidance, guided_logits
 from tests.support.cases import fast_first
 from tests.support.roles import verifier_of
 from tests.support.tiny_checkpoints import make_pair
@@ -200,7 +200,7 @@ def test_guidance_works_with_a_draft_group() -> None:
 def test_guiding_logits_or_log_probabilities_gives_the_same_distribution() -> None:
     """transformers takes log_softmax of both rows first, which adds a constant to each."""
     rows = 5 * torch.randn(8, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    ours, theirs = Guidance((0,), 2.5).combine(rows), Guidance((0,), 2.5).combine(rows.log_softmax(-1))
+    ours, theirs = guided_logits(rows, 2.5), guided_logits(rows.log_softmax(-1), 2.5)
     torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1))
     difference = ours - theirs
     assert difference.std(-1).max() < 1e-12 and difference.abs().min() > 1

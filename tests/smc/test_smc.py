@@ -18,7 +18,6 @@ from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
-from swiftspec.smc.limits import particle_region_slots
 from tests.support.cases import fast_first
 from tests.support.history_models import HistoryModel, make_worker
 from tests.support.history_models import run as decode
@@ -287,9 +286,3 @@ def test_a_population_runs_on_one_group() -> None:
     assert (EngineConfig("smc", target_tp=3).num_ranks, EngineConfig("smc", target_tp=3).draft_tp) == (3, 3)
     with pytest.raises(UserError, match="draft_tp must be 3 in mode smc, not 1"):
         EngineConfig("smc", target_tp=3, draft_tp=1)
-
-
-def test_a_population_beyond_the_cache_reports_how_many_fit() -> None:
-    with pytest.raises(UserError, match="use at most 252 particles"):
-        particle_region_slots(PopulationConfig(1024, 64), 512)
-    assert particle_region_slots(PopulationConfig(252, 64), 512) <= 32768

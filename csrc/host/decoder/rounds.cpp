@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "common/noise.h"
+#include "host/decoder/rejection.h"
 #include "kernels_host.h"
 
 namespace swiftspec::host {
@@ -182,6 +183,7 @@ void Rounds::add_leaves(Expansion& each) {
 
 // Adds the children of the expanded leaves, whose logits begin at `row` and whose positions are in `at_`.
 void Rounds::add_children(const Expansion& each, int64_t row) {
+  if (each.sampled) return sample_children(each, row);
   Scoring& scoring = *each.scoring;
   const auto count = static_cast<int64_t>(each.expanded.size()), k = each.children;
   const int64_t stride = decoder_.model().head->n;
@@ -194,6 +196,48 @@ void Rounds::add_children(const Expansion& each, int64_t row) {
   children(scores, k, sampled_.data(), values_.data(), merger_ ? totals_.data() : nullptr);
   if (merger_) (*merger_)(scoring.columns().first, count, k, sampled_.data(), values_.data(), totals_.data());
   each.tree->add_children(each.expanded, k, sampled_.data(), values_.data());
+}
+
+// As `add_children`, for children drawn from the draft's distribution after logits processing.
+void Rounds::sample_children(const Expansion& each, int64_t row) {
+  Scoring& scoring = *each.scoring;
+  const SampledChildren& from = *each.sampled;
+  const auto count = static_cast<int64_t>(each.expanded.size()), width = from.width;
+  const int64_t stride = decoder_.model().head->n, k = std::min(each.children, width);
+  float* logits = logits_.data() + row * stride;
+  const TokenMask allowed = each.allowed ? each.allowed(each.expanded) : TokenMask{};
+  const bool process = scoring.penalties || scoring.filter;
+  if (process) {
+    process_rows(logits, count, scoring, allowed,
+                 [&](int64_t leaf) { return each.tree->path_tokens(each.expanded[static_cast<size_t>(leaf)]); });
+  } else {
+    apply_token_mask(logits, count, scoring.columns(), allowed);
+  }
+  ScoreArgs scores = scoring.args(process ? processed_.data() : logits, stride, at_, false, 1.0);
+  if (process) scores.bias = nullptr;
+  if (scoring.filter) {
+    scores = gather_whole_rows(count, scoring);
+    filter_scores(scores, *scoring.filter, merger_ ? whole_.data() : processed_.data());
+    scores.temperature = 1.0f;
+  }
+  const bool merge = merger_ && !scoring.filter;
+  sampled_.resize(static_cast<size_t>(count * width));
+  values_.resize(sampled_.size());
+  totals_.resize(static_cast<size_t>(count));
+  children(scores, width, sampled_.data(), values_.data(), merge ? totals_.data() : nullptr);
+  if (merge) {
+    (*merger_)(scoring.columns().first, count, width, sampled_.data(), values_.data(), totals_.data());
+    const int64_t last = scoring.columns().vocab - 1;  // a rank fills its list up if it has fewer tokens
+    for (int64_t& token : sampled_) token = std::min(token, last);
+  }
+  drawn_.resize(static_cast<size_t>(count * k));
+  weights_.resize(drawn_.size());
+  for (int64_t leaf = 0; leaf < count; ++leaf) {
+    const int64_t slot = each.tree->slot[each.expanded[static_cast<size_t>(leaf)]];
+    from.draw(leaf, slot, sampled_.data() + leaf * width, values_.data() + leaf * width, k, drawn_.data() + leaf * k,
+              weights_.data() + leaf * k);
+  }
+  each.tree->add_children(each.expanded, k, drawn_.data(), weights_.data());
 }
 
 // Adds the rows of a proposal in one sequence.
@@ -231,8 +275,10 @@ void Rounds::accept(Verification& each) {
   if (each.guidance) combine_guided(each);
   at_.assign(positions_.begin() + each.row,
              positions_.begin() + each.row + static_cast<int64_t>(each.tokens.size()));
-  draw_nodes(each);
-  if (each.forced) {
+  if (each.drafted) {
+    accept_drafted(each);
+  } else if (each.forced) {
+    draw_nodes(each);
     each.path = *each.forced;
     each.sampled.clear();
     for (size_t i = 1; i < each.path.size(); ++i) {
@@ -240,6 +286,7 @@ void Rounds::accept(Verification& each) {
     }
     each.sampled.push_back(sampled_[static_cast<size_t>(each.path.back())]);
   } else {
+    draw_nodes(each);
     match(each.tokens, each.parents, each.path, each.sampled);
   }
   Scoring& scoring = *each.scoring;
@@ -266,7 +313,7 @@ void Rounds::draw_nodes(const Verification& each) {
   sampled_.resize(each.tokens.size());
   values_.resize(each.tokens.size());
   const bool process = each.allowed.bits != nullptr || scoring.penalties || scoring.filter;
-  if (process) process_rows(each);
+  if (process) process_nodes(each, 0, count);
   if (scoring.filter) {
     keys_.clear();
     for (const int64_t position : at_) keys_.push_back(scoring.key(position));
@@ -280,25 +327,99 @@ void Rounds::draw_nodes(const Verification& each) {
   if (merger_) (*merger_)(scoring.columns().first, count, 1, sampled_.data(), values_.data(), nullptr);
 }
 
-// Writes the logits with token mask, bias and penalties, this rank's columns, to `processed_`.
-void Rounds::process_rows(const Verification& each) {
-  const auto count = static_cast<int64_t>(each.tokens.size()), stride = decoder_.model().head->n;
-  Scoring& scoring = *each.scoring;
+// Writes rows of logits with token mask, bias and penalties, this rank's columns, to `processed_`.
+void Rounds::process_rows(const float* logits, int64_t rows, Scoring& scoring, const TokenMask& allowed,
+                          const PathFn& path_of) {
+  const int64_t stride = decoder_.model().head->n;
   const VocabShard columns = scoring.columns();
-  const auto first = logits_.begin() + each.row * stride;
-  processed_.assign(first, first + count * stride);
-  apply_token_mask(processed_.data(), count, columns, each.allowed);
-  for (int64_t row = 0; row < count; ++row) {
-    float* logits = processed_.data() + row * stride;
-    add_bias(logits, columns, scoring.bias());
-    if (!scoring.penalties) continue;
-    Nodes path;
-    for (auto node = static_cast<size_t>(row); each.parents[node] >= 0;
-         node = static_cast<size_t>(each.parents[node])) {
-      path.push_back(each.tokens[node]);
-    }
-    scoring.penalties->apply(logits, columns, path);
+  processed_.assign(logits, logits + rows * stride);
+  apply_token_mask(processed_.data(), rows, columns, allowed);
+  for (int64_t row = 0; row < rows; ++row) {
+    float* processed = processed_.data() + row * stride;
+    add_bias(processed, columns, scoring.bias());
+    if (scoring.penalties) scoring.penalties->apply(processed, columns, path_of(row));
   }
+}
+
+// The same for nodes of a proposal, from `node` on.
+void Rounds::process_nodes(const Verification& each, int64_t node, int64_t count) {
+  TokenMask allowed = each.allowed;
+  if (allowed.bits != nullptr) allowed.bits += node * allowed.bytes;
+  process_rows(logits_.data() + (each.row + node) * decoder_.model().head->n, count, *each.scoring, allowed,
+               [&](int64_t row) {
+                 Nodes path;
+                 for (auto at = static_cast<size_t>(node + row); each.parents[at] >= 0;
+                      at = static_cast<size_t>(each.parents[at])) {
+                   path.push_back(each.tokens[at]);
+                 }
+                 return path;
+               });
+}
+
+// Follows the accepted children down the tree. In a group all nodes are gathered at once; otherwise only those of the
+// path are processed.
+void Rounds::accept_drafted(Verification& each) {
+  const Scoring& scoring = *each.scoring;
+  const auto count = static_cast<int64_t>(each.tokens.size()), vocab = scoring.columns().vocab;
+  const FilterArgs filter = scoring.filter.value_or(FilterArgs{0, 1.0f, 0.0f});
+  scores_.resize(static_cast<size_t>(vocab));
+  if (merger_) process_nodes(each, 0, count);
+  const ScoreArgs gathered = merger_ ? gather_whole_rows(count, scoring) : ScoreArgs{};
+  for (int64_t node = 0;;) {
+    ScoreArgs scores = gathered;
+    if (merger_) {
+      scores.logits += node * scores.stride;
+      scores.rows = 1;
+    } else {
+      process_nodes(each, node, 1);
+      scores = gather_whole_rows(1, scoring);
+    }
+    filter_scores(scores, filter, scores_.data());
+    const int64_t child = test_children(each, node);
+    each.path.push_back(node);
+    if (child < 0) break;
+    each.sampled.push_back(each.tokens[static_cast<size_t>(child)]);
+    node = child;
+  }
+  const int64_t position = at_[static_cast<size_t>(each.path.back())];
+  const uint32_t key = noise::row_key(scoring.seed(), kResidualStream, static_cast<uint32_t>(position + 1));
+  int64_t token = -1;
+  draw_keyed({scores_.data(), nullptr, nullptr, nullptr, 1.0f, 1.0f, 1, vocab, vocab}, &key, &token, nullptr);
+  each.sampled.push_back(token);
+}
+
+// Returns the accepted child of a node, or -1. If all are rejected, `scores_`, those of the target after this node,
+// become the residual ones. A row that is not finite has no accepted child, and no token can be drawn from it.
+int64_t Rounds::test_children(Verification& each, int64_t node) {
+  const DraftProbs& drafted = *each.drafted;
+  const int64_t at = drafted.rows[static_cast<size_t>(node)], vocab = each.scoring->columns().vocab;
+  if (at < 0) return -1;
+  bool finite = true;
+  for (const float score : scores_) finite &= !std::isnan(score);
+  int64_t best = 0;
+  float top = 0.0f, total = 0.0f;
+  children({scores_.data(), nullptr, nullptr, nullptr, 1.0f, 1.0f, 1, vocab, vocab}, 1, &best, &top, &total);
+  if (!finite || !std::isfinite(top)) return -1;
+  const int32_t* covered = drafted.tokens + at * drafted.width;
+  const float* probs = drafted.probs + at * drafted.width;
+  const auto width = static_cast<size_t>(drafted.width);
+  p_.resize(width);
+  q_.assign(probs, probs + width);
+  for (size_t j = 0; j < width; ++j) p_[j] = std::exp(static_cast<double>(scores_[static_cast<size_t>(covered[j])] - total));
+  const Nodes& siblings = drafted.children[static_cast<size_t>(node)];
+  Nodes columns;
+  for (const int64_t child : siblings) columns.push_back(drafted.columns[static_cast<size_t>(child)]);
+  const auto position = static_cast<uint32_t>(at_[static_cast<size_t>(node)] + 1);
+  const SiblingVerdict verdict =
+      verify_siblings(p_, q_, columns, noise::row_key(each.scoring->seed(), kCoinStream, position));
+  each.overlaps.push_back(verdict.overlap);
+  if (verdict.accepted >= 0) return siblings[static_cast<size_t>(verdict.accepted)];
+  for (size_t j = 0; j < width; ++j) {
+    if (probs[j] <= 0.0f) continue;
+    scores_[static_cast<size_t>(covered[j])] =
+        static_cast<float>(std::log(p_[j]) - verdict.outside + static_cast<double>(total));
+  }
+  return -1;
 }
 
 // Returns the processed logits of all columns; those of a group are gathered from its ranks.

@@ -9,6 +9,7 @@
 #include "host/decoder/decoder.h"
 #include "host/decoder/merge.h"
 #include "host/decoder/penalties.h"
+#include "host/decoder/sampled_children.h"
 #include "host/decoder/tree.h"
 
 namespace swiftspec::host {
@@ -17,13 +18,15 @@ namespace swiftspec::host {
 // blocks of positions, since the nodes of a tree share few positions in consecutive rounds.
 class Scoring {
  public:
-  std::optional<Penalties> penalties;  // of verifications
-  std::optional<FilterArgs> filter;    // the same
+  // of verifications and of sampled children
+  std::optional<Penalties> penalties;
+  std::optional<FilterArgs> filter;
 
   // `bias`: of these columns, or null. `seed`, `stream`: of the noise, if `noisy`.
   Scoring(VocabShard columns, double temperature, const float* bias, bool noisy, uint64_t seed, uint32_t stream);
 
   bool noisy() const { return noisy_; }
+  uint64_t seed() const { return seed_; }
   const float* bias() const { return bias_; }
   float temperature() const { return static_cast<float>(temperature_); }
   uint32_t key(int64_t position) const;  // of the noise of the token after this position
@@ -54,6 +57,9 @@ struct TokenMask {
   int64_t bytes = 0;  // per row
 };
 
+// The unverified tokens that precede the next token of a row.
+using PathFn = std::function<Nodes(int64_t row)>;
+
 // Computes the masks of these leaves; called after their forward.
 using TokenMaskFn = std::function<TokenMask(const Nodes& leaves)>;
 
@@ -65,8 +71,8 @@ struct Guidance {
   float scale;
 };
 
-// Adds `children` children to each of the likeliest `leaves` leaves of a tree. Slots of its sequence before `prefix`
-// hold verified tokens, the following ones the tree.
+// Adds `children` children to each of the likeliest `leaves` leaves of a tree: the likeliest, or `sampled` ones. Slots of
+// its sequence before `prefix` hold verified tokens, the following ones the tree.
 struct Expansion {
   Tree* tree;
   int64_t sequence, prefix;
@@ -76,13 +82,24 @@ struct Expansion {
   bool coupled;  // adds the noise of `scoring`
   double tau;    // divides the scores
   TokenMaskFn allowed{};
+  std::optional<SampledChildren> sampled{};
   Nodes expanded{};  // result: the expanded leaves
+};
+
+// The distributions q that the children of a proposal were drawn from, one for each node that has children.
+struct DraftProbs {
+  int64_t width;                  // tokens that a distribution covers
+  const int32_t* tokens;          // [nodes with children, width]
+  const float* probs;             // the same
+  Nodes rows{};                   // by node: its distribution; -1 without children
+  std::vector<Nodes> children{};  // by node
+  Nodes columns{};                // by node: of its token in the distribution of its parent
 };
 
 // Draws the target's token after every node of a proposal and follows the drawn tokens down the tree. With `guidance`
 // every node runs in both sequences, and the guided logits u + scale (c - u) take the place of the conditional ones c.
 // With `forced`, a path of the proposal from its root, these nodes are accepted instead, and `sampled` has their own
-// tokens before the one drawn after the last of them.
+// tokens before the one drawn after the last of them. With `drafted` the children are accepted by rejection sampling.
 struct Verification {
   Nodes tokens, parents;
   int64_t sequence, prefix;
@@ -90,8 +107,10 @@ struct Verification {
   TokenMask allowed{};
   std::optional<Guidance> guidance{};
   std::optional<Nodes> forced{};
+  std::optional<DraftProbs> drafted{};
   Nodes path{};     // result: the accepted nodes, root first, whose slots are moved to the end of the prefix
   Nodes sampled{};  // result: the token drawn after each, which the penalties of `scoring` observe
+  std::vector<double> overlaps{};  // result: see `SiblingVerdict`, for each node of the path that has drafted children
   int64_t row = 0;  // result: the row of logits of its root; those of the other nodes follow
 };
 
@@ -129,11 +148,16 @@ class Rounds {
   void forward(int64_t logits_from, const Nodes* logit_rows);
   void combine_guided(const Verification& each);
   void add_children(const Expansion& each, int64_t row);
+  void sample_children(const Expansion& each, int64_t row);
   void accept(Verification& each);
   void apply_token_mask(float* logits, int64_t rows, const VocabShard& columns, const TokenMask& allowed) const;
   void draw_nodes(const Verification& each);
   void match(const Nodes& tokens, const Nodes& parents, Nodes& path, Nodes& sampled) const;
-  void process_rows(const Verification& each);
+  void accept_drafted(Verification& each);
+  int64_t test_children(Verification& each, int64_t node);
+  void process_nodes(const Verification& each, int64_t node, int64_t count);
+  void process_rows(const float* logits, int64_t rows, Scoring& scoring, const TokenMask& allowed,
+                    const PathFn& path_of);
   ScoreArgs gather_whole_rows(int64_t rows, const Scoring& scoring);
   void commit(int64_t sequence, int64_t prefix, const Nodes& path);
 
@@ -146,6 +170,9 @@ class Rounds {
   std::vector<uint8_t> mask_;  // of all sequences
   std::vector<float> logits_, values_, totals_;
   std::vector<float> processed_, gathered_, whole_;  // logits with mask, bias and penalties; those of all ranks
+  std::vector<float> scores_;  // of one node, all columns, without noise
+  Nodes drawn_;  // sampled children
+  std::vector<double> weights_, p_, q_;
   std::vector<uint32_t> keys_;
   double seconds_ = 0.0;
 };

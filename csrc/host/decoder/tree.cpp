@@ -53,16 +53,11 @@ Nodes Tree::take_leaves(int64_t w) {
   return leaves;
 }
 
-void Tree::add_children(const Nodes& under, int64_t k, const int64_t* tokens, const float* logprobs) {
-  int64_t at = count();
-  for (const int64_t node : under) {
-    for (int64_t i = 0; i < k; ++i, ++at) {
-      token[at] = *tokens++;
-      parent[at] = node;
-      logprob[at] = logprob[node] + static_cast<double>(*logprobs++);
-    }
-  }
-  sizes[0] = at;
+Nodes Tree::path_tokens(int64_t node) const {
+  Nodes path;
+  for (; node != 0; node = parent[node]) path.push_back(token[node]);
+  std::reverse(path.begin(), path.end());
+  return path;
 }
 
 bool Tree::is_descendant(int64_t node, int64_t root) const {

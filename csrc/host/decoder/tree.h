@@ -35,7 +35,21 @@ struct Tree {
   Nodes take_leaves(int64_t w);
 
   // Appends k children to each node of `under`, with their log-probabilities.
-  void add_children(const Nodes& under, int64_t k, const int64_t* tokens, const float* logprobs);
+  template <class T>
+  void add_children(const Nodes& under, int64_t k, const int64_t* tokens, const T* logprobs) {
+    int64_t at = count();
+    for (const int64_t node : under) {
+      for (int64_t i = 0; i < k; ++i, ++at) {
+        token[at] = *tokens++;
+        parent[at] = node;
+        logprob[at] = logprob[node] + static_cast<double>(*logprobs++);
+      }
+    }
+    sizes[0] = at;
+  }
+
+  // The tokens from the root's child down to `node`; empty for the root.
+  Nodes path_tokens(int64_t node) const;
 
   // The likeliest `bs` nodes of the sub-tree of `root`, likeliest first; of equal ones the earlier, so parents come
   // first.

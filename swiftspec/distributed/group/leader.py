@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.batching.sequence_group import GroupAnswer, SequenceGroup
 from swiftspec.distributed.group.command_stream import CommandStream
-from swiftspec.distributed.group.follower_dispatch import Action, FollowerDispatcher
+from swiftspec.distributed.group.follower_dispatch import Action
 from swiftspec.distributed.launch.supervision import Heartbeat
 from swiftspec.distributed.transport.codec import Message, Words, pack_message
 from swiftspec.distributed.transport.opcodes import Opcode
-from swiftspec.distributed.transport.request_state import ModelLimits
 from swiftspec.distributed.transport.transport import Transport
 from swiftspec.errors import NonFiniteLogits, RankLost, RequestFailed
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
+from swiftspec.runtime.coroutines import has_ended
 from swiftspec.runtime.drafter import DrafterWrapper
 from swiftspec.runtime.fallback_drafter import FAILURES
 from swiftspec.runtime.local_drafter import LocalDrafter
@@ -46,7 +46,12 @@ class FollowerGroup:
     def __init__(self, followers: Sequence[Transport], on_first_round: Callable[[], None] = lambda: None) -> None:
         self._followers, self._on_first_round = followers, on_first_round
         self._begun = False  # whether a round has ended
-        self.broken: str | None = None  # why the group is broken
+        self._broken: str | None = None
+
+    @property
+    def broken(self) -> str | None:
+        """Why the group is broken; None while it is not."""
+        return self._broken
 
     def broadcast(self, call: Opcode, message: Message | None = None) -> None:
         """Sends a call to the followers before the leader executes it. Raises RankLost if the group is broken."""
@@ -63,13 +68,13 @@ class FollowerGroup:
         """Returns the exception that the leader raises after `error` has occurred in `call`, and marks the group as
         broken.
 
-        The group stays usable in two cases: a leader without followers can be called again after any error, and all
-        ranks raise RequestFailed at the same point.
+        The group stays usable in three cases: a leader without followers can be called again after any error, all
+        ranks raise RequestFailed at the same point, and all ranks end a suspended request.
         """
-        if not self._followers or isinstance(error, RequestFailed):
+        if not self._followers or isinstance(error, RequestFailed) or has_ended(error):
             return error
-        self.broken = f"the ranks of the group have diverged after {call.name}: {str(error) or type(error).__name__}"
-        return RankLost(self.broken) if isinstance(error, (ConnectionError, *FAILURES)) else error
+        self._broken = f"the ranks of the group have diverged after {call.name}: {str(error) or type(error).__name__}"
+        return RankLost(self._broken) if isinstance(error, (ConnectionError, *FAILURES)) else error
 
     def run(self, call: Opcode, message: Message | None, act: Callable[[], T]) -> T:
         """Broadcasts `call` and returns the result of `act`, which executes the same call on the leader."""
@@ -163,7 +168,8 @@ class LeaderDrafter(DrafterWrapper[LocalDrafter]):
         return self._team.run(Opcode.PROPOSE, None, self.inner.propose)
 
     def grow(self) -> None:
-        self._team.run(Opcode.EXPAND, None, self.inner.grow)
+        if self.inner.grows:
+            self._team.run(Opcode.EXPAND, None, self.inner.grow)
 
     def fast_reply(self) -> Any:
         """See `LocalDrafter.fast_reply`. It runs no forward, so the followers do not need the call."""
@@ -246,24 +252,20 @@ def _read_grammar(start: RequestStart, runner: Runner) -> None:
 
 def run_follower(
     leader: Transport,
-    verifier: LocalVerifier | None,
-    drafter: LocalDrafter | None,
-    scheduler: BatchScheduler | None,
-    bounds: ModelLimits,
+    decode: Callable[[int, Words], Action],
     cancel_check: CancelCheck,
     heartbeat: Heartbeat,
 ) -> None:
     """Runs the main loop of a follower: executes the leader's calls on its own roles until SHUTDOWN.
 
-    `scheduler`: the scheduler of sequence groups.
-    `bounds`: limits against which messages are validated.
+    `decode`: that of the dispatcher of the roles.
     `cancel_check`: cancellation check of the roles' runners during prefill.
     `heartbeat`: records when this rank is busy.
     Raises RankLost if the leader is gone without SHUTDOWN or sends an invalid message.
     """
-    follower, orders = FollowerDispatcher(verifier, drafter, scheduler, bounds), CommandStream(leader)
+    orders = CommandStream(leader)
     cancel_check.cancelled = orders.prefill_aborted
-    dispatch_loop(leader, orders, follower.decode, heartbeat)
+    dispatch_loop(leader, orders, decode, heartbeat)
 
 
 def dispatch_loop(

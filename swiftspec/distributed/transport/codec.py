@@ -23,7 +23,7 @@ Words = Sequence[int]  # flat; each is a 32-bit integer. A gRPC stream receives 
 Frame = tuple[int, Words]  # opcode and words of a message
 MAX_REASON_CHARS = 200  # longest quotation of a peer's data in an error message, in characters
 MAX_ERROR_CHARS = 500  # of a peer's error message
-Message = RequestStart | Proposal | VerifyResult | int
+Message = RequestStart | Proposal | VerifyResult | int | tuple[int, ...]
 # Layout of proposals and results: a header, then columns of `count` words each. After a change run
 # `python -m tools.message_layout`, which generates it for C++.
 HEADER = ("request", "round", "prefix_len", "count")
@@ -44,7 +44,7 @@ def pack_message(message: Message) -> Words:
     Proposal: HEADER and PROPOSAL_COLUMNS; then, for sampled children, the draft distributions: tokens, and the bits of
     the float32 probabilities.
     VerifyResult: HEADER and RESULT_COLUMNS.
-    int: the number itself.
+    int, tuple: the numbers themselves.
     """
     match message:
         case RequestStart():
@@ -65,6 +65,8 @@ def pack_message(message: Message) -> Words:
             return [*head, *message.path, *message.tokens]
         case int():
             return [message]
+        case tuple():
+            return message
 
 
 def unpack_proposal(flat: Words) -> Proposal:

@@ -46,3 +46,6 @@ class Opcode(IntEnum):
     TIMED_ANSWER = 30  # answer of a worker: times, then opcode and words of the answer
     READ_TOKENIZER = 31
     FILE_PIECE = 32  # answer to READ_TOKENIZER
+    REQUEST_SELECT = 33  # of concurrent requests: batch index of the next call, and which calls suspend a request
+    REQUEST_RESUME = 34  # as REQUEST_SELECT; continues the call of that request
+    CALLS_RUN = 35  # batch indices of the requests whose calls run as one

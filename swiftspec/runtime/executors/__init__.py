@@ -20,6 +20,7 @@ from swiftspec.capabilities import Features, why_slower
 from swiftspec.messages import Proposal
 from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.acceptance import Accepted, AcceptFn
+from swiftspec.tree.sampled_children import SampledChildren
 from swiftspec.tree.tree import DraftTree, Leaves
 
 # as `ChildSelector.rank`
@@ -30,8 +31,9 @@ RankChildren = Callable[[Tensor, Leaves, Paths | None, Tensor], tuple[NDArray[np
 class ExpansionShape:
     """Shape of an expansion: the `leaves` (w) most likely leaves get `children` (k) children each.
 
-    `rank_children` selects the children from the logits of the leaves. Unless children are sampled, an executor may
-    instead select them itself as `Sampler.children` does with `coupled` and `tau`.
+    `rank_children` selects the children from the logits of the leaves. An executor may instead select them itself: as
+    `Sampler.children` does with `coupled` and `tau`, or those of `sampled`, which are None unless children are sampled,
+    as `SampledChildren.sample` does.
     """
 
     leaves: int
@@ -41,6 +43,7 @@ class ExpansionShape:
     rank_children: (
         RankChildren  # logits [leaves, vocab], leaves, paths, positions [leaves] -> tokens, log-weights [leaves, k]
     )
+    sampled: SampledChildren | None = None
 
 
 @dataclass(frozen=True, slots=True)

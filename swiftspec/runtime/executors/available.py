@@ -16,10 +16,14 @@ from swiftspec.runtime.executors import Executor, TreeExecutor
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.graph import (
     CAPTURED_ROWS,
+    MAX_JOINT_ROWS,
     Capture,
     GraphCache,
     GraphForwardExecutor,
+    JointGraphExecutor,
     chain_shapes,
+    joint_shapes,
+    padded_rows,
     tree_shapes,
 )
 from swiftspec.runtime.executors.graph_expansions import DeviceTreeLike, GraphExpansionExecutor
@@ -55,8 +59,8 @@ def target_executors(runner: Runner, deps: ExecutorDeps) -> list[TreeExecutor]:
     executors: list[TreeExecutor] = []
     if deps.fused is not None:
         executors.append(NativeExecutor(runner, deps.fused))
-    graphs = deps.graphs
-    if graphs is not None and _captures(runner, 1):
+    graphs = _forward_graphs(runner, deps)
+    if graphs is not None:
         guided = deps.ops.MAX_CAPTURED_SEQUENCES > 1
         if _captures(runner, CAPTURED_ROWS[-1], TOP_CANDIDATES + 1):  # largest message of `VocabShard.apply_filters`
             executors.append(GraphVerificationExecutor(runner, graphs, guided))
@@ -72,16 +76,27 @@ def draft_executors(runner: Runner, deps: ExecutorDeps, config: EngineConfig) ->
     if deps.fused is not None:
         tree = NativeTree(1 + slots * children, slots, deps.fused.tree)
         executors.append(NativeExecutor(runner, deps.fused))
-    graphs = deps.graphs
-    if graphs is not None and _captures(runner, 1):
+    graphs = _forward_graphs(runner, deps)
+    if graphs is not None:
         device = runner.model.device
-        on_device: DeviceTreeLike | None = deps.ops.device_tree(slots, children, leaves, runner.vocab, device)
+        on_device: DeviceTreeLike | None = graphs.shared(
+            "tree", lambda: deps.ops.device_tree(slots, children, leaves, runner.vocab, device)
+        )
         # message of `VocabShard.log_top_k`: per leaf the children, their scores and one sum
         if on_device is not None and _captures(runner, leaves, 2 * children + 1, dtype=torch.float64):
             tree = NativeTree(1 + slots * children, slots, on_device.host_tree)
             executors.append(GraphExpansionExecutor(runner, graphs, on_device))
         executors.append(GraphForwardExecutor(runner, graphs))
     return [*executors, EagerExecutor(runner)], tree
+
+
+def joint_executor(runner: Runner, deps: ExecutorDeps, requests: int, rows: int) -> EagerExecutor:
+    """Returns the executor of the forwards of concurrent requests. `runner`: on the cache with the sequences of all of
+    them. `requests`, `rows`: largest number of requests, and of rows of each."""
+    graphs = _forward_graphs(runner, deps)
+    if graphs is None:
+        return EagerExecutor(runner)
+    return JointGraphExecutor(runner, graphs, max_rows=min(padded_rows(requests * rows), MAX_JOINT_ROWS))
 
 
 def target_captures(executors: Sequence[TreeExecutor], config: EngineConfig) -> list[Callable[[], None]]:
@@ -93,7 +108,7 @@ def target_captures(executors: Sequence[TreeExecutor], config: EngineConfig) -> 
         if isinstance(kind, GraphVerificationExecutor):
             found += kind.verification_captures(shapes)
         elif isinstance(kind, GraphForwardExecutor):
-            found += kind.forward_captures(shapes)
+            found += kind.forward_captures([*shapes, *joint_shapes(config.max_num_seqs, config.max_nodes, shapes)])
     return found
 
 
@@ -105,8 +120,8 @@ def draft_captures(executors: Sequence[TreeExecutor], config: EngineConfig, slot
         if isinstance(kind, GraphExpansionExecutor):
             found += kind.expansion_captures(config.max_draft_steps, roots)
         elif isinstance(kind, GraphForwardExecutor):
-            shapes = {*roots, *tree_shapes(leaves, slots)}
-            found += kind.forward_captures(sorted(shapes))
+            shapes = sorted({*roots, *tree_shapes(leaves, slots)})
+            found += kind.forward_captures([*shapes, *joint_shapes(config.max_num_seqs, leaves + 1, shapes)])
     return found
 
 
@@ -143,6 +158,13 @@ def population_executors(
         if all(_captures(runner, rows, runner.vocab) for runner in (target, draft)):
             executors.append(GraphPopulationExecutor(deps.graphs))
     return [*executors, EagerPopulationExecutor()]
+
+
+def _forward_graphs(runner: Runner, deps: ExecutorDeps) -> GraphCache | None:
+    """Returns the graphs of a model's forwards, or None if it has none."""
+    sequences = len(runner.cache.buffer_kv_len())
+    fits = sequences <= deps.ops.MAX_CAPTURED_SEQUENCES and _captures(runner, 1)
+    return deps.graphs if fits else None
 
 
 def _captures(runner: Runner, *message: int, dtype: torch.dtype = torch.float32) -> bool:

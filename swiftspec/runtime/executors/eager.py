@@ -54,7 +54,7 @@ class EagerExecutor:
             else:
                 logits = self.forward(self.runner.tree_batch(leaves.tokens, leaves.depths, leaves.mask))
             paths = tree.path_tokens(leaves.nodes) if self._request.sampler.needs_paths else None
-            positions = torch.from_numpy(self.positions(leaves.depths)).to(logits.device)
+            positions = torch.from_numpy(self.positions(leaves.depths))
             children = shape.rank_children(logits, leaves, paths, positions)
         tree.add_children(leaves.nodes, *children)
         return True
@@ -80,7 +80,7 @@ class EagerExecutor:
         request, self._logits = self._request, logits
         assert request.accept is not None
         paths = tree_mask.paths(proposal.tokens, proposal.parents) if request.sampler.needs_paths else None
-        positions = torch.from_numpy(depths + proposal.prefix_len).to(logits.device)
+        positions = torch.from_numpy(depths + proposal.prefix_len)
         return request.accept(proposal, logits, paths, positions)
 
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> Sequence[float] | None:
@@ -102,3 +102,6 @@ class EagerExecutor:
     def forward(self, batch: HostBatch) -> Tensor:
         """Runs a forward and returns its logits [rows, vocab]."""
         return self.runner.logits(batch)
+
+    def finish(self) -> None:
+        """Called after results that depend on the last forward were read."""

@@ -3,10 +3,14 @@
 All calls of torch's CUDA graph API are in this module.
 
 A graph reads and writes tensors at fixed addresses. Its key contains shapes only: the parameters of a request are in
-tensors (sampling/logits_params.py). The shape of a forward is the number of rows per sequence, padded to one of
-`CAPTURED_ROWS`, the width of the mask window, which tree/mask.py has already padded, and the number of slots that
+tensors (sampling/logits_params.py). The shape of a forward is the number of rows per block (`HostBatch.blocks`), padded
+to a power of two, the width of the mask window, which tree/mask.py has already padded, and the number of slots that
 attention reads, if the backend fixes it (`capture_bucket`). Padding rows repeat the last row: they write the same KV to
 the same slots, and their logits are unused.
+
+The sequence of each row is an input, too. Concurrent requests therefore share the graphs of a model: a joint forward
+(runtime/sequence_runner.py) is a batch with the rows of several, and the graphs of one request read its parameters from
+tensors that the next request overwrites (`GraphForwardExecutor.load_request`).
 """
 
 from __future__ import annotations
@@ -23,10 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import Batch, HostBatch
 from swiftspec.runtime.executors import ExecutorRequest
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.runner import Runner
+from swiftspec.sampling.guidance import guided_logits
 from swiftspec.sampling.noise import PositionNoise
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.tree.mask import padded_width
@@ -34,7 +40,8 @@ from swiftspec.tree.mask import padded_width
 T = TypeVar("T")
 RowOutputs = tuple[Tensor, Tensor | None]  # a tensor with one row per row of a batch, such as logits; hidden states
 
-CAPTURED_ROWS = (1, 2, 4, 8, 16, 32)  # rows per sequence of captured batches; larger batches run eagerly
+CAPTURED_ROWS = (1, 2, 4, 8, 16, 32)  # rows per block of captured batches of a request; larger ones run eagerly
+MAX_JOINT_ROWS = 256  # of a captured forward of several requests; larger ones run eagerly
 WARM_UP_RUNS = 2  # runs before a capture, since one-time set-up and tuning must not be captured
 INT64_BYTES = 8
 MAX_AHEAD_SLOTS = 4096  # longer contexts capture on first use with backends whose graphs hold the number of slots
@@ -56,23 +63,20 @@ class Capture(Protocol):
 
 
 class GraphInputs:
-    """The input batch of a captured forward, in one device buffer, so that one copy fills it. `rows`: rows per
-    sequence. `width`: width of the mask window. `sequences`: sequences in the KV cache."""
+    """The input batch of a captured forward, in one device buffer, so that one copy fills it."""
 
-    def __init__(
-        self, rows: int, width: int, sequences: int, device: torch.device, max_kv_len: int | None = None
-    ) -> None:
-        """`max_kv_len`: that of every batch of the graph, see `Batch`."""
-        count = rows * sequences
-        words = 3 * count + sequences
+    def __init__(self, key: BatchKey, sequences: int, device: torch.device) -> None:
+        """`key`: of the graph. `sequences`: sequences in the KV cache."""
+        rows, width = key.rows, key.width
+        count = rows * key.blocks
+        words = 4 * count + sequences
         size = INT64_BYTES * words + count * width
         self._staged = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._placed = torch.empty(size, dtype=torch.uint8, device=device)
-        tokens, positions, slots, kv_len = (
-            self._placed[: INT64_BYTES * words].view(torch.int64).split((*[count] * 3, sequences))
+        tokens, positions, slots, sequence, kv_len = (
+            self._placed[: INT64_BYTES * words].view(torch.int64).split((*[count] * 4, sequences))
         )
         mask = self._placed[INT64_BYTES * words :].view(torch.bool).view(count, width)
-        sequence = torch.arange(sequences, device=device).repeat_interleave(rows)
         self.batch = Batch(
             tokens=tokens,
             positions=positions,
@@ -80,22 +84,23 @@ class GraphInputs:
             mask=mask,
             sequence=sequence,
             kv_len=kv_len,
-            max_kv_len=max_kv_len,
+            max_kv_len=key.bucket,
+            blocks=key.blocks,
         )
         flat = self._staged.numpy()
         numbers = flat[: INT64_BYTES * words].view(np.int64)
-        self._columns, self._kv_len = numbers[: 3 * count].reshape(3, sequences, rows), numbers[3 * count :]
-        self._mask = flat[INT64_BYTES * words :].view(np.bool_).reshape(sequences, rows, width)
+        self._columns, self._kv_len = numbers[: 4 * count].reshape(4, key.blocks, rows), numbers[4 * count :]
+        self._mask = flat[INT64_BYTES * words :].view(np.bool_).reshape(key.blocks, rows, width)
 
     def fill(self, batch: HostBatch) -> None:
-        """Copies a batch of at most `rows` rows per sequence and a mask of at most `width` slots to the device, padded
-        by repetitions of its last row and, on the left, by slots that every row attends to. All forwards over the
-        previous batch must have finished."""
-        count, width = rows_per_sequence(batch), batch.mask.shape[1]
+        """Copies a batch with as many blocks, of at most as many rows, and a mask of at most as many slots to the
+        device, padded by repetitions of the last row of each block and, on the left, by slots that every row attends
+        to. All forwards over the previous batch must have finished."""
+        count, width = batch.rows_per_block, batch.mask.shape[1]
         self._mask[..., :-width] = True
-        parts = (batch.tokens, batch.positions, batch.slots, batch.mask)
+        parts = (batch.tokens, batch.positions, batch.slots, batch.sequence, batch.mask)
         for to, part in zip((*self._columns, self._mask[..., -width:]), parts, strict=True):
-            each = part.reshape(len(self._kv_len), count, *part.shape[1:])
+            each = part.reshape(batch.blocks, count, *part.shape[1:])
             to[:, :count], to[:, count:] = each, each[:, -1:]
         self._kv_len[:] = batch.kv_len
         self._placed.copy_(self._staged, non_blocking=True)
@@ -111,28 +116,31 @@ class CapturedGraph:
 
 
 class BatchShape(NamedTuple):
-    """Shape of a captured batch of one sequence: rows, and width of the mask window."""
+    """Shape of a captured batch of one block: rows, and width of the mask window."""
 
     rows: int
     width: int
 
 
 class BatchKey(NamedTuple):
-    """Key of a captured forward: rows per sequence, width of the mask window, the shape of further inputs, and the
-    `capture_bucket` of the backend."""
+    """Key of a captured forward: rows per block, width of the mask window, the shape of further inputs, the
+    `capture_bucket` of the backend, and the number of blocks."""
 
     rows: int
     width: int
     shape: Hashable = None
     bucket: int | None = None
+    blocks: int = 1
 
 
 class GraphCache:
     """Cache of the CUDA graphs of one model, in named graph sets. A function is captured when its key first occurs,
-    unless `capture_ahead` has captured a graph that can run it.
+    unless a graph that can run it has been captured ahead. The executors of all requests share the graphs, and what
+    these read (`shared`).
 
-    All graphs are dropped when the KV cache that they read and write is reallocated (`bind`). `captures`: number of
-    graphs captured so far.
+    All graphs are dropped when the KV cache that they read and write is reallocated (`bind`). `captures`, `replays`:
+    number of graphs captured, and of batches run by a replay, so far. `loaded`: request whose parameters the graphs
+    read.
     """
 
     def __init__(
@@ -143,7 +151,15 @@ class GraphCache:
         self._graph_sets: dict[Hashable, dict[Hashable, CapturedGraph]] = {}
         self._complete: set[Hashable] = set()  # graph sets whose graphs were captured ahead
         self._bound: ref[Tensor] | None = None  # weak, so that a reallocated KV cache frees its old buffer first
-        self.captures = 0
+        self._shared: dict[str, Any] = {}
+        self.captures = self.replays = 0
+        self.loaded: ExecutorRequest | None = None
+
+    def shared(self, name: str, make: Callable[[], T]) -> T:
+        """Returns what the graphs of all requests read under this name; calls `make` when it is first needed."""
+        if name not in self._shared:
+            self._shared[name] = make()
+        return self._shared[name]
 
     def bind(self, buffer: Tensor) -> None:
         """Sets the buffer that all graphs read and write. Drops all graphs if it is not the previous one, since they
@@ -200,18 +216,19 @@ class GraphCache:
         device: torch.device,
         shape: Hashable = None,
     ) -> RowOutputs:
-        """As `run`, for a `work` over a batch of at most CAPTURED_ROWS[-1] rows per sequence. `shape`: the shape of
-        other inputs of `work`. Returns the outputs [rows, ...] for the rows of the first sequence, without padding."""
-        key, count = self.batch_key(name, batch, shape), rows_per_sequence(batch)
+        """As `run`, for a `work` over a batch. `shape`: the shape of other inputs of `work`. Returns the outputs [rows,
+        ...] for the rows of the first block, without padding."""
+        key, count = self.batch_key(name, batch, shape), batch.rows_per_block
         captured = self._graph_sets.setdefault(name, {}).get(key)
         if captured is None:
-            inputs = GraphInputs(key.rows, key.width, batch.kv_len.shape[0], device, key.bucket)
+            inputs = GraphInputs(key, batch.kv_len.shape[0], device)
             inputs.fill(batch)  # the warm-up runs read it
             captured = self.ensure(name, key, lambda: work(inputs.batch), inputs=inputs)
         else:
             assert captured.inputs is not None
             captured.inputs.fill(batch)
         captured.replay()
+        self.replays += 1
         out, hidden = captured.out
         return out[:count], None if hidden is None else hidden[:count]
 
@@ -219,7 +236,7 @@ class GraphCache:
         """Returns the key of the graph that runs a batch: the smallest one that was captured ahead and is large enough,
         or one of the batch's own size."""
         bucket = self._capture_bucket(batch.max_kv_len)
-        own = BatchKey(padded_rows(rows_per_sequence(batch)), batch.mask.shape[1], shape, bucket)
+        own = BatchKey(padded_rows(batch.rows_per_block), batch.mask.shape[1], shape, bucket, batch.blocks)
         graphs = self._graph_sets.get(name, {})
         if own in graphs or name not in self._complete:
             return own
@@ -227,16 +244,11 @@ class GraphCache:
             key
             for key in graphs
             if isinstance(key, BatchKey)
-            and (key.shape, key.bucket) == (shape, bucket)
+            and (key.shape, key.bucket, key.blocks) == (shape, bucket, batch.blocks)
             and key.rows >= own.rows
             and key.width >= own.width
         ]
         return min(larger, default=own, key=lambda key: (key.rows, key.width))
-
-
-def rows_per_sequence(batch: HostBatch) -> int:
-    """Returns the number of rows of a batch in each of its sequences."""
-    return len(batch) // len(batch.kv_len)
 
 
 def chain_shapes(most: int) -> list[BatchShape]:
@@ -252,6 +264,16 @@ def tree_shapes(rows: int, slots: int) -> list[BatchShape]:
     return [BatchShape(padded_rows(rows), width) for width in sorted(widths)] if rows <= CAPTURED_ROWS[-1] else []
 
 
+def joint_shapes(requests: int, rows: int, shapes: Sequence[BatchShape]) -> list[BatchShape]:
+    """Returns the shapes of captured joint forwards of up to `requests` requests with up to `rows` rows each. `shapes`:
+    those of the forwards of a single request."""
+    most = min(padded_rows(requests * rows), MAX_JOINT_ROWS)
+    widths = sorted({shape.width for shape in shapes})
+    further = padded_rows(rows) * 2 if requests > 1 else most + 1
+    counts = [1 << bit for bit in range(most.bit_length()) if further <= 1 << bit]
+    return [BatchShape(count, width) for count in counts for width in widths]
+
+
 def load_bias(buffer: Tensor, sampler: Sampler) -> None:
     """Copies the bias of a request to the buffer [vocab] that graphs read."""
     if sampler.bias is None:
@@ -260,18 +282,18 @@ def load_bias(buffer: Tensor, sampler: Sampler) -> None:
         buffer.copy_(sampler.bias)
 
 
-def blank_batch(rows: int, width: int, kv_len: int = 0) -> HostBatch:
-    """Returns a batch of one sequence to capture a forward with: rows in an empty cache, with `kv_len` slots in use, or
-    as many as there are rows."""
-    kv_len = max(rows, kv_len)
-    slots = np.arange(kv_len - rows, kv_len)
-    zeros = np.zeros(rows, np.int64)
-    return HostBatch(zeros, slots, slots, np.ones((rows, width), np.bool_), zeros, np.array([kv_len]))
+def blank_batch(cache: ModelCache, shape: BatchShape, kv_len: int = 0) -> HostBatch:
+    """Returns a batch of the first sequence of a cache to capture a forward with: rows in an empty cache, with `kv_len`
+    slots in use, or as many as there are rows."""
+    rows, lengths = shape.rows, np.zeros(len(cache.buffer_kv_len()), np.int64)
+    kv_len = lengths[0] = max(rows, kv_len)
+    slots, zeros = np.arange(kv_len - rows, kv_len), np.zeros(rows, np.int64)
+    return HostBatch(zeros, slots, slots, np.ones(shape, np.bool_), zeros, lengths)
 
 
 def padded_rows(rows: int) -> int:
-    """Returns the smallest of `CAPTURED_ROWS` that is at least `rows`."""
-    return next(fixed for fixed in CAPTURED_ROWS if fixed >= rows)
+    """Returns the smallest power of two that is at least `rows`."""
+    return 1 << (rows - 1).bit_length()
 
 
 class GraphForwardExecutor(EagerExecutor):
@@ -279,17 +301,30 @@ class GraphForwardExecutor(EagerExecutor):
 
     name = "graph forwards"
 
-    def __init__(self, runner: Runner, graphs: GraphCache, guided: bool = True) -> None:
-        """`guided`: whether graphs over two sequences are possible, so that guided requests are supported too."""
+    def __init__(
+        self, runner: Runner, graphs: GraphCache, guided: bool = True, max_rows: int = CAPTURED_ROWS[-1]
+    ) -> None:
+        """`guided`: whether graphs over two sequences are possible, so that guided requests are supported too.
+        `max_rows`: rows per block of the largest batch that runs as a graph."""
         super().__init__(runner)
-        self.graphs = graphs
+        self.graphs, self.max_rows = graphs, max_rows
         self.columns = (*self.columns, *(() if guided else ("graph of one sequence",)))
         # guidance scale s, read by graphs over two sequences
-        self._scale = torch.ones((), dtype=torch.float64, device=runner.model.device)
+        self._scale = graphs.shared("scale", lambda: torch.ones((), dtype=torch.float64, device=self._device))
 
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)
         self.graphs.bind(self.runner.cache.kv.k)
+
+    def load_request(self) -> None:
+        """Copies the parameters of the request to the tensors that graphs read, unless these hold them already: another
+        request may have run since."""
+        if self.graphs.loaded is not self._request:
+            self.load_parameters(self._request)
+            self.graphs.loaded = self._request
+
+    def load_parameters(self, request: ExecutorRequest) -> None:
+        """Copies the parameters of a request to the tensors that graphs read."""
         if self.runner.guidance is not None:
             self._scale.fill_(self.runner.guidance.scale)
 
@@ -301,7 +336,7 @@ class GraphForwardExecutor(EagerExecutor):
 
         def capture(shape: BatchShape, kv_len: int) -> None:
             self.open_cache()
-            self.graphs.run_batch(FORWARD_GRAPHS, blank_batch(*shape, kv_len), self.model_forward, self._device)
+            self.capture_batch(FORWARD_GRAPHS, shape, kv_len, self.model_forward)
             if (shape, kv_len) == (shapes[-1], lengths[-1]):
                 self.graphs.mark_complete(FORWARD_GRAPHS)
 
@@ -323,15 +358,27 @@ class GraphForwardExecutor(EagerExecutor):
         self.runner.guidance = None
         self.graphs.bind(self.runner.cache.kv.k)
 
+    def capture_batch(
+        self, graph_set: Hashable, shape: BatchShape, kv_len: int, work: Callable[[Batch], RowOutputs]
+    ) -> None:
+        """Captures the graph of a batch of this shape. `kv_len`: slots in use."""
+        self.graphs.run_batch(graph_set, blank_batch(self.runner.cache, shape, kv_len), work, self._device)
+
     def forward(self, batch: HostBatch) -> Tensor:
-        if rows_per_sequence(batch) > CAPTURED_ROWS[-1]:
+        if self.runner.in_company or batch.rows_per_block > self.max_rows:
             return super().forward(batch)
         began = time.perf_counter()
+        if self.runner.guidance is not None:
+            self.load_request()
         logits = self.run_batch(FORWARD_GRAPHS, batch, self.model_forward)
+        self._complete(began, len(batch))
+        return logits
+
+    def _complete(self, began: float, rows: int) -> None:
+        """Waits for a forward with this number of rows, and records its duration."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        self.runner.record_step(began, len(batch))
-        return logits
+        self.runner.record_step(began, rows)
 
     def run_batch(
         self, graph_set: Hashable, batch: HostBatch, work: Callable[[Batch], RowOutputs], shape: Hashable = None
@@ -347,9 +394,28 @@ class GraphForwardExecutor(EagerExecutor):
     def model_forward(self, batch: Batch) -> RowOutputs:
         """Runs the operators of a forward, which a graph captures, and returns the logits and the hidden states. With
         guidance the logits of the conditional and the unconditional row of each token are combined into one."""
-        (logits, hidden), guidance = self.runner.model.forward(batch, self.runner.cache), self.runner.guidance
+        logits, hidden = self.runner.model.forward(batch, self.runner.cache)
         assert logits is not None
-        return logits if guidance is None else guidance.combine(logits, self._scale), hidden
+        return logits if batch.blocks == 1 else guided_logits(logits, self._scale), hidden
+
+
+class JointGraphExecutor(GraphForwardExecutor):
+    """Executor of the forwards of concurrent requests as CUDA graphs. `forward` does not wait for the device, so that
+    the requests launch their sampling meanwhile; reading the results does."""
+
+    _launched: tuple[float, int] | None = None  # start and rows of a forward that was not waited for
+
+    def forward(self, batch: HostBatch) -> Tensor:
+        self.finish()  # the inputs of the last forward are overwritten
+        return super().forward(batch)
+
+    def _complete(self, began: float, rows: int) -> None:
+        self._launched = began, rows
+
+    def finish(self) -> None:
+        if self._launched is not None:
+            super()._complete(*self._launched)
+            self._launched = None
 
 
 class StaticNoiseBuffer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,7 +29,6 @@ from swiftspec.runtime.executors.graph import (
     GraphForwardExecutor,
     RowOutputs,
     StaticNoiseBuffer,
-    blank_batch,
     load_bias,
 )
 from swiftspec.runtime.executors.native_tree import NativeTreeHandle
@@ -71,6 +71,27 @@ class DeviceTreeLike(Protocol):
     def add_children(self, tokens: Tensor, logprobs: Tensor, /) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ExpansionTensors:
+    """What the expansion graphs of a model read besides the tree, for the one request whose parameters are loaded."""
+
+    sequence: Tensor  # [w] int64, index of the rows' sequence in the cache
+    noise: StaticNoiseBuffer
+    values: LogitsParams
+    bias: Tensor  # [vocab]
+
+    @staticmethod
+    def of(runner: Runner, leaves: int) -> ExpansionTensors:
+        """Returns the tensors for the model of a runner and `leaves` rows per expansion."""
+        device = runner.model.device
+        return ExpansionTensors(
+            torch.zeros(leaves, dtype=torch.int64, device=device),
+            StaticNoiseBuffer(runner.vocab, torch.float32, device),
+            LogitsParams(device),
+            torch.zeros(runner.vocab, device=device),
+        )
+
+
 class GraphExpansionExecutor(GraphForwardExecutor):
     """Graph executor of expansions. The root has graphs of its own, because its batch contains the pending tokens."""
 
@@ -80,18 +101,20 @@ class GraphExpansionExecutor(GraphForwardExecutor):
     def __init__(self, runner: Runner, graphs: GraphCache, tree: DeviceTreeLike) -> None:
         super().__init__(runner, graphs)
         self._tree = tree
-        device = runner.model.device
-        self._sequence = torch.zeros(len(tree.rows.tokens), dtype=torch.int64, device=device)
-        self._noise = StaticNoiseBuffer(runner.vocab, torch.float32, device)
-        self._values, self._bias = LogitsParams(device), torch.zeros(runner.vocab, device=device)
+        self._static = graphs.shared("expansions", lambda: ExpansionTensors.of(runner, len(tree.rows.tokens)))
 
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)
-        shape, sampler = request.expansion, request.sampler
+        assert request.expansion is not None
+        self._noisy = request.expansion.coupled and not request.sampler.params.greedy
+
+    def load_parameters(self, request: ExecutorRequest) -> None:
+        super().load_parameters(request)
+        shape, static = request.expansion, self._static
         assert shape is not None
-        self._noisy = shape.coupled and not sampler.params.greedy
-        self._values.load(sampler.params, noisy=self._noisy, tau=shape.tau)
-        load_bias(self._bias, sampler)
+        static.values.load(request.sampler.params, noisy=self._noisy, tau=shape.tau)
+        load_bias(static.bias, request.sampler)
+        static.sequence.fill_(self.runner.cache.buffers[0])
 
     def expansion_captures(self, steps: int, roots: Sequence[BatchShape]) -> list[Callable[[], None]]:
         """Returns functions that each capture the expansion of a root whose batch has one of the shapes `roots`, or at
@@ -100,7 +123,7 @@ class GraphExpansionExecutor(GraphForwardExecutor):
 
         def capture_root(shape: BatchShape, kv_len: int) -> None:
             self.open_cache()
-            self.run_batch(ROOT_GRAPHS, blank_batch(*shape, kv_len), self._expand_root)
+            self.capture_batch(ROOT_GRAPHS, shape, kv_len, self._expand_root)
             if (shape, kv_len) == (roots[-1], lengths[-1]):
                 self.graphs.mark_complete(ROOT_GRAPHS)
 
@@ -114,7 +137,7 @@ class GraphExpansionExecutor(GraphForwardExecutor):
         return [*root_captures, *(partial(capture, count) for count in powers_of_two(steps))]
 
     def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
-        fits = 0 < count <= self.expansions_that_fit(tree, len(pending))
+        fits = not self.runner.in_company and 0 < count <= self.expansions_that_fit(tree, len(pending))
         if fits and len(pending) < CAPTURED_ROWS[-1] and self.has_room(tree, pending):
             self._expand_on_device(tree, pending, count)
         else:
@@ -126,15 +149,16 @@ class GraphExpansionExecutor(GraphForwardExecutor):
         root = int(tree.expanded == 0)  # takes one slot, each further expansion w
         free = self.runner.cache.free_slots - pending
         slots = min(tree.expandable_leaves(self._tree.children), free) - root
-        return min(slots // len(self._sequence) + root, PositionNoise.BLOCK_POSITIONS - _depth(tree))
+        return min(slots // len(self._static.sequence) + root, PositionNoise.BLOCK_POSITIONS - _depth(tree))
 
     def _expand_on_device(self, tree: DraftTree, pending: list[int], count: int) -> None:
-        runner, began, w = self.runner, time.perf_counter(), len(self._sequence)
+        runner, began, w = self.runner, time.perf_counter(), len(self._static.sequence)
+        self.load_request()
         batch = runner.chain_batch([*pending, int(tree.token[0])]) if tree.expanded == 0 else None
         pending.clear()
         prefix, further = runner.cache.prefix_len[0], count - (batch is not None)
         if self._noisy:
-            self._noise.ensure(self._request.sampler.noise, prefix + 1, prefix + 1 + _depth(tree) + count)
+            self._static.noise.ensure(self._request.sampler.noise, prefix + 1, prefix + 1 + _depth(tree) + count)
         with runner.translate_peer_errors():
             if batch is None:
                 self._tree.upload(tree, prefix)
@@ -161,10 +185,12 @@ class GraphExpansionExecutor(GraphForwardExecutor):
 
     def _expansions(self, count: int) -> Tensor:
         prefix, end = self._tree.region.split(1)
+        # that of the request in the place of all sequences: the others have no rows
+        kv_len = end.repeat(len(self.runner.cache.buffer_kv_len()))
         self._tree.expansions_left = count  # `expansions_that_fit` has checked the real number
         for _ in range(count):
             rows = self._tree.best_leaves(prefix)
-            batch = Batch(rows.tokens, rows.positions, rows.slots, rows.mask, self._sequence, end)
+            batch = Batch(rows.tokens, rows.positions, rows.slots, rows.mask, self._static.sequence, kv_len)
             # if there are fewer than w leaves, the other rows have arbitrary contents and their children are never used
             self._tree.add_children(*self._children(self.model_forward(batch)[0], rows.positions + 1))
         return self._tree.logprob
@@ -172,15 +198,15 @@ class GraphExpansionExecutor(GraphForwardExecutor):
     def _children(self, logits: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         """As `Sampler.children`, with the same operations, for a graph. `after` [w]: absolute positions of the
         children."""
-        runner, count, shard = self.runner, self._tree.children, self.runner.shard
-        noise, rows = self._noise.rows(after, range(runner.vocab) if shard is None else shard.tokens, torch.float32)
+        runner, count, shard, static = self.runner, self._tree.children, self.runner.shard, self._static
+        noise, rows = static.noise.rows(after, range(runner.vocab) if shard is None else shard.tokens, torch.float32)
         if shard is None:
-            scores = Scores(bias=self._bias, noise=noise, rows=rows, scalars=self._values.scores[RAW])
+            scores = Scores(bias=static.bias, noise=noise, rows=rows, scalars=static.values.scores[RAW])
             return runner.ops.children(logits, runner.vocab, count, scores)
-        bias = self._bias[shard.tokens.start : shard.tokens.stop].to(logits.dtype)
+        bias = static.bias[shard.tokens.start : shard.tokens.stop].to(logits.dtype)
         shaped = logits[:, : len(shard.tokens)] + bias
-        scores = Scores(noise=noise, rows=rows, scalars=self._values.scores[PROCESSED])
-        return shard.log_top_k(calibrated_scores(shaped / self._values["temperature"], scores), count)
+        scores = Scores(noise=noise, rows=rows, scalars=static.values.scores[PROCESSED])
+        return shard.log_top_k(calibrated_scores(shaped / static.values["temperature"], scores), count)
 
 
 def binary_parts(count: int) -> list[int]:

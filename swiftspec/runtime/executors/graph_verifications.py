@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,10 +35,8 @@ from swiftspec.runtime.executors.graph import (
     GraphForwardExecutor,
     RowOutputs,
     StaticNoiseBuffer,
-    blank_batch,
     load_bias,
     padded_rows,
-    rows_per_sequence,
 )
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.sampler import History, Paths, Sampler
@@ -57,11 +55,7 @@ class GraphVerificationExecutor(GraphForwardExecutor):
 
     def __init__(self, runner: Runner, graphs: GraphCache, guided: bool = True) -> None:
         super().__init__(runner, graphs, guided)
-        # of the logits and the noise
-        dtype = torch.float64 if runner.model.dtype == torch.float64 else torch.float32
-        self._noise = StaticNoiseBuffer(runner.vocab, dtype, runner.model.device)
-        self._copies = HostCopies()
-        self._samplers: dict[bool, GraphSampler] = {}  # by whether it applies penalties and filters
+        self._static = graphs.shared("verifications", lambda: VerificationTensors.of(runner))
 
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)
@@ -69,15 +63,16 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         self._rejection = accept if isinstance(accept, RejectionSampling) else None
         self._shape: Hashable = None  # shape of the graph's inputs other than the batch: of the packed probabilities
         self._select(params.filtered or params.penalised)
+
+    def load_parameters(self, request: ExecutorRequest) -> None:
+        super().load_parameters(request)
         self._draws.open(request.sampler)
         if self._rejection is not None:
             self._draws.rejection.uniform_stream_key.copy_(self._rejection.uniform_stream_key)
 
     def _select(self, processed: bool) -> None:
         """Selects the sampler and the graph set of a request."""
-        if processed not in self._samplers:
-            self._samplers[processed] = GraphSampler(self.runner, self._noise, processed)
-        self._draws = self._samplers[processed]
+        self._draws = self._static.sampler(self.runner, processed)
         self._graph_set = "verifications", processed, self._rejection is not None
 
     def verification_captures(self, shapes: Sequence[BatchShape]) -> list[Callable[[], None]]:
@@ -90,7 +85,7 @@ class GraphVerificationExecutor(GraphForwardExecutor):
             self.open_cache()
             self._rejection, self._shape = None, None
             self._select(processed)
-            self.run_batch(self._graph_set, blank_batch(*shape, kv_len), self._tokens)
+            self.capture_batch(self._graph_set, shape, kv_len, partial(self._tokens, self._draws))
             if (shape, kv_len) == (shapes[-1], lengths[-1]):
                 self.graphs.mark_complete(self._graph_set)
 
@@ -104,17 +99,18 @@ class GraphVerificationExecutor(GraphForwardExecutor):
     def verify(self, proposal: Proposal) -> Accepted:
         runner, began, self._logits = self.runner, time.perf_counter(), None
         batch, depths = self.proposal_batch(proposal)
-        count = rows_per_sequence(batch)
-        if count > CAPTURED_ROWS[-1]:
+        count = batch.rows_per_block
+        if runner.in_company or count > CAPTURED_ROWS[-1]:
             with runner.translate_peer_errors():
                 return self.accept(proposal, depths, self.forward(batch))
+        self.load_request()
         sampler = self._request.sampler
         if not sampler.params.greedy:
             noise = sampler.noise if self._rejection is None else self._rejection.noise
             first, last = int(batch.positions[0]), int(batch.positions[:count].max())
-            self._noise.ensure(noise, first + 1, last + 2)
+            self._static.noise.ensure(noise, first + 1, last + 2)
         with runner.translate_peer_errors():
-            found = self._copies.start(self._drawn(proposal, batch)).read()
+            found = self._static.copies.start(self._drawn(proposal, batch)).read()
             runner.record_step(began, len(batch))
             if found.min() == UNDECIDED:
                 return self.accept(proposal, depths, self._draws.logits[self._key(batch)][:count])
@@ -128,38 +124,69 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         """Returns the target's token after each node, [nodes] int64, or with rejection sampling the result of
         `RejectionSampling.verdicts`. Rows in which the top candidates do not suffice for a filter are UNDECIDED."""
         if self._rejection is None:
-            return self.run_batch(self._graph_set, batch, self._tokens)
-        numbers, width = rejection.pack_draft_probs(proposal, padded_rows(rows_per_sequence(batch)), padded_rows)
+            return self.run_batch(self._graph_set, batch, partial(self._tokens, self._draws))
+        numbers, width = rejection.pack_draft_probs(proposal, padded_rows(batch.rows_per_block), padded_rows)
         packed = self._draws.place(torch.from_numpy(numbers))
         self._shape = numbers.shape, width
-        return self.run_batch(self._graph_set, batch, lambda placed: self._verdicts(placed, packed, width), self._shape)
+        work = partial(self._verdicts, self._draws, packed, self._shape)
+        return self.run_batch(self._graph_set, batch, work, self._shape)
 
     def _key(self, batch: HostBatch) -> BatchKey:
         """Returns the key of the graph that has run this batch."""
         return self.graphs.batch_key(self._graph_set, batch, self._shape)
 
-    def _tokens(self, batch: Batch) -> RowOutputs:
-        return self._shaped(batch, self._draws.sampler.draw)
+    def _tokens(self, draws: GraphSampler, batch: Batch) -> RowOutputs:
+        return self._shaped(draws, batch, draws.sampler.draw)
 
-    def _verdicts(self, batch: Batch, packed: Tensor, width: int) -> RowOutputs:
-        verdicts = self._draws.rejection.verdicts
-        return self._shaped(batch, lambda logits, paths, positions: verdicts(logits, paths, positions, packed, width))
+    def _verdicts(self, draws: GraphSampler, packed: Tensor, shape: tuple[Any, int], batch: Batch) -> RowOutputs:
+        verdicts, (_, width) = draws.rejection.verdicts, shape
+        return self._shaped(
+            draws, batch, lambda logits, paths, positions: verdicts(logits, paths, positions, packed, width), shape
+        )
 
-    def _shaped(self, batch: Batch, draw: Callable[[Tensor, Any, Tensor], Tensor]) -> RowOutputs:
+    def _shaped(
+        self,
+        draws: GraphSampler,
+        batch: Batch,
+        draw: Callable[[Tensor, Any, Tensor], Tensor],
+        shape: Hashable = None,
+    ) -> RowOutputs:
         """Runs the forward of a batch and returns the result of `draw` on its logits, paths and positions, with rows
-        UNDECIDED where an assumption of `draw` does not hold, and the hidden states."""
-        draws, (logits, hidden) = self._draws, self.model_forward(batch)
+        UNDECIDED where an assumption of `draw` does not hold, and the hidden states. `shape`: as in `BatchKey`."""
+        logits, hidden = self.model_forward(batch)
         draws.assumptions.clear()  # left over from a failed draw
-        ancestors = None if draws.history is None else AncestorPaths.of(batch)
+        ancestors = None if draws.history is None else AncestorPaths.of(batch, len(logits))
         found = draw(logits, ancestors, batch.positions[: len(logits)])
         if draws.assumptions:
             # keep a reference, so that the graph's memory is not reused
-            key = BatchKey(len(batch) // len(batch.kv_len), batch.mask.shape[1], self._shape, batch.max_kv_len)
+            key = BatchKey(len(logits), batch.mask.shape[1], shape, batch.max_kv_len, batch.blocks)
             draws.logits[key] = logits
         while draws.assumptions:
             holds = draws.assumptions.pop().view(-1)
             found = found.masked_fill(~(holds if found.dim() == 1 else holds.unsqueeze(1)), UNDECIDED)
         return found, hidden
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationTensors:
+    """What the verification graphs of a model read and write, for the one request whose parameters are loaded."""
+
+    noise: StaticNoiseBuffer
+    copies: HostCopies = field(default_factory=HostCopies)
+    samplers: dict[bool, GraphSampler] = field(default_factory=dict)  # by whether it applies penalties and filters
+
+    @staticmethod
+    def of(runner: Runner) -> VerificationTensors:
+        """Returns the tensors for the model of a runner."""
+        # of the logits and the noise
+        dtype = torch.float64 if runner.model.dtype == torch.float64 else torch.float32
+        return VerificationTensors(StaticNoiseBuffer(runner.vocab, dtype, runner.model.device))
+
+    def sampler(self, runner: Runner, processed: bool) -> GraphSampler:
+        """Returns the sampler with or without penalties and filters."""
+        if processed not in self.samplers:
+            self.samplers[processed] = GraphSampler(runner, self.noise, processed)
+        return self.samplers[processed]
 
 
 class GraphSampler:
@@ -173,6 +200,7 @@ class GraphSampler:
         # added to the logits of every request, since graphs with and without bias would be twice as many
         self._bias = sampler.bias = torch.zeros(runner.vocab, device=device)
         self.history: DeviceHistory | None = None
+        self._counting: Sampler | None = None  # sampler of the request that counts tokens in `history`
         if processed:
             self.history = sampler.history = DeviceHistory((), runner.vocab, device)
         self.rejection = RejectionSampling(sampler)
@@ -187,12 +215,16 @@ class GraphSampler:
         params = sampler.params
         self.sampler.values.load(params, noisy=not params.greedy)
         load_bias(self._bias, sampler)
-        if self.history is not None:
-            if sampler.history is None:
-                self.history.clear()
-            else:
-                self.history.load(sampler.history)
-                sampler.history = self.history
+        if self.history is None:
+            return
+        if self._counting is not None:  # it may go on after this request
+            self._counting.history = self.history.copy()
+        self._counting = None if sampler.history is None else sampler
+        if sampler.history is None:
+            self.history.clear()
+        else:
+            self.history.load(sampler.history)
+            sampler.history = self.history
 
     def place(self, numbers: Tensor) -> Tensor:
         """Copies packed draft probabilities (`rejection.pack_draft_probs`) into the tensor that graphs read."""
@@ -212,12 +244,11 @@ class AncestorPaths:
     on_path: Tensor  # [rows, rows] bool: whether the path of row i contains the token of row j
 
     @staticmethod
-    def of(batch: Batch) -> AncestorPaths:
-        """Returns the paths of the rows of the first sequence. The first row must be the root, and the mask window must
-        cover all tree slots."""
-        rows = len(batch) // len(batch.kv_len)
+    def of(batch: Batch, rows: int) -> AncestorPaths:
+        """Returns the paths of the first `rows` rows, which are of one sequence. The first row must be the root, and
+        the mask window must cover all tree slots."""
         slots, mask = batch.slots[:rows], batch.mask[:rows]
-        column = slots - (batch.kv_len[:1] - mask.shape[1])
+        column = slots - (batch.kv_len.index_select(0, batch.sequence[:1]) - mask.shape[1])
         # the root is not on any path, and padding rows repeat the last row
         counts = F.pad(slots[1:] > slots[:-1], (1, 0))
         return AncestorPaths(batch.tokens[:rows], mask.index_select(1, column) & counts)
@@ -235,6 +266,13 @@ class DeviceHistory(History):
         """Copies the contents of another history."""
         self.prompt.copy_(other.prompt)
         self.output.copy_(other.output)
+
+    def copy(self) -> History:
+        """Returns a history with the same contents and tensors of its own."""
+        made = History((), len(self.output), self.output.device)
+        made.prompt.copy_(self.prompt)
+        made.output.copy_(self.output)
+        return made
 
     def counts(self, paths: Paths | AncestorPaths) -> Tensor:
         if not isinstance(paths, AncestorPaths):

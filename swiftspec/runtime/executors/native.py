@@ -1,8 +1,8 @@
 """Native executor: each phase as one C++ call on a CPU, since Python would dominate the round of a small model.
 
 The native code computes rows, masks and positions itself, keeps the logits and returns tokens. An expansion supports a
-token constraint, a bias, a temperature and noise; a verification also penalties and filters, and commits the accepted
-path.
+token constraint, a bias, a temperature and noise; sampled children and a verification also penalties and filters. A
+verification commits the accepted path.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.noise import TARGET_STREAM
 from swiftspec.sampling.sampler import TokenConstraint
 from swiftspec.tree import mask as tree_mask
+from swiftspec.tree.rejection import RejectionSampling, draft_probs_of
+from swiftspec.tree.sampled_children import DrawState
 from swiftspec.tree.synthetic_acceptance import SyntheticAcceptance
 from swiftspec.tree.tree import DraftTree
 
@@ -42,6 +44,7 @@ class NativeScoring(Protocol):
         self, penalties: Mapping[str, float], prompt: Sequence[int], output: Sequence[int], /
     ) -> None: ...
     def set_filters(self, filters: Mapping[str, float], /) -> None: ...
+    def observe(self, tokens: Sequence[int], /) -> None: ...
 
 
 class NativeExpansion(NamedTuple):
@@ -57,6 +60,7 @@ class NativeExpansion(NamedTuple):
     coupled: bool
     tau: float
     allowed: Callable[[list[int]], NDArray] | None
+    sampled: DrawState | None
 
 
 class NativeVerification(NamedTuple):
@@ -70,6 +74,7 @@ class NativeVerification(NamedTuple):
     allowed: NDArray | None
     guidance: tuple[int, int, int, float] | None
     forced: Sequence[int] | None
+    drafted: tuple[NDArray[np.int32], NDArray[np.float32]] | None
 
 
 class NativeTreeRounds(Protocol):
@@ -81,7 +86,9 @@ class NativeTreeRounds(Protocol):
         self, vocab: int, temperature: float, bias: Tensor | None, noisy: bool, seed: int, stream: int, /
     ) -> NativeScoring: ...
     def expand(self, expansions: Sequence[Any], /) -> tuple[list[int], float]: ...
-    def verify(self, verifications: Sequence[Any], /) -> tuple[list[tuple[list[int], list[int], int]], float]: ...
+    def verify(
+        self, verifications: Sequence[Any], /
+    ) -> tuple[list[tuple[list[int], list[int], int, list[float]]], float]: ...
     def probabilities(
         self, tokens: Sequence[int], parents: Sequence[int], scoring: Any, row: int, /
     ) -> list[float]: ...
@@ -152,6 +159,8 @@ class NativeExecutor(EagerExecutor):
             self._scoring.set_filters(p.values_of(FILTERS))
         if sampler.history is not None:
             self._scoring.set_penalties(p.values_of(PENALTIES), *sampler.history.tokens())
+            if request.expansion is not None:  # a verification counts its own tokens
+                sampler.followers.append(self._scoring)
 
     def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
         assert isinstance(tree, NativeTree)
@@ -175,10 +184,13 @@ class NativeExecutor(EagerExecutor):
                 coupled=shape.coupled,
                 tau=shape.tau,
                 allowed=allowed,
+                sampled=None if shape.sampled is None else shape.sampled.draw_state(),
             )
             call = NativeCall(self, expansion, rows=len(pending) + leaves)
             expanded = runner.run_call(call)
             runner.cache.append_written(len(pending), expanded)
+            if shape.sampled is not None:
+                shape.sampled.count_leaves(expanded)
             pending.clear()
             if failures:
                 raise failures[0]
@@ -197,11 +209,12 @@ class NativeExecutor(EagerExecutor):
             allowed=allowed,
             guidance=self._guidance(proposal.tokens[0]),
             forced=accept.path(proposal) if isinstance(accept, SyntheticAcceptance) else None,
+            drafted=_drafted(proposal) if isinstance(accept, RejectionSampling) else None,
         )
         call = NativeCall(self, verification, rows=len(proposal.tokens) * len(cache.prefix_len))
-        path, tokens, self._row = runner.run_call(call)
+        path, tokens, self._row, overlaps = runner.run_call(call)
         cache.append_written(len(path))
-        return Accepted(path, tokens)
+        return Accepted(path, tokens, tuple(overlaps))
 
     def _guidance(self, root: int) -> tuple[int, int, int, float] | None:
         """Returns index, root token, prefix and scale of the unconditional sequence, or None without guidance. `root`:
@@ -280,3 +293,9 @@ def _bitmask(
     except Exception as error:
         failures.append(error)
         return np.full((len(nodes), -(-vocab // 8)), 255, np.uint8)
+
+
+def _drafted(proposal: Proposal) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Returns tokens and probabilities of the draft distributions of a proposal; see `draft_probs_of`."""
+    drawn = draft_probs_of(proposal)
+    return drawn.tokens, drawn.probs

@@ -45,13 +45,20 @@ BOUNDS = ModelLimits(40, 200, 8)
 class FakeDraft:
     """Proposes the root and one token, which is the number of the round; can be configured to be late or to fail."""
 
+    grows = True
+
     def __init__(self) -> None:
         self.busy, self.draft_steps, self.fails = 0.0, 3, False
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.calls: list[str] = []
         self.errors: list[Exception] = []  # what its server has passed on
-        self.runner = SimpleNamespace(hooks=[], cache=SimpleNamespace(prefix_len=[0]))  # without a prefix cache
+        self.runner = SimpleNamespace(
+            hooks=[],
+            cache=SimpleNamespace(prefix_len=[0]),
+            first_token=0,
+            cached_lengths=lambda texts, most: [0] * len(texts),
+        )
         self.tree = DraftTree(9, 2)
         self.tree.reset(7)
 

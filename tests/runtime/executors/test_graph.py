@@ -25,6 +25,7 @@ from swiftspec.runtime.executors import ExecutorRequest
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.graph import (
     CAPTURED_ROWS,
+    BatchKey,
     GraphCache,
     GraphForwardExecutor,
     GraphInputs,
@@ -46,7 +47,8 @@ def random_batch(rows: int, width: int, seed: int, sequences: int = 1) -> HostBa
     rows *= sequences
     tokens, positions, slots = noise.integers(0, 1 << 40, (3, rows))
     lengths, sequence = noise.integers(0, 1 << 40, sequences), np.arange(rows) * sequences // rows
-    return HostBatch(tokens, positions, slots, noise.random((rows, width)) < 0.5, sequence, lengths)
+    mask = noise.random((rows, width)) < 0.5
+    return HostBatch(tokens, positions, slots, mask, sequence, lengths, blocks=sequences)
 
 
 def test_a_reallocated_cache_frees_its_old_buffer_first() -> None:
@@ -66,13 +68,13 @@ def test_a_reallocated_cache_frees_its_old_buffer_first() -> None:
 
 @pytest.mark.parametrize("sequences", [1, 2])
 def test_every_input_is_copied_and_padding_rows_repeat_the_last(sequences: int) -> None:
-    inputs = GraphInputs(8, 16, sequences, CPU)
+    inputs = GraphInputs(BatchKey(8, 16, blocks=sequences), sequences, CPU)
     for rows, seed in ((8, 0), (5, 1), (1, 2)):
         batch = random_batch(rows, 16, seed, sequences)
         inputs.fill(batch)
         placed = batch.to(CPU)
         for field in fields(Batch):
-            if field.name in ("max_kv_len", "chain", "hidden", "num_logits"):
+            if field.name in ("max_kv_len", "chain", "hidden", "num_logits", "blocks"):
                 continue
             want, got = getattr(placed, field.name), getattr(inputs.batch, field.name)
             if field.name != "kv_len":

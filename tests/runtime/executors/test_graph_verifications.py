@@ -21,7 +21,13 @@ from swiftspec.messages import DraftProbs, Proposal
 from swiftspec.model.batch import HostBatch
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors.graph import CAPTURED_ROWS, GraphForwardExecutor, GraphInputs, chain_shapes
+from swiftspec.runtime.executors.graph import (
+    CAPTURED_ROWS,
+    BatchKey,
+    GraphForwardExecutor,
+    GraphInputs,
+    chain_shapes,
+)
 from swiftspec.runtime.executors.graph_verifications import AncestorPaths, DeviceHistory, GraphVerificationExecutor
 from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.verifier import LocalVerifier
@@ -276,10 +282,10 @@ def test_a_graph_counts_the_tokens_of_a_path(nodes: int, data: st.DataObject) ->
     tokens = data.draw(st.lists(st.integers(0, 3), min_size=nodes, max_size=nodes))
     prefix = data.draw(st.integers(0, 20))
     mask, slots = tree_mask.from_parents(parents), np.arange(prefix, prefix + nodes)
-    inputs, zeros = GraphInputs(8, 8, 1, torch.device("cpu")), np.zeros(nodes, np.int64)
+    inputs, zeros = GraphInputs(BatchKey(8, 8), 1, torch.device("cpu")), np.zeros(nodes, np.int64)
     inputs.fill(HostBatch(np.array(tokens), slots, slots, tree_mask.pad_left(mask), zeros, np.array([prefix + nodes])))
     history = DeviceHistory([1, 2], 4, "cpu")
     history.observe([0, 3, 3])
     assert torch.equal(
-        history.counts(AncestorPaths.of(inputs.batch))[:nodes], history.counts(tree_mask.paths(tokens, parents))
+        history.counts(AncestorPaths.of(inputs.batch, 8))[:nodes], history.counts(tree_mask.paths(tokens, parents))
     )

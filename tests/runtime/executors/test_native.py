@@ -51,6 +51,7 @@ SAMPLINGS = [
     SamplingParams(temperature=0, repetition_penalty=1.4, presence_penalty=-0.3, frequency_penalty=0.2),
     SamplingParams(temperature=0.8, seed=13, guidance_scale=1.7, negative_prompt_ids=(2, 7, 1), top_p=0.9),
 ]
+NOISY = [each for each in SAMPLINGS if not each.greedy]
 FREE = [each for each in SAMPLINGS if not (each.grammar or each.excludes_tokens or each.has_path_rules)]
 
 
@@ -86,6 +87,17 @@ def same_trees(one: LocalDrafter, other: LocalDrafter) -> None:
     np.testing.assert_array_equal(a.visible[: a.expanded, : a.expanded], b.visible[: a.expanded, : a.expanded])
 
 
+def same_proposals(one: Proposal, other: Proposal) -> None:
+    """Also in the draft distributions of sampled children."""
+    assert replace(one, draft_probs=None) == replace(other, draft_probs=None)
+    if one.draft_probs is None or other.draft_probs is None:
+        assert one.draft_probs is other.draft_probs
+        return
+    live = one.draft_probs.probs > 0
+    np.testing.assert_array_equal(one.draft_probs.probs, other.draft_probs.probs)
+    np.testing.assert_array_equal(one.draft_probs.tokens[live], other.draft_probs.tokens[live])
+
+
 def any_result(proposal: Proposal, data: st.DataObject) -> VerifyResult:
     """The tokens down to some node of a proposal, then possibly others; sometimes more than w of them have no KV."""
     node = data.draw(st.integers(0, len(proposal.tokens) - 1))
@@ -101,14 +113,17 @@ def any_result(proposal: Proposal, data: st.DataObject) -> VerifyResult:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> None:
+    method: dict[str, Any] = data.draw(
+        st.sampled_from([{"proposal": "top"}, {"proposal": "coupled"}, {"verify": "reject"}])
+    )
     plan = EngineConfig(
         verify_batch=data.draw(st.integers(1, 6)),
         draft_leaves=data.draw(st.integers(1, 5)),
         draft_steps=data.draw(st.integers(1, 4)),
-        proposal=data.draw(st.sampled_from(["top", "coupled"])),
+        **method,
         calibration=data.draw(st.sampled_from([None, 1.3])),
     )
-    sampling = data.draw(st.sampled_from(SAMPLINGS))
+    sampling = data.draw(st.sampled_from(NOISY if plan.proposal == "sample" else SAMPLINGS))
     fused, stepped = (roles.make_drafter(make_runner(checkpoint, dtype), plan) for _ in range(2))
     roles.restrict_executors(stepped, "eager")
     fused.open(request_start(PROMPT, sampling))
@@ -116,7 +131,7 @@ def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> No
     assert (fused.executor.name, stepped.executor.name) == ("native", "eager")
     for _ in range(data.draw(st.integers(1, 5))):
         proposal = fused.propose()
-        assert proposal == stepped.propose()
+        same_proposals(proposal, stepped.propose())
         same_trees(fused, stepped)
         same_caches(fused.runner, stepped.runner)
         result = any_result(proposal, data)
@@ -205,6 +220,32 @@ def test_verifications(checkpoint: Path, dtype: torch.dtype, data: st.DataObject
         text += result.tokens
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rejection_sampling(checkpoint: Path, dtype: torch.dtype) -> None:
+    """Equal decisions, with the draft's own proposals; also where a node is the root alone."""
+    accepted = list[int]()
+    for sampling in NOISY:
+        plan = EngineConfig(verify_batch=6, draft_leaves=3, draft_steps=2, verify="reject")
+        drafter = roles.make_drafter(make_runner(checkpoint, dtype), plan)
+        fused, stepped = (roles.make_verifier(make_runner(checkpoint, dtype), "reject") for _ in range(2))
+        roles.restrict_executors(stepped, "eager")
+        for role in (drafter, fused, stepped):
+            role.open(request_start(PROMPT, sampling))
+        assert (drafter.executor.name, fused.executor.name) == ("native", "native")
+        for round_ in range(12):
+            proposal = drafter.propose()
+            if round_ % 4 == 3:
+                proposal = Proposal.root_only(1, round_, proposal.prefix_len, proposal.tokens[0])
+            result, other = fused.verify(proposal), stepped.verify(proposal)
+            assert result == other and result.overlaps == pytest.approx(other.overlaps, abs=1e-5)
+            for verifier in (fused, stepped):
+                verifier.settle()
+            same_caches(fused.runner, stepped.runner)
+            drafter.observe(result)
+            accepted.append(len(result.path) - 1)
+    assert {0, 1, 2} <= {*accepted}, "children are accepted and rejected"
+
+
 @dataclass
 class Ranks:
     """One rank of a group, over shared memory; the ranks are threads."""
@@ -230,14 +271,14 @@ def in_a_group(size: int, work: Callable[[Ranks], T]) -> list[T]:
         )
 
 
-def group_rounds(path: Path, ranks: Ranks, sampling: SamplingParams, steps: str) -> list[Any]:
+def group_rounds(path: Path, ranks: Ranks, sampling: SamplingParams, steps: str, method: str) -> list[Any]:
     """A draft's trees and a target's results, round by round, on one rank."""
     runners = []
     for _ in range(2):
         model = load_model(path, dtype=torch.float32, ops=host, max_positions=200 + TREE, group=ranks)
         runners.append(runner_on(model))
-    drafter = roles.make_drafter(runners[0], EngineConfig(verify_batch=6, draft_leaves=3, draft_steps=3))
-    verifier = roles.make_verifier(runners[1])
+    drafter = roles.make_drafter(runners[0], EngineConfig(verify_batch=6, draft_leaves=3, draft_steps=3, verify=method))
+    verifier = roles.make_verifier(runners[1], method)
     for role in (drafter, verifier):
         roles.restrict_executors(role, steps)
     drafter.open(request_start(PROMPT, sampling))
@@ -252,32 +293,36 @@ def group_rounds(path: Path, ranks: Ranks, sampling: SamplingParams, steps: str)
     return seen
 
 
-@pytest.mark.parametrize(  # of 4 ranks, one has none of the tokens
-    ("size", "sampling"), fast_first(product([2, 4, 3], SAMPLINGS), 1, unpack=True)
-)
-def test_a_group_of_ranks(checkpoint: Path, size: int, sampling: SamplingParams) -> None:
+GROUPS = [  # of 4 ranks, one has none of the tokens
+    *fast_first(product([2, 4, 3], SAMPLINGS, ["match"]), 1, unpack=True),
+    *fast_first(product([2, 4, 3], NOISY, ["reject"]), 1, unpack=True),
+]
+
+
+@pytest.mark.parametrize(("size", "sampling", "method"), GROUPS)
+def test_a_group_of_ranks(checkpoint: Path, size: int, sampling: SamplingParams, method: str) -> None:
     """Every rank sees the same rounds, equal to the eager ones."""
-    first, *others = in_a_group(size, lambda ranks: group_rounds(checkpoint, ranks, sampling, "native"))
-    stepped = in_a_group(size, lambda ranks: group_rounds(checkpoint, ranks, sampling, "eager"))
+    first, *others = in_a_group(size, lambda ranks: group_rounds(checkpoint, ranks, sampling, "native", method))
+    stepped = in_a_group(size, lambda ranks: group_rounds(checkpoint, ranks, sampling, "eager", method))
     for rank in others:
-        for (*facts, logprob), (*same, also) in zip(first, rank, strict=True):
+        for (proposal, *facts, logprob), (same_proposal, *same, also) in zip(first, rank, strict=True):
+            same_proposals(proposal, same_proposal)
             assert facts == same
             np.testing.assert_array_equal(logprob, also)
     for (native, *facts, logprob), (eager, *same, also) in zip(first, stepped[0], strict=True):
-        assert facts == same and replace(eager, weights=native.weights) == native
+        assert facts == same
+        assert replace(eager, weights=native.weights, draft_probs=None) == replace(native, draft_probs=None)
         np.testing.assert_allclose(native.weights, eager.weights, atol=2e-5)
         np.testing.assert_allclose(logprob, also, atol=2e-5)
     assert any(len(result.tokens) > 1 for _, result, *_ in first), "the target follows a child now and then"
 
 
 def test_requests_that_a_leader_runs_eagerly_run_eagerly(checkpoint: Path) -> None:
-    """Also on a follower, which receives the leader's choice. Children that are sampled need Python."""
+    """Also on a follower, which receives the leader's choice."""
     verifier = roles.make_verifier(make_runner(checkpoint, torch.float32))
     for sampling in SAMPLINGS:
         assert verifier.select_executor(request_start(PROMPT, sampling)).name == "native"
         assert verifier.select_executor(replace(request_start(PROMPT, sampling), executor="eager")).name == "eager"
-    drawing = roles.make_drafter(make_runner(checkpoint, torch.float32), EngineConfig(proposal="sample"))
-    assert drawing.select_executor(request_start(PROMPT, SamplingParams(temperature=0.8))).name == "eager"
 
 
 @pytest.mark.parametrize("sampling", [SAMPLINGS[1], SAMPLINGS[8], SAMPLINGS[10]])
@@ -307,16 +352,24 @@ def test_invalid_arguments_are_refused(checkpoint: Path) -> None:
         ([1, 2], [-1, 0], 200 + TREE - 1, "fit the cache"),
     ]:
         with pytest.raises(ValueError, match=message):
-            rounds.verify([(tokens, parents, 0, prefix, scoring, None, None, None)])
+            rounds.verify([(tokens, parents, 0, prefix, scoring, None, None, None, None)])
     with pytest.raises(ValueError, match="allowed"):
-        rounds.verify([([1, 2], [-1, 0], 0, 0, scoring, np.zeros((2, VOCAB // 8 - 1), np.uint8), None, None)])
+        rounds.verify([([1, 2], [-1, 0], 0, 0, scoring, np.zeros((2, VOCAB // 8 - 1), np.uint8), None, None, None)])
     with pytest.raises(ValueError, match="does not have this sequence"):
-        rounds.verify([([1, 2], [-1, 0], 0, 0, scoring, None, (1, 1, 0, 2.0), None)])
+        rounds.verify([([1, 2], [-1, 0], 0, 0, scoring, None, (1, 1, 0, 2.0), None, None)])
     with pytest.raises(ValueError, match="the same sequence"):
-        rounds.verify([([1], [-1], 0, 0, scoring, None, None, None)] * 2)
+        rounds.verify([([1], [-1], 0, 0, scoring, None, None, None, None)] * 2)
     for path, message in (([], "begins at the root"), ([1], "begins at"), ([0, 2], "not a child"), ([0, 0], "not a")):
         with pytest.raises(ValueError, match=message):
-            rounds.verify([([1, 2], [-1, 0], 0, 0, scoring, None, None, path)])
+            rounds.verify([([1, 2], [-1, 0], 0, 0, scoring, None, None, path, None)])
+    for drafted, message in (  # children of the root, whose distribution covers tokens 2 and 3
+        ((np.array([[2, 3]], np.int32), np.array([[0.0, 1.0]], np.float32)), "does not match the draft distribution"),
+        ((np.array([[2, VOCAB]], np.int32), np.ones((1, 2), np.float32)), "outside the vocabulary"),
+        ((np.array([[2, 3]], np.int32), np.ones((1, 3), np.float32)), "probs: expected"),
+        ((np.array([[2, 3]] * 2, np.int32), np.ones((2, 2), np.float32)), "tokens: expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rounds.verify([([1, 2], [-1, 0], 0, 0, scoring, None, None, None, drafted)])
     with pytest.raises(ValueError, match="need noise"):
         scoring.set_filters({"top_k": 5, "top_p": 1.0, "min_p": 0.0})
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -337,9 +390,12 @@ def test_invalid_arguments_are_refused(checkpoint: Path) -> None:
     drafter = roles.make_drafter(runner, EngineConfig())
     tree: Any = drafter.tree
     with pytest.raises(ValueError, match="full"):
-        rounds.expand([(tree.native, 0, 0, [], TREE + 1, 2, scoring, False, 1.0, None)])
+        rounds.expand([(tree.native, 0, 0, [], TREE + 1, 2, scoring, False, 1.0, None, None)])
     with pytest.raises(ValueError, match="allowed"):
         bad = lambda nodes: np.zeros((1, 1), np.uint8)  # noqa: E731
-        rounds.expand([(tree.native, 0, 0, [], 1, 2, scoring, False, 1.0, bad)])
+        rounds.expand([(tree.native, 0, 0, [], 1, 2, scoring, False, 1.0, bad, None)])
+    state = (0, 0, 0.2, np.zeros((TREE - 1, 8), np.int32), np.zeros((TREE - 1, 8), np.float32))
+    with pytest.raises(ValueError, match="do not fit the tree"):
+        rounds.expand([(tree.native, 0, 0, [], 1, 2, scoring, False, 1.0, None, state)])
     with pytest.raises(ValueError, match="does not have"):
         tree.reroot(3)

@@ -41,7 +41,7 @@ CONFIGS = {
     "at once": EngineConfig("smc", population=PopulationConfig(3, 3, 0.8, smc_groups=3, deferred_bonus=False)),
     "many": EngineConfig("smc", population=PopulationConfig(19, 2, 0.95, smc_groups=3)),
     "match": EngineConfig("serial", draft_steps=3, max_num_seqs=3, chains=True),
-    "reject": EngineConfig("serial", draft_steps=2, max_num_seqs=3, verify="reject"),
+    "reject": EngineConfig("serial", draft_steps=2, max_num_seqs=3, chains=True, verify="reject"),
 }
 
 

@@ -21,13 +21,18 @@ from tests.support.server_process import ServerProcess
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EXACT = ["--dtype", "float64", "--threads", "1", "--max-queue", "100"]
 PARTICLES = ["--mode", "smc", "--smc-groups", "3", "--particles", "3"]
-TREES = ["--max-num-seqs", "3"]
+TREES = ["--mode", "serial", "--max-num-seqs", "3"]
 
 
-@pytest.fixture(scope="module", params=[PARTICLES, TREES], ids=["particles", "trees"])
+@pytest.fixture(
+    scope="module",
+    params=[(PARTICLES, 1), (TREES, 1), (TREES, 2)],
+    ids=["particles", "trees", "trees on two ranks"],
+)
 def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     """A server of the demo models."""
-    with ServerProcess([*EXACT, *request.param]) as server:
+    flags, ranks = request.param
+    with ServerProcess([*EXACT, *flags], ranks) as server:
         yield server
 
 

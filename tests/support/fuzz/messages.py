@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.group.command_stream import CommandStream
-from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
+from swiftspec.distributed.group.follower_dispatch import Action, FollowerDispatcher
 from swiftspec.distributed.group.leader import FollowerGroup, LeaderDrafter, run_follower
 from swiftspec.distributed.group.leader import dispatch_loop as follow_calls
 from swiftspec.distributed.launch.launcher import launched
@@ -152,7 +152,7 @@ def run_draft_server(messages: Sequence[Message]) -> str:
 def follow_target(messages: Sequence[Message]) -> str:
     """A follower with a leader that sends arbitrary messages."""
     role: Any = FakeRole()
-    return _served(lambda: run_follower(FakeChannel(messages), role, None, None, BOUNDS, CancelCheck(), Heartbeat()))  # type: ignore[arg-type]
+    return _follow(messages, FollowerDispatcher(role, None, None, BOUNDS).decode)
 
 
 def follow_sessions(messages: Sequence[Message]) -> str:
@@ -171,7 +171,12 @@ def follow_sessions(messages: Sequence[Message]) -> str:
 def follow_draft(messages: Sequence[Message]) -> str:
     """A follower of the draft group."""
     role: Any = FakeRole()
-    return _served(lambda: run_follower(FakeChannel(messages), None, role, None, BOUNDS, CancelCheck(), Heartbeat()))  # type: ignore[arg-type]
+    return _follow(messages, FollowerDispatcher(None, role, None, BOUNDS).decode)
+
+
+def _follow(messages: Sequence[Message], decode: Callable[[int, Words], Action]) -> str:
+    channel: Any = FakeChannel(messages)
+    return _served(lambda: run_follower(channel, decode, CancelCheck(), Heartbeat()))
 
 
 def _served(run: Any) -> str:

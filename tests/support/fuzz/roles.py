@@ -47,7 +47,8 @@ class FakeChannel:
 class FakeRole:
     """Verifier and drafter of one rank. Asserts that its arguments are valid indices for a model."""
 
-    runner = None  # without a prefix cache
+    grows = True
+    runner = SimpleNamespace(first_token=0, cached_lengths=lambda texts, most: [0] * len(texts))
 
     def __init__(self) -> None:
         self.busy, self.draft_steps = 0.0, 3
