@@ -237,6 +237,7 @@ class EngineConfig:
         " with --verify reject each has a chain of D draft tokens instead of a tree.",
         SPECULATION,
         "G",
+        "1; a server on a CPU: up to 4, as `swiftspec doctor --plan` shows",
         ge=1,
         le=MAX_CONCURRENT_REQUESTS,
     )

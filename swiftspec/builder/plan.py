@@ -275,7 +275,7 @@ class Plan:
     def _concurrent_requests(self, features: Collection[str]) -> tuple[int, str]:
         """Returns the default number of concurrent requests of a server, and the reason."""
         if self.device.type != "cpu" or self.engine.verify == "reject":
-            return 1, "only on a CPU with match verification do several requests have a tree each"
+            return 1, "measured on a CPU with match verification only"
         try:
             check_features(self.engine.features | {"several requests", *features})
         except UserError:

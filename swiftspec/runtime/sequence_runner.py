@@ -110,6 +110,8 @@ class SequencePool:
             states = self.runner.cache.save_prefix(sequence, len(text))
         except (MemoryError, RuntimeError):
             self.prefix_cache.entries = []
+            if self.runner.model.group is not None:  # other ranks may have their copies; the caches must not diverge
+                raise
             return []
         return [CachedPrefix(text, states, partial(self.runner.cache.saved_len, states), size)]
 
