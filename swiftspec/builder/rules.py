@@ -14,7 +14,9 @@ from typing import Any
 from swiftspec.capabilities import check_features, features_in
 from swiftspec.config import (
     DEFAULT_DRAFT_LEAVES,
+    DEFAULT_DRAFT_STEPS,
     GPU_DRAFT_LEAVES,
+    MAX_TREE_NODES,
     EngineConfig,
     PopulationConfig,
 )
@@ -163,9 +165,20 @@ class Resolution:
         return serial and adaptive and self["verify"] == "match"
 
     @property
+    def narrow(self) -> bool:
+        """Whether trees have few rows unless others are chosen."""
+        serial = self["mode"] == "serial" and not self.remote
+        return self["verify"] == "reject" and serial and self.device == "cpu"
+
+    @property
     def block(self) -> int | None:
         """Positions that a forward of the drafter drafts, if that is a block head."""
         return self.block_size() if self["mode"] == "serial" else None
+
+    @property
+    def steps(self) -> int:
+        """d, or its initial value."""
+        return self["draft_steps"] or DEFAULT_DRAFT_STEPS
 
     def config(self) -> EngineConfig:
         """Returns the configuration. Raises UserError if options are not supported together."""
@@ -213,6 +226,7 @@ class Chosen:
 
 CHOSEN = Chosen()
 ONE_FORWARD = "one forward drafts a whole block"
+NARROW = "more rows prolong forwards on a CPU, and rounds do not adapt"
 FIXED_ROUNDS = "with verify reject or synthetic acceptance, rounds do not depend on the clock"
 MEASURED = "measured times decide"
 NO_ADAPTATION = Rule("no adaptation", "adapt is off", False, lambda at: at.chosen("adapt") is False)
@@ -302,8 +316,13 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
         ),
         CHOSEN,
     ),
+    "verify_batch": (
+        CHOSEN,
+        Rule("rejection sampling", NARROW, lambda at: min(at.steps + 1, MAX_TREE_NODES), lambda at: at.narrow),
+    ),
     "draft_leaves": (
         CHOSEN,
+        Rule("rejection sampling", NARROW, 1, lambda at: at.narrow),
         Rule(
             "GPU",
             "more rows hardly prolong its forwards",

@@ -114,12 +114,6 @@ def test_invalid_thread_counts_are_refused(pair: tuple[Path, Path], threads: Any
         LLMEngine(pair[0], threads=threads)
 
 
-@pytest.mark.parametrize("layers", [3, "01", (99,), (1, 0), (0, 0), ("a",)], ids=str)
-def test_invalid_hidden_layers_are_refused(pair: tuple[Path, Path], layers: Any) -> None:
-    with pytest.raises(UserError, match=r"hidden_layers must be ascending layers in 0\.\.\d, not"):
-        LLMEngine(pair[0], hidden_layers=layers)
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "int8", torch.int8, 16, "float16 "], ids=str)
 def test_unknown_dtypes_are_refused(pair: tuple[Path, Path], dtype: Any) -> None:
     with pytest.raises(UserError, match="dtype must be auto or one of bfloat16, float16, float32, float64, not"):

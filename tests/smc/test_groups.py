@@ -20,6 +20,7 @@ from swiftspec.smc.decoding import decode_groups
 from swiftspec.smc.particles import DEAD
 from swiftspec.smc.sequence_group import SequenceGroup
 from tests.smc.test_smc_distribution import RunResults, check_unbiased
+from tests.support.cases import examples
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.history_models import HistoryModel, global_power, make_worker, population
 from tests.support.history_models import run as decode
@@ -218,7 +219,7 @@ class SequenceGroups(RuleBasedStateMachine):
             assert worker.draft.cache.prefix_len[sequence] == prefix == int(requests.prefix[at])
 
 
-SequenceGroups.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
+SequenceGroups.TestCase.settings = settings(max_examples=examples(10), stateful_step_count=20)
 TestSequenceGroups = SequenceGroups.TestCase
 
 
@@ -226,5 +227,5 @@ class ManySequenceGroups(SequenceGroups):
     """The same with more steps."""
 
 
-ManySequenceGroups.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+ManySequenceGroups.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=50)
 TestManySequenceGroups = pytest.mark.long(ManySequenceGroups.TestCase)
