@@ -5,8 +5,8 @@ Imports no torch, since baselines use it too.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -94,8 +94,10 @@ class Task:
 
     @staticmethod
     def given() -> Task:
-        """Reads the task file that the first command-line argument names."""
-        data = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        """Reads the task file that the only command-line argument names."""
+        parser = argparse.ArgumentParser(description="Started by bench.large, which writes the task.")
+        parser.add_argument("task", type=Path)
+        data = json.loads(parser.parse_args().task.read_text(encoding="utf-8"))
         return Task(data["what"], Work(**data["work"]), data["began"])
 
 

@@ -150,7 +150,7 @@ ENGINE_FEATURES = {
     "overlap": Feature("{mode} async on one rank", "start two ranks"),
     "no draft": Feature("no draft model", "specify one with {draft_model}", "without a draft model"),
     "several requests": Feature("{max_num_seqs} above 1", "use {max_num_seqs} 1"),
-    "chains": Feature("{max_num_seqs} above 1 on a GPU with {verify} reject", "use {max_num_seqs} 1"),
+    "chains": Feature("{max_num_seqs} above 1 with {verify} reject on a GPU", "use {max_num_seqs} 1"),
     "verify reject": Feature("{verify} reject", "use {verify} match"),
     "proposal top": Feature("{proposal} top", "use another {proposal}"),
     "proposal coupled": Feature("{proposal} coupled", "use another {proposal}"),
@@ -166,7 +166,6 @@ ENGINE_FEATURES = {
     "draft worker": Feature("{draft_url}"),
     "several ranks": Feature("several ranks", "start one rank"),
     "one rank": Feature("one rank", "start it with torchrun --standalone --nproc-per-node 2"),
-    "hidden states": Feature("{hidden_layers}", REMOVE_THEM, "with a target that keeps hidden states", plural=True),
 }
 SETTING_FEATURES = {  # the first six: given settings of a part of the engine (`Setting.applies_to`)
     "draft": Feature("settings of the draft", REMOVE_THEM, plural=True),
@@ -264,7 +263,6 @@ SEQUENCE_GROUPS = {  # neither chains nor particles
     "request shape": Conflict(),
     "grammar": Conflict(),
     "bad sequences": Conflict(),
-    "hidden states": Conflict(),
     "synthetic acceptance": Conflict(),
     "suffix lookup": Conflict(),
     "grafting": Conflict(),
@@ -355,14 +353,12 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "grafting": Conflict(fix="remove one of them"),
         "draft forwards": Conflict("which has no draft forwards", ignored=True),
     },
-    "draft head": {"hidden states": Conflict("which determines them")},
     "several ranks": {"target worker": Conflict(), "draft worker": Conflict()},
     "target worker": {
         "local target": Conflict("which specifies the same model", "remove one of them"),
         "suffix lookup": Conflict(),
         "grafting": Conflict(),
         "draft head": Conflict("since it runs on the ranks of its target"),
-        "server": Conflict(fix="start the server on the target's machine"),
         "KV events": Conflict("whose worker has the prefix cache", REMOVE),
     },
     "draft worker": {

@@ -237,6 +237,7 @@ class EngineConfig:
         " with --verify reject each has a chain of D draft tokens instead of a tree.",
         SPECULATION,
         "G",
+        "1; a server on a CPU: up to 4, as `swiftspec doctor --plan` shows",
         ge=1,
         le=MAX_CONCURRENT_REQUESTS,
     )
@@ -268,7 +269,7 @@ class EngineConfig:
         steps = self.initial_draft_steps
         require(
             not self.chains or steps < MAX_TREE_NODES,
-            f"with max_num_seqs above 1 on a GPU with verify reject, draft_steps must lie in"
+            f"with max_num_seqs above 1 and verify reject on a GPU, draft_steps must lie in"
             f" 1..{MAX_TREE_NODES - 1}, not {steps}",
         )
         if self.mode == "async":

@@ -20,6 +20,10 @@ class NonFiniteLogits(RequestFailed):
         super().__init__(f"{whose} logits are not finite: the weights are corrupt, or too large for this dtype")
 
 
+class WorkerUnavailable(UserError):
+    """The worker of the target does not serve a request now, but may serve it later (HTTP status 503)."""
+
+
 class DrafterLost(Exception):
     """The drafter failed or answered too late. Decoding continues with root-only proposals."""
 

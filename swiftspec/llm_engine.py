@@ -18,6 +18,7 @@ from swiftspec.builder.roles import ConnectDraft, build_roles
 from swiftspec.builder.rules import Choices
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import report_startup_error
+from swiftspec.distributed.launch.rendezvous import losses_at_the_end_ignored
 from swiftspec.distributed.launch.world import World
 from swiftspec.extras import require_extra
 from swiftspec.model.checkpoint_files import Progress
@@ -96,13 +97,13 @@ def serve_rank(
     **options: Unpack[LoadOptions],
 ) -> None:
     """Loads and runs a rank other than rank 0 until rank 0 closes its `LLMEngine`. Takes the same arguments. Raises
-    UserError if they are invalid or differ between ranks, and RankLost if rank 0 or the leader of this rank's group
-    exits without shutting this rank down."""
+    UserError if they are invalid or differ between ranks, RankLost if rank 0 or the leader of this rank's group exits
+    without shutting this rank down, and JobEnded if rank 0 has ended the job meanwhile."""
     with report_startup_error(world):
         plan = Plan.create(target, draft, config, world, options)
     config, models = plan.engine, Models.of(plan)
     models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
-    with models.device_errors_recorded(config):
+    with losses_at_the_end_ignored(world.rendezvous), models.device_errors_recorded(config):
         _run_rank(world, config, models, options.get("progress"))
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,6 +28,7 @@ from swiftspec.settings_schema import coerce, require
 Piece = TypeVar("Piece")
 CPU = torch.device("cpu")
 CLOSED = "this engine is closed: create a new one"
+BUSY = "another thread's request is being served: an engine serves one thread at a time"
 OUT_OF_MEMORY = "not enough memory for this request: use a smaller max_model_len, or disable guidance"
 
 
@@ -122,9 +123,9 @@ class TokenEngine:
             isinstance(sampling, SamplingParams), f"sampling must be SamplingParams, not {truncated_repr(sampling)}"
         )
         tokens = token_ids(prompt)
-        with self._engine_lock():
-            self.limits.check(tokens, sampling)
-            return self._rounds(self._stream(tokens, sampling), cancelled)
+        self._require_free()
+        self.limits.check(tokens, sampling)
+        return self._rounds(self._stream(tokens, sampling), cancelled)
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
@@ -202,8 +203,8 @@ class TokenEngine:
         """
         decoding = self.decoding
         if isinstance(decoding, TreeBatchDecoding) and decoding.max_requests > 1:  # asks `cancelled` before each chunk
-            with self._engine_lock():
-                return self._rounds(self._batch(decoding.batch(next_request, cancelled)), lambda: False)
+            self._require_free()
+            return self._rounds(self._batch(decoding.batch(next_request, cancelled)), lambda: False)
         prefilling: BatchRequest | None = None
 
         def fetch() -> BatchRequest | None:
@@ -211,12 +212,12 @@ class TokenEngine:
             prefilling = next_request()
             return prefilling
 
-        with self._engine_lock():
-            if isinstance(decoding, BatchDecoding) and decoding.max_requests > 1:
-                chunks = self._batch(decoding.batch(fetch, cancelled))
-            else:
-                chunks = self._run_one_by_one(fetch, cancelled)
-            return self._rounds(chunks, lambda: prefilling is not None and cancelled(prefilling))
+        self._require_free()
+        if isinstance(decoding, BatchDecoding) and decoding.max_requests > 1:
+            chunks = self._batch(decoding.batch(fetch, cancelled))
+        else:
+            chunks = self._run_one_by_one(fetch, cancelled)
+        return self._rounds(chunks, lambda: prefilling is not None and cancelled(prefilling))
 
     def _stream(self, prompt: tuple[int, ...], sampling: SamplingParams) -> Generator[TokenChunk]:
         self._requests += 1
@@ -295,25 +296,25 @@ class TokenEngine:
         meanwhile. Raises UserError if memory does not suffice."""
         if self.writer is not None:
             self.writer.pause()
+
+        def is_cancelled() -> bool:
+            return self._closed or cancelled()
+
         try:
             while True:
-                with self._engine_lock(chunks):
-                    self._open = chunks, threading.get_ident()
-                    self._cancel_check.cancelled = lambda: self._closed or cancelled()
-                    try:
-                        with on_device(self.device):
-                            chunk = next(chunks, None)
-                    except Cancelled:
-                        require(not self._closed, CLOSED)
-                        return
-                    except (MemoryError, RuntimeError) as error:
-                        if is_device_error(error):
-                            if self.roles.models is not None:
-                                self.roles.models.record_device_error(error, self.config)
-                            raise
-                        if not is_out_of_gpu_memory(error):
-                            raise
-                        raise UserError(OUT_OF_MEMORY) from None
+                self._take_lock(chunks)
+                try:
+                    self._open, self._cancel_check.cancelled = (chunks, threading.get_ident()), is_cancelled
+                    with on_device(self.device):
+                        chunk = next(chunks, None)
+                except Cancelled:
+                    require(not self._closed, CLOSED)
+                    return
+                except (MemoryError, RuntimeError) as error:
+                    self._translate(error)
+                    raise
+                finally:
+                    self._lock.release()
                 if chunk is None:
                     return
                 yield chunk
@@ -326,20 +327,29 @@ class TokenEngine:
                 if self.writer is not None and self._open is None:
                     self.writer.resume()
 
-    @contextmanager
-    def _engine_lock(self, mine: Generator[Any] | None = None) -> Iterator[None]:
-        """Holds the engine's lock. Raises UserError, without waiting, if another thread's request is running or the
+    def _translate(self, error: Exception) -> None:
+        """Raises UserError if memory did not suffice. Records an error of this process's GPU."""
+        if is_device_error(error):
+            if self.roles.models is not None:
+                self.roles.models.record_device_error(error, self.config)
+        elif is_out_of_gpu_memory(error):
+            raise UserError(OUT_OF_MEMORY) from None
+
+    def _require_free(self) -> None:
+        """Raises UserError if another thread's request is running or the engine is closed."""
+        self._take_lock(None)
+        self._lock.release()
+
+    def _take_lock(self, mine: Generator[Any] | None) -> None:
+        """Takes the engine's lock. Raises UserError, without waiting, if another thread's request is running or the
         engine is closed. `mine`: the stream that is read; it may belong to another thread."""
         taken = self._lock.acquire(blocking=False)
-        try:
-            others = self._open is not None and self._open[0] is not mine and self._open[1] != threading.get_ident()
-            busy = "another thread's request is being served: an engine serves one thread at a time"
-            require(not self._closed, CLOSED)
-            require(taken and not others, busy)
-            yield
-        finally:
-            if taken:
-                self._lock.release()
+        others = self._open is not None and self._open[0] is not mine and self._open[1] != threading.get_ident()
+        if taken and not others and not self._closed:
+            return
+        if taken:
+            self._lock.release()
+        raise UserError(CLOSED if self._closed else BUSY)
 
 
 def _numbered(chunks: Generator[tuple[BatchRequest, TokenChunk]]) -> Generator[tuple[int, TokenChunk]]:

@@ -1,5 +1,6 @@
 """Hooks and fixtures of all tests."""
 
+import gc
 import os
 import signal
 import sys
@@ -9,12 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from swiftspec import _C
 from swiftspec.builder import hardware
 from swiftspec.sampling import grammar_process
 from swiftspec.text import template_process
+from tests.support.cases import FULL_PROFILE
 from tests.support.ranks import Pool
+from tests.support.renderers import shared_renderer
+
+gc.disable()  # while tests are collected
 
 # The models here are tiny: a second thread costs more in barriers than it computes, above all on a busy machine.
 torch.set_num_threads(1)
@@ -26,6 +32,11 @@ HIDING = str(Path(__file__).parent / "support" / "hidden")
 sys.path.insert(0, HIDING)
 os.environ["PYTHONPATH"] = os.pathsep.join([HIDING, *filter(None, [os.environ.get("PYTHONPATH")])])
 
+# `make test-slow` runs all property tests again, with --hypothesis-profile=full.
+settings.register_profile("fast", max_examples=20, deadline=None)
+settings.register_profile(FULL_PROFILE, deadline=None)
+settings.load_profile("fast")
+
 # A shell ignores SIGINT in jobs that it starts in the background, and processes inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,7 +44,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 LONGEST = ("test_emulated_gpu", "test_group", "test_restarts_end_to_end", "test_serve_ranks",
            "test_chaos", "test_sanitized")  # fmt: skip
 SUITES = ("slow", "long", "gpu")  # whose tests may start processes
-PROCESS_EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
+SLOW_FOLDERS = ("bench",)  # of what only a benchmark needs
+PROCESS_EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 SANDBOXES = (grammar_process.__file__, template_process.__file__)  # which the package itself starts
 LOOKUPS = ("/sbin/ldconfig", "uname")  # with which libraries find out where they are, when they are imported
 
@@ -46,7 +58,7 @@ class ProcessGuard:
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Raises AssertionError at the start of a process."""
-        if self.fast_test is None or event not in PROCESS_EVENTS:
+        if event not in PROCESS_EVENTS or self.fast_test is None:
             return
         command = arguments[1] if event == "subprocess.Popen" else ()
         if not any(part in (*SANDBOXES, *LOOKUPS) for part in command):
@@ -71,12 +83,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on ranks are slow ones. The longest files run first."""
+    """Tests on ranks and of benchmarks are slow ones. The longest files run first."""
     for item in items:
-        if "pool" in getattr(item, "fixturenames", ()):
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in SLOW_FOLDERS or "pool" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
     if config.pluginmanager.hasplugin("xdist"):  # not on a bare machine with a GPU
         items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def pytest_collection_finish() -> None:
+    """Imported modules live to the end, so the collector skips them; at its default thresholds, it would walk the new
+    objects every few milliseconds."""
+    gc.enable()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +109,16 @@ def own_threads() -> Iterator[None]:
     _C.set_threads(1)
     if cores is not None:
         os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_renderer() -> Iterator[None]:
+    """Codecs, where anything has imported them, share one process that renders templates."""
+    codec = sys.modules.get("swiftspec.text.codec")
+    with pytest.MonkeyPatch.context() as patch:
+        if codec is not None:
+            patch.setattr(codec, "TemplateRenderer", shared_renderer)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ from swiftspec.capabilities import (
     Conflict,
     Features,
     NotSupported,
+    check_features,
     conflict_text,
     conflicts,
 )
@@ -54,7 +55,7 @@ from tools.execution_paths import HEAD
 
 VOCAB = 300
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30] * 2
-TOKENS = 10
+TOKENS = 6
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 4, "max_tokens": TOKENS, "ignore_eos": True}
 # by feature: fields of SamplingParams
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -66,7 +67,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "guidance": {"guidance_scale": 1.5, "negative_prompt_ids": (3, 4)},
     "grammar": {"grammar": "start: /[a-z]+/"},
     "excluded tokens": {"allowed_token_ids": tuple(range(0, VOCAB, 2))},
-    "path rules": {"min_tokens": 5},
+    "path rules": {"min_tokens": 4},
     "bad sequences": {"bad_words_ids": ((7, 8), (11, 12))},
     "log-probabilities": {"logprobs": 2},
     "prompt log-probabilities": {"prompt_logprobs": 1},
@@ -106,7 +107,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{f"mode {mode}": {"mode": mode} for mode in ("ar", "serial", "async", "smc")},
     "no draft": {},
     "several requests": {"max_num_seqs": 2},
-    "chains": {"max_num_seqs": 2},
+    "chains": {"max_num_seqs": 2, "verify": "reject"},
     "verify reject": {"verify": "reject"},
     "suffix lookup": {"draft_model": SUFFIX_LOOKUP},
     "grafting": {"graft_suffix": True},
@@ -133,9 +134,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # features of the machine, of models and of commands, which only the tests of their own modules have
 ELSEWHERE = {
-    *MACHINE_FEATURES, *MODEL_FEATURES, *COMMAND_FEATURES, "best_of", "draft head", "hidden states", "overlap",
+    *MACHINE_FEATURES, *MODEL_FEATURES, *COMMAND_FEATURES, "best_of", "draft head", "overlap",
     "stream", "suffix", "truncation", "population choices", "top log-probabilities", "echoed log-probabilities",
-    "revision", "no guidance", "negative prompt",
+    "revision", "no guidance", "negative prompt", "company",
     "shared GPUs", "rounded activations", "exact activations", "int8 head", "float8 cache",
 }  # fmt: skip
 
@@ -148,9 +149,9 @@ def sampling(name: str, **more: Any) -> SamplingParams:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("pair")
     # native operators need heads of 16
-    models = make_pair(folder, vocab=VOCAB, tie=False, layers=4, hidden_size=64)
+    models = make_pair(folder, vocab=VOCAB, tie=False, layers=3, hidden_size=64)
     write_tokenizer(models[0], byte_level_tokenizer())
-    make_eagle3(folder / "head", layers=(1, 2, 4), vocab=VOCAB, draft_vocab=VOCAB, target_hidden=64, hidden=64)
+    make_eagle3(folder / "head", layers=(1, 2, 3), vocab=VOCAB, draft_vocab=VOCAB, target_hidden=64, hidden=64)
     return models
 
 
@@ -281,22 +282,29 @@ class Rounds:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ahead", [False, True], ids=["serial", "async"])
-def test_every_kind_of_executor_decodes_every_request(pair: tuple[Path, Path], kind: str, ahead: bool) -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one", "every"])
+def test_every_kind_of_executor_decodes_every_request(
+    pair: tuple[Path, Path], kind: str, ahead: bool, every: bool
+) -> None:
+    """With one proposal method after the other, or every request with every method."""
     ops, _, dtype = KINDS[kind]
     if ops is cpu and _C.level() == "none":
         pytest.skip("this CPU has no AVX2")
     models = [load_model(path, dtype=dtype, ops=ops, max_positions=256) for path in pair]
     rounds = Rounds(kind, models, ops, ahead=ahead)
-    for feature in REQUESTS:
+    for number, feature in enumerate(REQUESTS, ahead):
         request = sampling(feature, negative_prompt_ids=(3, 4))
         if request.grammar is not None:
             request = replace(request, grammar="dice")
-        want = rounds.decode(request, "match", None)[0]
-        for proposal in ("coupled", "top", "sample"):
-            if proposal != "sample" or not (request.greedy or ahead):
-                assert rounds.decode(request, "match", proposal)[0] == want, (feature, proposal)
+        methods = [("match", "coupled"), ("match", "top")]
         if not request.greedy and not ahead:
-            assert len(rounds.decode(request, "reject", "sample")[0]) == TOKENS
+            methods += [("match", "sample"), ("reject", "sample")]
+        if not every:
+            methods = [methods[number % len(methods)]]
+        want = rounds.decode(request, "match", None)[0] if ("reject", "sample") not in methods[:1] else []
+        for verify, proposal in methods:
+            tokens = rounds.decode(request, verify, proposal)[0]
+            assert len(tokens) == TOKENS if verify == "reject" else tokens == want, (feature, proposal)
 
 
 # family: its fields in config.json, and the traits that it is here for
@@ -401,9 +409,13 @@ def test_every_entry_of_the_table_is_reported(row: str, column: str, conflict: C
         (name, *_), settings = SETTINGS[row], load_settings(SETTINGS[column] | SETTINGS[row])
         notes = settings.ignored_settings(settings.mode or "serial")
         assert any(flag_name(name) in note and " no effect " in note for note in notes)
+    elif "chains" in (row, column):
+        settings, drafts = load_settings(SETTINGS[column] | SETTINGS[row]), "no draft" not in (row, column)
+        with pytest.raises(NotSupported, match=" not supported "):
+            check_features(settings.features("serial" if drafts else "ar", has_draft=drafts, device="cuda"))
     else:
         settings = load_settings(SETTINGS[column] | SETTINGS[row])
-        several = settings.mode == "async" or column == "several ranks" or "chains" in (row, column)
+        several = settings.mode == "async" or column == "several ranks"
         ranks = 3 if row == "draft group" else 2 if several and row != "one rank" else 1
         with pytest.raises(UsageError, match=" not supported ") as error:
             settings.make_plan("no draft" not in (row, column), ranks)

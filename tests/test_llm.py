@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from swiftspec import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams, UserError
 from swiftspec.serve.http.app import create_app
 from swiftspec.text.outputs import TextChunk
+from tests.support.cases import examples
 from tests.support.smollm2 import smollm2
 from tests.support.toy_pair import make_pair
 
@@ -116,7 +117,7 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
     assert numbers == [*range(numbers[0], numbers[0] + 4)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     seed=st.integers(0, 200), max_tokens=st.integers(1, 24), stop=st.sampled_from(["", "e", "ab", "(", "\n "]),
     include=st.booleans(), special=st.booleans(), chat=st.booleans(),

@@ -21,6 +21,7 @@ from swiftspec.errors import UserError
 from swiftspec.params import FILTERS, PENALTIES, SamplingParams
 from swiftspec.serve.http.api.sampling import PASSED_THROUGH
 from swiftspec.serve.http.schema import SamplingFields
+from tests.support.cases import examples
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ ANYTHING = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.dictionaries(st.sampled_from([item.name for item in fields(SamplingParams)]), ANYTHING, max_size=3))
 def test_any_value_is_accepted_or_a_user_error(values: dict[str, Any]) -> None:
     try:

@@ -202,7 +202,7 @@ PHASES: tuple[tuple[str, Phase, tuple[RequestCase, ...], tuple[RequestCase, ...]
     ("Expansions of the draft tree", expansion, (*SHAPED, JOINED, SAMPLE, REJECT, COLD), (*MODELS, HEAD)),
     ("Verifications", verification, (*SHAPED, JOINED, HIDDEN, SAMPLE, REJECT, COLD), (*MODELS, HIDDEN)),
     (
-        "Rounds of chains (`--max-num-seqs` on a GPU with `--verify reject`)",
+        "Rounds of chains (`--max-num-seqs` with `--verify reject` on a GPU)",
         exact_batch,
         (*SHAPED, HIDDEN, REJECT),
         (*MODELS, HIDDEN, HEAD),

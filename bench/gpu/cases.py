@@ -23,7 +23,8 @@ from bench.baselines.kernels import BaselineKernels, Tree
 from bench.gpu.shapes import SPLITS, RankShape
 from bench.gpu.timing import Call
 from swiftspec.backends.cuda.linear import PeerCommunicator, make_inbox, max_lines
-from swiftspec.backends.reference import reference
+from swiftspec.backends.reference import reference, resampling
+from swiftspec.backends.reference.resampling import PATH_HEADER_WORDS
 from swiftspec.backends.reference.sampling import Scores
 from swiftspec.backends.unfused import unfused
 from swiftspec.model.batch import Batch
@@ -35,6 +36,7 @@ BF16 = torch.bfloat16
 CONTEXTS = (1000, 500, 4000)
 PARTICLES, DRAWN = (8, 64), 5  # particles of a population, and rows per particle: 4 draft tokens and a bonus token
 SAMPLED_ROWS = (1, 8, 16, 64)
+RESAMPLED_SLOTS, RESAMPLED_TOKENS, RESAMPLED_COPIES = 1024, 512, 8  # tree slots in use, and the longest text
 FIRST_SPLITS = 5  # splits that are measured with 8 rows before any is measured with other numbers of rows
 OURS = "swiftspec"
 SUMMED = "swiftspec, summed"  # with an all-reduce in a group of one, which measures its cost on one GPU
@@ -187,6 +189,40 @@ class Maker:
 
         return Case(model, 1, op, rows, 8 * rows * vocab, self.ours(calls))
 
+    def resampling(self, count: int) -> Case:
+        """Returns the case of resampling all of `count` particles, with a copy of their weights, which resampling
+        resets."""
+        slots, words = RESAMPLED_SLOTS, PATH_HEADER_WORDS + RESAMPLED_TOKENS
+        moved = 2 * count * (slots + 8 * words)
+
+        def calls(ops: Any) -> list[Call]:
+            resample = ops.resample or resampling.resample
+            uniform = torch.rand(1, dtype=torch.float64, device=self.device)
+            wide = {"dtype": torch.float64, "device": self.device}
+            made = list[Call]()
+            for _ in range(RESAMPLED_COPIES):  # from the L2, as after a round that has written them
+                weights, now = torch.randn(1, count, **wide), torch.zeros(1, count, **wide)
+                state = resampling.ResamplingState(
+                    log_weights=now,
+                    mask=torch.rand(1, count, slots, device=self.device) < 0.5,
+                    ends=torch.zeros(1, count, 2, dtype=torch.bool, device=self.device),
+                    path=torch.ones(1, count, words, dtype=torch.int64, device=self.device),
+                    log_z=torch.zeros(1, **wide),
+                    ess=torch.zeros(1, **wide),
+                    resampled=torch.zeros(1, dtype=torch.int64, device=self.device),
+                    rounds=torch.zeros(1, dtype=torch.int64, device=self.device),
+                )
+
+                def call(now: Tensor = now, weights: Tensor = weights, state: Any = state) -> Tensor:
+                    now.copy_(weights)
+                    resample(state, uniform, 2.0, slots)  # a sample size below twice the particles: always
+                    return state.log_z
+
+                made.append(call)
+            return made
+
+        return Case("particles", 1, "resample", count, moved, self.ours(calls))
+
     def rows(self, count: int, columns: int) -> Tensor:
         return torch.randn(count, columns, device=self.device).to(BF16)
 
@@ -236,5 +272,6 @@ def cases(make: Maker, rows: tuple[int, ...], contexts: tuple[int, ...] = CONTEX
             yield make.attention(model, tp, context, count)
         if count == 8 and number == FIRST_SPLITS:
             yield from (make.particles("Llama-3-8B", 1, particles) for particles in PARTICLES)
+            yield from (make.resampling(particles) for particles in PARTICLES)
             for op, several in itertools.product(("draw", "children"), SAMPLED_ROWS):
                 yield make.sampling("Llama-3-8B", op, several)

@@ -87,7 +87,7 @@ class Findings:
 
     def add(self, found: Result) -> None:
         self.results.append(asdict(found))
-        if found.competitor == OURS and found.rows == 8 and found.op not in ("draw", "children"):
+        if found.competitor == OURS and found.rows == 8 and found.op not in ("draw", "children", "resample"):
             op = "attention" if found.op.startswith("attention") else "linear"
             self.points.append({"op": op, "bytes": found.moved, "us": found.microseconds})
 
@@ -108,7 +108,7 @@ def target_of(case: Case, constants: targets.Constants) -> targets.Target | None
     """Returns the target of the case in microseconds, or None if the operator has no target."""
     if case.op in ("draw", "children"):
         return targets.sampling(case.moved // 2, constants)
-    if "particles" in case.op:
+    if "particles" in case.op or case.op == "resample":
         return None
     return (targets.attention if case.op.startswith("attention") else targets.linear)(case.moved, constants)
 

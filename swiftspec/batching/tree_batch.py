@@ -2,8 +2,8 @@
 
 Every request runs as a coroutine, on its own drafter and verifier (runtime/coroutines.py). The loop resumes all of them
 until each waits for a forward, and then runs one forward for all: expansions as long as any request expands its tree,
-then the verification of all proposals, then one prefill chunk of one new request. A long prompt therefore delays the
-other requests by one chunk per round, and the next prompt by one chunk.
+then the verification of all proposals under one row budget, then one prefill chunk of one new request. A long prompt
+therefore delays the other requests by one chunk per round, and the next prompt by one chunk.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 
-from swiftspec.batching.decoding import UNGUIDED, BatchRequest, IsCancelled, NextRequest
+from swiftspec.batching.decoding import BatchRequest, IsCancelled, NextRequest
 from swiftspec.engine import Stats, StopCriteria, TokenChunk, TreeDecoding, decode_request
 from swiftspec.errors import UserError
 from swiftspec.messages import RequestStart
@@ -26,7 +26,6 @@ from swiftspec.runtime.coroutines import (
     suspend,
 )
 from swiftspec.runtime.sequence_runner import SequencePool
-from swiftspec.settings_schema import require
 
 
 class RunningRequest(RequestCoroutine):
@@ -35,6 +34,7 @@ class RunningRequest(RequestCoroutine):
     def __init__(self, request: BatchRequest, decoding: TreeDecoding) -> None:
         super().__init__(self._decode)
         self.request, self.decoding, self._is_current = request, decoding, True
+        self.num_sequences = _num_sequences(request.start.sampling)
 
     def end(self) -> bool:
         ended = super().end()
@@ -100,10 +100,10 @@ class TreeBatchDecoding:
         waiting: BatchRequest | None = None
         try:
             while True:
-                while waiting is not None or (self._has_room(UNGUIDED) and (waiting := next_request())):
+                while waiting is not None or (self._has_room(1) and (waiting := next_request())):
                     if cancelled(waiting):
                         yield waiting, waiting.ended_chunk("abort")
-                    elif not self._has_room(waiting.start.sampling):
+                    elif not self._has_room(_num_sequences(waiting.start.sampling)):
                         break
                     else:
                         self._admit(waiting)
@@ -114,10 +114,9 @@ class TreeBatchDecoding:
         finally:
             self._end_all()
 
-    def _has_room(self, sampling: SamplingParams) -> bool:
-        """Returns whether a decoding and enough sequences are free for a request with these parameters."""
-        in_use = sum(_num_sequences(running.request.start.sampling) for running in self._running)
-        return in_use + _num_sequences(sampling) <= self.max_requests
+    def _has_room(self, sequences: int) -> bool:
+        """Returns whether a decoding and enough sequences are free for a request that takes `sequences`."""
+        return sum([running.num_sequences for running in self._running]) + sequences <= self.max_requests
 
     def _admit(self, request: BatchRequest) -> None:
         in_use = [running.decoding for running in self._running]
@@ -126,9 +125,8 @@ class TreeBatchDecoding:
 
     def _advance(self, cancelled: IsCancelled) -> Iterator[tuple[BatchRequest, TokenChunk]]:
         """Resumes all requests that do not wait for a call, and then runs calls, if all wait for one."""
-        prefilling = sum(
-            running.waiting is not None and running.waiting.priority == PREFILL for running in self._running
-        )
+        calls = [running.waiting for running in self._running if running.waiting is not None]
+        prefilling = sum([call.priority == PREFILL for call in calls])
         self._calls.company = len(self._running) > 1
         self._calls.num_requests = max(len(self._running) - prefilling, 1)
         for running in list(self._running):
@@ -142,8 +140,8 @@ class TreeBatchDecoding:
 
     def _resume(self, running: RunningRequest) -> TokenChunk | None:
         """Resumes a request until its next call or chunk. Returns the chunk, None for a call."""
-        elsewhere = "these requests run in another thread: read all of a batch in one thread"
-        require(running.in_own_thread, elsewhere)
+        if not running.in_own_thread:
+            raise UserError("these requests run in another thread: read all of a batch in one thread")
         try:
             value = running.resume()
             if not isinstance(value, TokenChunk):
@@ -161,7 +159,7 @@ class TreeBatchDecoding:
         return value
 
     def _run_calls(self) -> None:
-        """Runs the calls that come first, as one. A prefill chunk is among them if no tree is being expanded."""
+        """Runs the calls that come first, as one. A prefill chunk is among them if the next forward verifies."""
         waiting = [(running, running.waiting) for running in self._running if running.waiting is not None]
         trees = [each for each in waiting if each[1].priority != PREFILL]
         first = min((call.priority for _, call in trees), default=PREFILL)

@@ -34,7 +34,7 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.replica_drafter import ReplicaDrafter
 from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.suffix_drafter import SuffixDrafter
+from swiftspec.runtime.suffix_drafter import SharedLookup, SuffixDrafter
 from swiftspec.runtime.target_states import TargetStates
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.tree.children import ChildSelector, TopChildren
@@ -53,6 +53,7 @@ class DrafterInputs:
     `verifier`: on the target in this process.
     `target_times`: times of its verifications; None: not measured.
     `link`: connection to the process that runs the draft model.
+    `lookup`: what suffix lookup shares with that of other requests; None: there are none.
     """
 
     config: EngineConfig
@@ -61,6 +62,7 @@ class DrafterInputs:
     verifier: LocalVerifier | None = None
     target_times: RowTimes | None = None
     link: DraftLink | None = None
+    lookup: SharedLookup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ def build_suffix_drafter(given: DrafterInputs) -> SuffixDrafter:
     assert given.limits is not None
     times, most = given.target_times, given.config.max_nodes
     row_seconds = None if times is None else [times.at(rows) for rows in range(1, most + 1)]
-    return SuffixDrafter(most, given.limits.max_model_len, row_seconds)
+    return SuffixDrafter(most, given.limits.max_model_len, row_seconds, given.lookup)
 
 
 def _remote(given: DrafterInputs) -> RemoteDrafter:

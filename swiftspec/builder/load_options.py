@@ -97,7 +97,6 @@ class LoadOptions(TypedDict, total=False):
     kv_cache_dtype: CacheName  # default auto: the model's dtype; fp8: float8 e4m3
     head: HeadName  # default auto: int8 on a CPU for drafts and int4 targets, int4 on the CUDA operators for drafts
     load: LoadModel  # loads a model directory; default load_model
-    hidden_layers: tuple[int, ...]  # layers of the target, ascending, after which forwards keep the hidden states
     emulate: StepTimeEmulation | None  # minimum time of each forward, to emulate larger models
     trace: Path | None  # trace file of rank 0; other ranks only check whether it is set
     progress: Progress | None  # called while models are loaded: description, step, number of steps
@@ -109,6 +108,7 @@ class LoadOptions(TypedDict, total=False):
     sessions: int  # maximum number of a worker's sessions, each with its own KV cache; default 1
     draft_worker: WorkerAddress | None  # the worker that runs the draft, if it is remote
     prefix_cache_memory: int  # MiB for the prefix cache of both models on all ranks; default 1024
+    serves: bool  # whether clients may send several requests at once, so that max_num_seqs has another default
 
 
 class LoadModel(Protocol):
@@ -179,7 +179,6 @@ def option_features(options: LoadOptions, device: torch.device) -> Features:
         "exact activations": activations == "native",
         "int8 head": head == "int8",
         "float8 cache": options.get("kv_cache_dtype", "auto") == "fp8",
-        "hidden states": bool(options.get("hidden_layers")),
     }
     return features_in(found)
 

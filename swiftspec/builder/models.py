@@ -37,6 +37,7 @@ from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.coroutines import EXPANSION, VERIFICATION, CallQueue
 from swiftspec.runtime.executors import available
 from swiftspec.runtime.executors.available import ExecutorDeps
+from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.graph import Capture, CudaCapture
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY
@@ -114,6 +115,9 @@ class LocalRoles:
         for role in self._each():
             agreed: list[Any] = [kind for kind in role.executors if kind.name in common]
             role.executors = agreed
+        for pool in self.pools:
+            if pool.executor.name not in common:
+                pool.executor = EagerExecutor(pool.runner)
 
     def _each(self) -> Iterator[LocalVerifier | LocalDrafter | BatchScheduler]:
         yield from (role for role in (self.verifier, self.drafter, self.scheduler) if role is not None)
@@ -270,8 +274,14 @@ class Models:
         if plan.max_num_seqs == 1:
             return [runner], deps
         priority = VERIFICATION if side == "target" else EXPANSION
-        reuse = self.options.prefix_cache_memory > 0
-        pool = SequencePool(runner, plan.max_num_seqs, calls, priority, reuse_prefixes=reuse)
+        pool = SequencePool(
+            runner,
+            plan.max_num_seqs,
+            calls,
+            priority,
+            prefix_tokens=self.options.prefix_cache_tokens(plan),
+            snapshot_tokens=self.options.snapshot_tokens(plan),
+        )
         rows = plan.max_nodes if side == "target" else plan.leaves_per_expansion + 1
         pool.executor = available.joint_executor(runner, deps, plan.max_num_seqs, rows)
         return [SequenceRunner(pool) for _ in range(plan.max_num_seqs)], deps
@@ -337,7 +347,7 @@ class Models:
         captures = options.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0 and options.gpu.verdict.graphs
         priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
         capture = partial(self._new_capture, priority) if captures else None
-        prefix_tokens = options.prefix_cache_tokens(plan) // options.sessions if plan.num_sequences == 1 else 0
+        prefix_tokens = options.prefix_cache_tokens(plan) // options.caches.sessions if plan.num_sequences == 1 else 0
         return LoadedModel(
             model,
             ops,

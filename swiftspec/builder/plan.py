@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import get_args
@@ -44,7 +44,9 @@ from swiftspec.builder.memory_estimate import (
     MIN_CONTEXT,
     MemoryEstimate,
     fit_context,
+    free_memory,
     kv_bytes_per_token,
+    memory_by_purpose,
     snapshot_bytes,
 )
 from swiftspec.builder.rules import ENGINE_FIELDS, GIVEN, Choices, Reason, Resolution, default_reason
@@ -70,12 +72,14 @@ from swiftspec.observe.step_time_emulation import StepTimeEmulation
 from swiftspec.runtime.current_device import set_current_device
 from swiftspec.sampling.grammar import GrammarCompiler
 from swiftspec.settings_schema import require
-from swiftspec.smc.limits import particle_region_slots
+from swiftspec.smc.limits import DEFAULT_REGION_SLOTS, particle_region_slots
+from swiftspec.tree.mask import MASK_WIDTHS
 from swiftspec.tree.sampled_children import MAX_REROOTS
 
 INT8_NUMBERS = {"native": 0, "int8": 1, "int16": 2}  # to which an activation is quantised; --activations
 # hidden size up to which a target's activations are int16 by default (docs/decisions/cpu-kernels.md)
 MAX_INT16_HIDDEN_SIZE = 1024
+SERVER_REQUESTS = 4  # that a server on a CPU decodes concurrently; more rows of a forward hardly share its price
 ROPE_TABLES_SHARE = 32  # of a CPU's memory, if the context is not given; decides only for small models
 
 
@@ -85,7 +89,7 @@ class Checkpoints:
 
     `draft`: None: there is none in this job. `draft_is_mtp`: it is the MTP layer in the target's checkpoint.
     `only`: the only model that this process loads; None: both.
-    `hidden_layers`: layers of the target after which forwards keep the hidden states.
+    `hidden_layers`: layers of the target whose hidden states the draft head reads, which forwards keep.
     """
 
     target: Path
@@ -133,6 +137,15 @@ class NumberFormats:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """`sessions`: maximum number of a worker's sessions. `region_slots`: mode smc: maximum number of tree slots of all
+    groups together."""
+
+    sessions: int = 1
+    region_slots: int = DEFAULT_REGION_SLOTS
+
+
+@dataclass(frozen=True, slots=True)
 class GpuUse:
     """`share_device`: several ranks may use one GPU. `verdict`: what falls back on the GPU of this process.
     `verdict_file`: which the next start reads; None: the verdict is not stored."""
@@ -162,8 +175,7 @@ class Loading:
 class Plan:
     """What runs where, with which shapes: the resolved options of a job on this rank. `models.Models` loads it.
 
-    `threads`: CPU threads of one operator. `sessions`: maximum number of a worker's sessions.
-    `prefix_cache_memory`: MiB, of both models on all ranks.
+    `threads`: CPU threads of one operator. `prefix_cache_memory`: MiB, of both models on all ranks.
     `reasons`: why options have their values, by name.
     """
 
@@ -177,7 +189,7 @@ class Plan:
     threads: int
     max_model_len: int
     prefix_cache_memory: int = 0
-    sessions: int = 1
+    caches: CacheSizes = CacheSizes()
     formats: NumberFormats = NumberFormats()
     gpu: GpuUse = GpuUse()
     loading: Loading = Loading()
@@ -204,7 +216,9 @@ class Plan:
         if engine.drafts_without_model:
             checkpoints = replace(checkpoints, draft=None)
         head = _head_config(checkpoints, engine, options)
-        checkpoints = replace(checkpoints, hidden_layers=_hidden_layers(model, options, head))
+        if head is not None and head.spec.draft_head is not None:
+            layers = head.spec.draft_head.hidden_layers(len(model.spec.layers))
+            checkpoints = replace(checkpoints, hidden_layers=layers)
         longest, masked = _context_length(model, options), tuple(options.get("masked_tokens", ()))
         vocab = _vocab_size(checkpoints, options.get("vocab_size"), masked)
         device = rank_device(device, ranks, share)
@@ -224,7 +238,7 @@ class Plan:
             threads=hardware.thread_count(options.get("threads"), 1 if ranks is None else ranks.local_size),
             max_model_len=longest,
             prefix_cache_memory=prefix_cache,
-            sessions=options.get("sessions", 1),
+            caches=CacheSizes(options.get("sessions", 1)),
             formats=NumberFormats(
                 options.get("activations", "auto"),
                 options.get("head", "auto"),
@@ -245,7 +259,32 @@ class Plan:
         plan = plan.with_gpu_trial(engine, options.get("gpu_trial", "auto"), options.get("trial_cache"))
         # the ranks of a job must have the same context, but may have different amounts of free memory
         adjust = options.get("max_model_len") is None and (ranks is None or ranks.size == 1)
-        return plan.fit_memory(engine, adjust=adjust, note=plan.loading.note).explained(options, model)
+        plan = plan.fit_memory(engine, adjust=adjust, note=plan.loading.note)
+        if options.get("serves") and ranks is None and not resolution.is_given("max_num_seqs"):
+            chosen = resolution.choices.features(engine.mode)
+            plan = plan.with_concurrent_requests({*chosen} | ({"draft head"} if head else set()))
+        return plan.explained(options, model)
+
+    def with_concurrent_requests(self, features: Collection[str]) -> Plan:
+        """Returns a copy that decodes several requests concurrently, if a single one is no slower then. `features`:
+        those that do not follow from the engine's configuration."""
+        most, why = self._concurrent_requests(features)
+        reasons = {**self.reasons, "max_num_seqs": Reason(most, "server", why)}
+        return replace(self, engine=replace(self.engine, max_num_seqs=most), reasons=reasons)
+
+    def _concurrent_requests(self, features: Collection[str]) -> tuple[int, str]:
+        """Returns the default number of concurrent requests of a server, and the reason."""
+        if self.device.type != "cpu" or self.engine.verify == "reject":
+            return 1, "measured on a CPU with match verification only"
+        try:
+            check_features(self.engine.features | {"several requests", *features})
+        except UserError:
+            return 1, "these settings or models do not support several requests"
+        context = self.max_model_len * self._token_bytes(self.engine)
+        room = (hardware.memory_bytes() - self.prefix_cache_memory * 2**20) // max(context, 1)
+        if room < SERVER_REQUESTS:
+            return max(room, 1), "the keys and values of so many contexts fit the memory"
+        return SERVER_REQUESTS, "clients share forwards, and one alone is no slower"
 
     @property
     def vocab_size(self) -> int:
@@ -297,11 +336,11 @@ class Plan:
                 self.dtype,
                 capacity=self.capacity(side, engine),
                 ranks=rank_count(side, engine),
-                sequences=self.sessions * engine.num_sequences,
+                sequences=self.caches.sessions * engine.num_sequences,
                 ops=ops,
                 cache_dtype=None if config.spec.draft_head is not None else self.formats.cache_dtype,
                 int4_head=self.quantization(side, ops).head == "int4",
-                prefix_tokens=0 if engine.num_sequences > 1 else self.prefix_cache_tokens(engine),
+                prefix_tokens=0 if engine.group_shape is not None else self.prefix_cache_tokens(engine),
                 tree_slots=self.tree_slots(side, engine),
                 clusters=major in CLUSTER_MAJORS,
                 int4_kernels=has_int4_kernels(self.device),
@@ -312,8 +351,9 @@ class Plan:
     def fit_memory(self, engine: EngineConfig, *, adjust: bool, note: Callable[[str], None]) -> Plan:
         """Returns a copy whose context fits the memory of this rank's GPU, as `fit_context` does, or on a CPU with
         `adjust` that of this machine. Not checked if several ranks share a GPU."""
-        if self.device.type == "cpu" and adjust:
-            return self._fit_machine(engine, note)
+        if self.device.type == "cpu":
+            plan, most = self._fit_machine(engine, note) if adjust else self, hardware.memory_bytes() // 2
+            return plan._fit_region(engine, lambda other: other._region_bytes(engine) <= most)
         if self.gpu.share_device or self.device.type != "cuda":
             return self
         needs = self.memory_needs(engine)
@@ -325,8 +365,49 @@ class Plan:
                 for held in needs
             ]
 
-        length = fit_context(needs_at, self.max_model_len, self.device, adjust=adjust, note=note)
-        return replace(self, max_model_len=length)
+        try:
+            length = fit_context(needs_at, self.max_model_len, self.device, adjust=adjust, note=note)
+        except UserError as error:
+            raise UserError(f"{error}, or fewer particles") if engine.mode == "smc" else error from None
+        plan = replace(self, max_model_len=length)
+        used = max(sum(memory_by_purpose(held).values()) for held in needs_at(length))
+        most = plan._region_bytes(engine) + (free_memory(self.device) - used) / 2
+        return plan._fit_region(engine, lambda other: other._region_bytes(engine) <= most)
+
+    def _fit_region(self, engine: EngineConfig, fits: Callable[[Plan], bool]) -> Plan:
+        """Returns a copy whose tree region holds N different texts of the whole context, or as many slots as fit, but
+        at least `region_slots`, for which the context was chosen. `fits`: whether the region of a copy fits the memory.
+        Raises UserError if two rounds need more than `region_slots` and do not fit. The ranks of a job, whose regions
+        must be equal, and models with delta layers, whose slots are large, keep `region_slots`."""
+        if engine.mode != "smc":
+            return self
+        population = engine.population
+        groups, step = population.smc_groups, MASK_WIDTHS[-1] * population.smc_groups
+        least, most = (
+            particle_region_slots(population, self.max_model_len, limit) * groups
+            for limit in (self.caches.region_slots, 1 << 62)
+        )
+        if least > self.caches.region_slots and not fits(self):
+            raise UserError(
+                f"{population.particles} particles with {population.smc_draft_tokens} draft tokens in {groups} group"
+                f"{'s' * (groups > 1)} need {self._region_bytes(engine) / BYTES_PER_GB:.1f} GB for the keys and values"
+                " of two rounds, which do not fit the memory: use fewer particles, draft tokens or groups"
+            )
+        if engine.num_ranks > 1 or any(spec.delta_mixers for spec in self.specs(engine)):
+            return self
+        low, high = least // step, most // step
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(self._with_region(middle * step)) else (low, middle - 1)
+        return self._with_region(max(low * step, self.caches.region_slots))
+
+    def _with_region(self, slots: int) -> Plan:
+        return replace(self, caches=replace(self.caches, region_slots=slots))
+
+    def _region_bytes(self, engine: EngineConfig) -> int:
+        """Returns the bytes of the keys, values and mask rows in the tree regions of all groups, of both models."""
+        slot = self._token_bytes(engine) + engine.population.particles
+        return engine.population.smc_groups * self.tree_slots("target", engine) * slot
 
     def _fit_machine(self, engine: EngineConfig, note: Callable[[str], None]) -> Plan:
         """Returns a copy with a context of at most the tokens whose keys and values fit this machine's memory, and
@@ -427,7 +508,6 @@ class Plan:
             "activations": self.formats.activations,
             "kv_cache_dtype": "auto" if self.formats.cache_dtype is None else "fp8",
             "head": self.formats.head,
-            "hidden_layers": list(self.checkpoints.hidden_layers),
             **{name: None if times is None else str(times.points) for name, times in paces.items()},
             "max_model_len": self.max_model_len,
             "prefix_cache_memory": self.prefix_cache_memory,
@@ -503,7 +583,7 @@ class Plan:
         if engine.batch is not None:
             return chain_region_slots(engine.batch)
         if engine.mode == "smc":
-            return particle_region_slots(engine.population, self.max_model_len)
+            return particle_region_slots(engine.population, self.max_model_len, self.caches.region_slots)
         if side == "target":
             return engine.max_nodes
         block = self.checkpoints.block
@@ -692,20 +772,6 @@ def _head_config(checkpoints: Checkpoints, engine: EngineConfig, options: LoadOp
     away = {"target worker"} if options.get("only") is not None else set()
     check_features(engine.features | away | {"draft head"})
     return head_config(None if mtp else draft, checkpoints.target)
-
-
-def _hidden_layers(config: ModelConfig, options: LoadOptions, head: ModelConfig | None) -> tuple[int, ...]:
-    """Returns the layers of the target after which forwards keep the hidden states: those that the draft head reads, if
-    there is one. Raises UserError if they are not ascending layers of the model."""
-    if head is not None and head.spec.draft_head is not None:
-        return head.spec.draft_head.hidden_layers(len(config.spec.layers))
-    layers, count = options.get("hidden_layers", ()), len(config.spec.layers)
-    valid = isinstance(layers, list | tuple) and all(type(layer) is int and 0 <= layer < count for layer in layers)
-    require(
-        valid and sorted({*layers}) == [*layers],
-        f"hidden_layers must be ascending layers in 0..{count - 1}, not {truncated_repr(layers)}",
-    )
-    return tuple(layers)
 
 
 def model_fingerprint(path: Path) -> str:

@@ -165,11 +165,11 @@ class Rank:
         """
         lost = lost or restarting or (self.team is not None and self.team.broken is not None)
         world, steps = self.world, list[Callable[[], object]]()
+        if world.rendezvous is not None and world.rank == 0 and not restarting:
+            steps.append(world.rendezvous.end_job)  # first, so that ranks know it when their connections close
         if self.recovery is not None:
             steps.append(self.recovery.close)
         steps.append(partial(self.connections.close, shutdown=not restarting))
-        if world.rendezvous is not None and world.rank == 0 and not restarting:
-            steps.append(world.rendezvous.end_job)
         steps.append(partial(pin_to_cores, set(world.cores)))
         if self.group is not None:
             steps.append(partial(self._leave_group, self.group, lost=lost))

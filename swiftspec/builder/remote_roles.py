@@ -48,6 +48,16 @@ class RemoteTarget:
         except ConnectionError as error:
             raise UserError(f"{error}; start it with `swiftspec worker target`") from None
 
+    def lost_reason(self) -> str | None:
+        """Pings the worker. Returns why it does not serve this client, or None if it does."""
+        try:
+            same = ping(self.connection, self.worker.timeout).identity == self.info.identity
+        except ConnectionError:  # without its details, which differ between attempts
+            return f"{self.connection.peer} does not answer"
+        except UserError as error:
+            return str(error)
+        return None if same else f"{self.connection.peer} has another model now: restart this server"
+
     def files(self) -> dict[str, bytes]:
         """Returns the worker's tokenizer files, by name. Raises UserError if the worker is lost or sends invalid
         files."""

@@ -39,12 +39,16 @@ from swiftspec.observe.trace import DraftTimeline, ObserverToggle, ParticleTrace
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.observe.trace_format import Record, trace_header
 from swiftspec.params import MAX_LOGPROB_VALUES, MAX_LOGPROBS, SamplingParams
+from swiftspec.runtime.coroutines import CallQueue
 from swiftspec.runtime.executors.available import graph_captures
 from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import OverlappedDrafter, ThreadedVerifier, warm_up
 from swiftspec.runtime.prefix_caching import PrefixCachingRunner
+from swiftspec.runtime.row_budget import RowBudget
 from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.sequence_runner import SequencePool, SequenceRunner
+from swiftspec.runtime.suffix_drafter import SharedLookup
 from swiftspec.runtime.verifier import Verifier
 from swiftspec.sampling.grammar import GrammarCompiler
 
@@ -159,7 +163,8 @@ class Roles:
         target = self.inner_roles.target
         if target is None:
             return 0
-        budget = target.prefix_cache.budget if isinstance(target, PrefixCachingRunner) else 0
+        holder = target.pool if isinstance(target, SequenceRunner) else target
+        budget = holder.prefix_cache.budget if isinstance(holder, PrefixCachingRunner | SequencePool) else 0
         return self.limits.max_model_len * self.config.num_sequences + budget
 
     def close(self, *, will_restart: bool = False) -> None:
@@ -254,11 +259,16 @@ def _trees(
     assert held.verifier is not None
     times = models.target_times(config, held.verifier) if held.drafter is None else None
 
+    budget = RowBudget(calls)
+    lookup = SharedLookup(budget)
+
     def make_roles(index: int, local: LocalRoles) -> TreeRoles:
         assert local.verifier is not None
         verifier, drafter = local.verifier, local.drafter
         if drafter is None:
-            inputs = DrafterInputs(config, _model_limits(models, config), verifier=verifier, target_times=times)
+            inputs = DrafterInputs(
+                config, _model_limits(models, config), verifier=verifier, target_times=times, lookup=lookup
+            )
             drafter = entry.build(inputs)
         if leading is None:
             return TreeRoles(key, drafter, verifier, local)
@@ -267,10 +277,17 @@ def _trees(
         return TreeRoles(key, led, LeaderVerifier(verifier, team), local)
 
     roles = [make_roles(index, local) for index, local in enumerate((held, *held.others))]
-    stats, decodings = None, list[TreeDecoding]()
+    pair_times = None
+    if rank is None and held.drafter is not None:
+        pair_times = models.row_times(config, held.verifier, held.drafter)
+        times = None if pair_times is None else pair_times.target
+    if times is not None:
+        budget.row_seconds = times.at
+    budgets = models.trial_budgets(config) if rank is None else None
+    stats = SharedStats(config, pair_times, budgets, lambda: calls.num_requests)
+    decodings = list[TreeDecoding]()
     for parts in roles:
-        given = _wrapper_inputs(parts, config, models, rank is None, stats, lambda: calls.num_requests)
-        stats = given.stats
+        given = _wrapper_inputs(parts, config, models, rank is None, stats, lookup)
         own = recorder if parts is roles[0] else Recorder(beside=recorder)
         decodings.append(_tree_decoding(parts, config, own, given, None))
     captured = partial(num_captures, held.verifier, held.drafter)
@@ -408,22 +425,22 @@ def _wrapper_inputs(
     models: Models | None,
     measure: bool,
     stats: SharedStats | None = None,
-    num_requests: Callable[[], int] = lambda: 1,
+    lookup: SharedLookup | None = None,
 ) -> WrapperInputs:
     """Returns what the wrappers of the drafter are built from. `measure`: whether this process may measure models that
-    it runs alone. `stats`: measurements that it shares with other drafters; None: new ones, for `num_requests`."""
+    it runs alone. `stats`, `lookup`: what it shares with other drafters; None: nothing."""
     target, draft = parts.held.verifier, parts.held.drafter
     times, suffix, budgets = None if stats is None else stats.row_times, None, None
     if models is not None and target is not None:
         if measure and draft is not None and stats is None:
             times = models.row_times(config, target, draft)
-        if measure and parts.remote is None:
+        if measure and parts.remote is None and stats is None:
             budgets = models.trial_budgets(config)
         if config.grafts_suffix or (draft is not None and config.verify == "match"):
             target_times = None if times is None else times.target
-            lookup = DrafterInputs(config, _model_limits(models, config), target_times=target_times)
-            suffix = build_suffix_drafter(lookup)
-    return WrapperInputs(config, parts.remote, suffix, stats or SharedStats(config, times, budgets, num_requests))
+            inputs = DrafterInputs(config, _model_limits(models, config), target_times=target_times, lookup=lookup)
+            suffix = build_suffix_drafter(inputs)
+    return WrapperInputs(config, parts.remote, suffix, stats or SharedStats(config, times, budgets))
 
 
 def make_recorder(trace: Path | None) -> Recorder:

@@ -169,6 +169,12 @@ class Resolution:
         return serial and adaptive and self["verify"] == "match"
 
     @property
+    def narrow(self) -> bool:
+        """Whether trees have few rows unless others are chosen."""
+        serial = self["mode"] == "serial" and not self.remote
+        return self["verify"] == "reject" and serial and self.device == "cpu"
+
+    @property
     def block(self) -> int | None:
         """Positions that a forward of the drafter drafts, if that is a block head."""
         return self.block_size() if self["mode"] == "serial" else None
@@ -224,6 +230,7 @@ class Chosen:
 
 CHOSEN = Chosen()
 ONE_FORWARD = "one forward drafts a whole block"
+NARROW = "more rows prolong forwards on a CPU, and rounds do not adapt"
 FIXED_ROUNDS = "with verify reject, synthetic acceptance or chains, rounds do not depend on the clock"
 MEASURED = "measured times decide"
 NO_ADAPTATION = Rule("no adaptation", "adapt is off", False, lambda at: at.chosen("adapt") is False)
@@ -330,10 +337,12 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
             lambda at: at["chains"],
         ),
         CHOSEN,
+        Rule("rejection sampling", NARROW, lambda at: min(at.steps + 1, MAX_TREE_NODES), lambda at: at.narrow),
     ),
     "draft_leaves": (
         Rule("chains", "a chain has one leaf", 1, lambda at: at["chains"]),
         CHOSEN,
+        Rule("rejection sampling", NARROW, 1, lambda at: at.narrow),
         Rule(
             "GPU",
             "more rows hardly prolong its forwards",

@@ -39,14 +39,7 @@ class SequencePrefixes:
         `in_use`: sequences of running requests.
         `count`: number of caches that hold the prompt.
         """
-        wanted = np.array(tokens[:-1], np.int64)
-        shared = {each: self._shared_len(each, wanted, count) for each in self._lru}
-        source = max(self._lru, key=lambda each: (shared[each], each not in in_use))
-        sequence, cached = source, shared[source]
-        if (
-            source in in_use or len(self._cached(source, 0)) - cached >= MIN_CACHED_TOKENS
-        ):  # keep it: its text may be requested again
-            sequence = next((each for each in self._lru if each not in (*in_use, source)), source)
+        sequence, source, cached = self.select(tokens, in_use, count)
         for cache in self._caches[:count]:
             cache.set_prefix(sequence, cached, source)
         for cache in self._caches[count:]:
@@ -55,10 +48,18 @@ class SequencePrefixes:
         self.set_prefix(sequence, tokens[:cached], count)
         return sequence, cached
 
-    def cached_len(self, tokens: Sequence[int], count: int) -> int:
-        """Returns the length of the prefix that `acquire` would find."""
+    def select(self, tokens: Sequence[int], in_use: Collection[int], count: int) -> tuple[int, int, int]:
+        """Returns the sequence that `acquire` selects, the one that it copies the prefix from, and the length of that
+        prefix. Parameters as there."""
         wanted = np.array(tokens[:-1], np.int64)
-        return max(self._shared_len(each, wanted, count) for each in self._lru)
+        shared = {each: self._shared_len(each, wanted, count) for each in self._lru}
+        source = max(self._lru, key=lambda each: (shared[each], each not in in_use))
+        sequence, cached = source, shared[source]
+        if (
+            source in in_use or len(self.cached(source)) - cached >= MIN_CACHED_TOKENS
+        ):  # keep it: its text may be requested again
+            sequence = next((each for each in self._lru if each not in (*in_use, source)), source)
+        return sequence, source, cached
 
     def set_prefix(self, sequence: int, text: Sequence[int], count: int) -> None:
         """Records that the prefix of a sequence begins with the tokens `text` in the first `count` caches, and is empty
@@ -70,19 +71,19 @@ class SequencePrefixes:
     def reusable_texts(self) -> list[TokenText]:
         """Returns for each sequence the tokens that a prompt of another request can reuse. They are not changed
         later."""
-        texts = [self._cached(sequence, 0) for sequence in self._lru]
+        texts = [self.cached(sequence, 0) for sequence in self._lru]
         return [text[: self._shared_len(each, text, len(self._caches))] for each, text in zip(self._lru, texts)]
 
     def _shared_len(self, sequence: int, wanted: Tokens, count: int) -> int:
         """Returns the length of the longest prefix of `wanted` that a sequence holds in the first `count` caches and
         that can be the prefix of another text."""
-        shared = min(common_prefix_len(self._cached(sequence, index), wanted) for index in range(count))
+        shared = min(common_prefix_len(self.cached(sequence, index), wanted) for index in range(count))
         return longest(shared, [partial(cache.reusable_len, sequence) for cache in self._caches[:count]])
 
     def _touch(self, sequence: int) -> None:
         self._lru.remove(sequence)
         self._lru.append(sequence)
 
-    def _cached(self, sequence: int, index: int) -> Tokens:
+    def cached(self, sequence: int, index: int = 0) -> Tokens:
         """Returns the recorded tokens whose KV a sequence still holds in a cache: an empty array after it was wiped."""
         return self._tokens[index][sequence][: self._caches[index].prefix_len[sequence]]

@@ -113,7 +113,7 @@ class Controller(DrafterWrapper[SteppedDrafter]):
 
     def open(self, start: RequestStart) -> None:
         self._reset()
-        self.round_stats = self._stats_for(start.sampling)
+        self._use(self._stats_for(start.sampling))
         self.round_stats.start_request(len(start.tokens))
         self._none.open(start)
         self._unopened = start
@@ -150,10 +150,15 @@ class Controller(DrafterWrapper[SteppedDrafter]):
         if self._kind is None or (stats := self._stats_of(self._kind)) is self.round_stats:
             return
         self._count_ar_rounds(None)
-        self.round_stats, self._skip, self._idle = stats, SKIPPED_ROUNDS, 0
+        self._use(stats)
+        self._skip, self._idle = SKIPPED_ROUNDS, 0
         self._draft_rounds.clear()
         if self._unopened is None:
             self._set_steps()
+
+    def _use(self, stats: RoundStats) -> None:
+        """Continues the given measurements. Suffix lookup gets the row times that belong to them."""
+        self.round_stats = stats
         if self._suffix is not None and stats.row_times is not None:
             self._suffix.set_row_seconds(stats.row_times.target.at)
 
@@ -163,11 +168,13 @@ class Controller(DrafterWrapper[SteppedDrafter]):
             return self._suffix.propose() if self._grafts and self._suffix is not None else self._none.propose()
         now = self._round = _Round(self._clock())
         if self._grafts and self._suffix is not None:
-            now.found = self._suffix.propose()
+            now.found = self._suffix.find()
         if self.round_stats.speculating and not self._skips_draft(now.found):
             now.proposal = self._propose_with_draft(now)
+        elif now.found is not None and self._suffix is not None:
+            now.proposal = self._suffix.share()
         else:
-            now.proposal = now.found or self._none.propose()
+            now.proposal = self._none.propose()
         now.proposed = self._clock()
         return now.proposal
 
@@ -176,11 +183,13 @@ class Controller(DrafterWrapper[SteppedDrafter]):
         now.began = self._clock()  # the prefill is counted apart
         own = self.inner.propose()
         now.own, now.draft, self._busy = own, self.inner.busy - self._busy, self.inner.busy
-        cut = _truncate(own, self.round_stats.nodes)
-        if now.found is None or self._suffix is None or len(now.found.tokens) == 1 or own.draft_probs is not None:
+        suffix, cut = self._suffix, _truncate(own, self.round_stats.nodes)
+        if now.found is None or suffix is None or own.draft_probs is not None:
             return cut
-        best_count, least = self._suffix.best_count, len(cut.tokens) - 1
-        return merge_proposals(cut, now.found, lambda weights: best_count(weights, least))
+        if not suffix.joint and len(now.found.tokens) == 1:
+            return cut
+        mine, least = own if suffix.joint else cut, len(cut.tokens) - 1  # other requests may leave rows to this one
+        return merge_proposals(mine, suffix.candidates, lambda weights: suffix.num_verified(weights, least))
 
     def grow(self) -> None:
         if self._round.own is not None:
@@ -204,7 +213,7 @@ class Controller(DrafterWrapper[SteppedDrafter]):
             self.inner.observe(result)
             self._settle(now, came, result)
             # what another d or bs would have given follows only from rounds that the draft alone has determined
-            alone = now.found is None or len(now.found.tokens) == 1
+            alone = now.found is None or self._suffix is None or len(self._suffix.candidates.tokens) == 1
             if alone and self._skip <= 0 and not now.caught_up:
                 m.add(self._sample(now, came, result))
         self._skip -= 1
@@ -315,8 +324,7 @@ class Controller(DrafterWrapper[SteppedDrafter]):
         arrived."""
         own = now.own
         assert own is not None
-        whole = len(own.tokens) <= self.round_stats.nodes
-        hits = result.path[1:] if whole else own.match_path(result.tokens)
+        hits = result.path[1:] if now.proposal is own else own.match_path(result.tokens)
         rank = {node: at for at, node in enumerate(_nodes_by_weight(own))}
         ranks = tuple(rank[node] for node in hits)
         return RoundSample(self._clock() - now.began, came - now.proposed, now.draft, len(result.tokens), ranks)

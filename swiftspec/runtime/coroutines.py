@@ -13,6 +13,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from swiftspec.runtime.runner import Call
@@ -20,8 +22,9 @@ from swiftspec.runtime.runner import Call
 if TYPE_CHECKING:
     from greenlet import greenlet
 
-# priorities of calls: results are read first, and every request expands its tree before any is verified
-READ, EXPANSION, VERIFICATION, PREFILL = range(4)
+# Priorities of calls: results are read first, every request expands its tree before the rows of any are chosen, then
+# all are verified, and new prompts are prefilled last.
+READ, EXPANSION, ROW_BUDGET, VERIFICATION, PREFILL = range(5)
 
 
 class CallQueue:
@@ -77,17 +80,18 @@ def suspend(value: Any) -> None:
     loop.switch(value)
 
 
-def _current() -> greenlet:
-    from greenlet import getcurrent
-
-    return getcurrent()
-
-
 def _own_loop() -> greenlet | None:
     """Returns the greenlet that has resumed the current request; None outside the coroutine of a request, also in
     greenlets of an application."""
-    current = _current()
+    current = _greenlets().getcurrent()
     return current.parent if getattr(current, "runs_request", False) else None
+
+
+@cache
+def _greenlets() -> ModuleType:
+    import greenlet
+
+    return greenlet
 
 
 @dataclass(eq=False)
@@ -100,23 +104,21 @@ class RequestCoroutine:
     body: Callable[[], None]
     waiting: Call | None = None
     _greenlet: greenlet = field(init=False)
-    _thread: threading.Thread = field(init=False)
+    _thread: int = field(init=False)
 
     def __post_init__(self) -> None:
-        from greenlet import greenlet
-
-        self._greenlet, self._thread = greenlet(self.body), threading.current_thread()
+        self._greenlet, self._thread = _greenlets().greenlet(self.body), threading.get_ident()
         setattr(self._greenlet, "runs_request", True)  # noqa: B010
 
     @property
     def in_own_thread(self) -> bool:
         """Whether the current thread is the only one that can run the request: that which has created it."""
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._thread
 
     def resume(self) -> Any:
         """Runs the request until it is suspended or ends. Returns the value that it hands over; None at its end. Raises
         the exceptions of the request."""
-        self._greenlet.parent = _current()
+        self._greenlet.parent = _greenlets().getcurrent()
         return self._greenlet.switch()
 
     def end(self) -> bool:
@@ -124,6 +126,6 @@ class RequestCoroutine:
         where that is not possible."""
         here = self.in_own_thread
         if here and not self._greenlet.dead:
-            self._greenlet.parent = _current()
+            self._greenlet.parent = _greenlets().getcurrent()
             self._greenlet.throw()
         return here

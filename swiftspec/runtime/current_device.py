@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+_NO_DEVICE = nullcontext()
+
 
 def set_current_device(device: torch.device) -> None:
     """Makes a GPU the current device of the calling thread; does nothing for a CPU.
@@ -19,4 +21,4 @@ def set_current_device(device: torch.device) -> None:
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Returns a context manager within which a GPU is the current device of the calling thread; no-op for a CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(device) if device.type == "cuda" else _NO_DEVICE

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.cache.model_cache import SequenceView
-from swiftspec.cache.prefix_cache import TokenText
+from swiftspec.cache.prefix_cache import (
+    MIN_CACHED_TOKENS,
+    CachedPrefix,
+    PrefixCache,
+    Tokens,
+    TokenText,
+    common_prefix_len,
+)
 from swiftspec.cache.prefix_reuse import SequencePrefixes
 from swiftspec.model.batch import ForwardOutput, HostBatch, Ints, merge_batches
 from swiftspec.runtime.coroutines import PREFILL, READ, CallQueue
@@ -23,20 +32,33 @@ from swiftspec.sampling.guidance import Guidance
 class SequencePool:
     """The sequences of the cache of one model, which concurrent requests take and give back.
 
+    A sequence keeps the text of its last request. Texts that others are about to replace are copied into a prefix
+    cache, as those of a single request are (prefix_caching.py).
+
     `runner`: of the joint forwards; its cache gets `sequences` sequences.
     `executor`: runs the joint forwards, except prefill chunks.
     `calls`: of the requests.
     `priority`: of the forwards of trees (runtime/coroutines.py).
-    `reuse_prefixes`: whether a prompt starts from the longest prefix that any sequence holds.
+    `prefix_tokens`: budget of the prefix cache in tokens; 0: every prompt is prefilled from its first token.
+    `snapshot_tokens`: size of a snapshot in tokens (`ModelCache.num_snapshots`).
     """
 
     def __init__(
-        self, runner: Runner, sequences: int, calls: CallQueue, priority: int, *, reuse_prefixes: bool = True
+        self,
+        runner: Runner,
+        sequences: int,
+        calls: CallQueue,
+        priority: int,
+        *,
+        prefix_tokens: int = 0,
+        snapshot_tokens: int = 0,
     ) -> None:
         runner.cache.reset(sequences)
+        self._snapshot_tokens = snapshot_tokens
         self.runner, self.calls, self.priority = runner, calls, priority
         self.executor = EagerExecutor(runner)
-        self._prefixes = SequencePrefixes([runner.cache], reuse_prefixes)
+        self.prefix_cache = PrefixCache(prefix_tokens, MIN_CACHED_TOKENS)
+        self._prefixes = SequencePrefixes([runner.cache], prefix_tokens > 0)
         self._in_use: set[int] = set()
 
     @property
@@ -45,15 +67,53 @@ class SequencePool:
         return len(self.runner.cache.prefix_len) - len(self._in_use)
 
     def take(self, text: Sequence[int]) -> tuple[int, int]:
-        """Takes a free sequence for a text, and fills it with the longest prefix of the text that any sequence holds;
-        the last token is never part of it. Returns the sequence and the length of that prefix."""
-        sequence, cached = self._prefixes.acquire(text, self._in_use, 1)
+        """Takes a free sequence for a text, and fills it with the longest prefix of the text that any sequence or the
+        prefix cache holds; the last token is never part of it. Returns the sequence and the length of that prefix."""
+        sequence, source, saved, cached = self._find(text)
+        held = self._prefixes.cached(sequence)
+        stays = cached if saved is None and source == sequence else 0
+        new = self._copied(sequence, held) if len(held) - stays >= MIN_CACHED_TOKENS else []
+        self.prefix_cache.update(new, [] if saved is None else [(saved, cached)])
+        if saved is None:
+            self._prefixes.acquire(text, self._in_use, 1)
+        else:
+            self.runner.cache.load_prefix(sequence, saved.states, cached)
+            self._prefixes.set_prefix(sequence, text[:cached], 1)
         self._in_use.add(sequence)
         return sequence, cached
 
     def cached_len(self, text: Sequence[int]) -> int:
         """Returns the length of the prefix that `take` would find."""
-        return self._prefixes.cached_len(text, 1)
+        return self._find(text)[-1]
+
+    def _find(self, text: Sequence[int]) -> tuple[int, int, CachedPrefix | None, int]:
+        """Returns the sequence that a text takes, the sequence that holds its longest prefix, the entry of the prefix
+        cache that holds a longer one, if there is any, and the length of the longest."""
+        sequence, source, cached = self._prefixes.select(text, self._in_use, 1)
+        wanted, saved = np.array(text[:-1], np.int64), None
+        for entry in self.prefix_cache.entries:
+            if (found := entry.reusable_len(wanted)) > cached:
+                saved, cached = entry, found
+        return sequence, source, saved, cached
+
+    def _copied(self, sequence: int, text: Tokens) -> list[CachedPrefix]:
+        """Returns a copy of the text that a sequence holds, or nothing if that does not fit the prefix cache or memory,
+        or another copy or sequence has it."""
+        others = set(range(len(self.runner.cache.prefix_len))) - {sequence}
+        known = self.prefix_cache.contains(text) or any(
+            common_prefix_len(self._prefixes.cached(other), text) == len(text) for other in others
+        )
+        size = len(text) + self._snapshot_tokens * self.runner.cache.num_snapshots(sequence, len(text))
+        if known or not self.prefix_cache.fits(text, size):
+            return []
+        try:
+            states = self.runner.cache.save_prefix(sequence, len(text))
+        except (MemoryError, RuntimeError):
+            self.prefix_cache.entries = []
+            if self.runner.model.group is not None:  # other ranks may have their copies; the caches must not diverge
+                raise
+            return []
+        return [CachedPrefix(text, states, partial(self.runner.cache.saved_len, states), size)]
 
     def record(self, view: SequenceView, texts: Sequence[Sequence[int]]) -> None:
         """Records the verified tokens whose states the sequences of a request hold. `texts`: begin with them."""
@@ -67,8 +127,9 @@ class SequencePool:
         view.view([])
 
     def reusable_texts(self) -> list[TokenText]:
-        """See `SequencePrefixes.reusable_texts`."""
-        return self._prefixes.reusable_texts()
+        """See `SequencePrefixes.reusable_texts`; the texts of the prefix cache are among them."""
+        saved = [entry.tokens[: entry.saved_len(len(entry.tokens))] for entry in self.prefix_cache.entries]
+        return [*self._prefixes.reusable_texts(), *saved]
 
 
 class SequenceRunner(Runner):
@@ -146,7 +207,11 @@ class SequenceRunner(Runner):
         return result
 
     def read(self, *tensors: Tensor) -> list[NDArray[Any]]:
-        values = self.pool.calls.wait(ReadCall(self.pool, tensors))
+        if self.shard is None:
+            values = self.pool.calls.wait(ReadCall(self.pool, tensors))
+        else:  # every call that suspends is also broadcast to the ranks of the group
+            values = super().read(*tensors)
+            self.pool.executor.finish()
         self._step_done()
         return values
 

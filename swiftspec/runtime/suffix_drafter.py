@@ -4,23 +4,41 @@ occurrences of the latest tokens."""
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate, takewhile
 from math import exp
 
 from swiftspec.backends.cpu.suffix_index import MAX_MATCH_TOKENS, NativeSuffixIndex
 from swiftspec.messages import NodeSource, Proposal, RequestStart, VerifyResult
+from swiftspec.runtime.row_budget import MIN_GAIN_FACTOR, RowBudget, default_row_seconds
 from swiftspec.tree.match_acceptance import MatchAcceptance
 
 MEMORY_TOKENS = 1 << 16  # prompts and outputs of recent requests, at least one context, in which matches are searched
-# Time of each further row of a verification relative to that of one row, where it is not measured.
-ROW_COST = 0.1
-MIN_GAIN_FACTOR = 1.04  # nodes are verified only if the round's predicted tokens per second rise by this factor
 
 
-def default_row_seconds(max_nodes: int) -> list[float]:
-    """Returns the times of verifications of 1 to `max_nodes` nodes, in units of the first."""
-    return [1 + ROW_COST * more for more in range(max_nodes)]
+class SharedLookup:
+    """What the suffix lookups of concurrent requests share, so that each knows as much as one that had decoded all
+    requests: the measured acceptance, the texts of ended requests and the row budget."""
+
+    def __init__(self, budget: RowBudget) -> None:
+        self.budget, self.acceptance = budget, MatchAcceptance(MAX_MATCH_TOKENS)
+        self._texts = deque[tuple[SuffixDrafter, list[int]]]()  # of ended requests, and who has decoded them
+        self._ended = self._tokens = 0  # number of ended requests; tokens of `_texts`
+
+    def add(self, owner: SuffixDrafter, text: list[int]) -> None:
+        """Adds the text of a request that has ended."""
+        self._texts.append((owner, text))
+        self._ended += 1
+        self._tokens += len(text)
+        while self._tokens > MEMORY_TOKENS and len(self._texts) > 1:
+            self._tokens -= len(self._texts.popleft()[1])
+
+    def texts_after(self, seen: int, owner: SuffixDrafter) -> tuple[int, list[list[int]]]:
+        """Returns the number of ended requests, and the kept texts of others than `owner` after the first `seen`."""
+        first = self._ended - len(self._texts)
+        later = enumerate(self._texts, first)
+        return self._ended, [text for number, (by, text) in later if number >= seen and by is not owner]
 
 
 class SuffixDrafter:
@@ -36,15 +54,27 @@ class SuffixDrafter:
     lost_reason = None
     draft_steps = 0
 
-    def __init__(self, max_nodes: int, max_model_len: int, row_seconds: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        max_nodes: int,
+        max_model_len: int,
+        row_seconds: Sequence[float] | None = None,
+        shared: SharedLookup | None = None,
+    ) -> None:
         """`max_nodes`: largest bs. `max_model_len`: tokens of the longest text. `row_seconds`: seconds of verifications
-        of 1 to `max_nodes` nodes; None: not measured."""
+        of 1 to `max_nodes` nodes; None: not measured. `shared`: with the drafters of concurrent requests; None: there
+        are none."""
         self._index, self._max_model_len = NativeSuffixIndex(max(MEMORY_TOKENS, max_model_len)), max_model_len
-        self.acceptance = MatchAcceptance(MAX_MATCH_TOKENS)
+        self.acceptance = MatchAcceptance(MAX_MATCH_TOKENS) if shared is None else shared.acceptance
+        self._shared = shared
+        self._seen = 0  # number of ended requests in `shared` whose texts the index has, as far as they were kept
         self._max_nodes = max_nodes
         self._text: list[int] = []  # the latest text
         self._set_aside: tuple[NativeSuffixIndex, list[int]] | None = None  # during a request without `suffix_memory`
-        self._row_seconds = default_row_seconds(max_nodes) if row_seconds is None else list(row_seconds)
+        if row_seconds is None:
+            self.set_row_seconds(default_row_seconds)
+        else:
+            self._row_seconds = list(row_seconds)
 
     def row_seconds(self, nodes: int) -> float:
         """Returns the time of a verification of `nodes` nodes, in seconds if they were measured, and otherwise in units
@@ -59,6 +89,10 @@ class SuffixDrafter:
         if self._set_aside is not None:
             self._index, self._text = self._set_aside
             self._set_aside = None
+        if self._shared is not None:
+            self._seen, texts = self._shared.texts_after(self._seen, self)
+            for text in texts:
+                self._begin_text(text)
         if not start.sampling.suffix_memory:
             self._set_aside = self._index, self._text
             self._index, self._text = NativeSuffixIndex(self._max_model_len), []
@@ -68,14 +102,45 @@ class SuffixDrafter:
         self._matches: list[tuple[int, float]] = []  # match length and share of each node of the proposal
         self._begin_text(start.tokens)
 
+    @property
+    def joint(self) -> bool:
+        """Whether the rows are chosen together with those of other requests."""
+        return self._shared is not None and self._shared.budget.joint
+
     def propose(self) -> Proposal:
-        tokens, parents, lengths, shares, weights = (
+        self.find()
+        return self.share()
+
+    def find(self) -> Proposal:
+        """Returns the nodes that would be verified if the row budget did not depend on other proposals."""
+        self._found = (
             self._index.query(self._nodes - 1, self.acceptance.table) if self._nodes > 1 else ([], [], [], [], [])
         )
-        count = self.best_count(weights)
+        _, _, lengths, shares, weights = self._found
+        best = self.best_count(weights)
+        count = len(weights) if self.joint else best
         self._matches = [*zip(lengths[:count], shares[:count], strict=True)]
+        self.candidates = self._proposal = self._leading(count)
+        return self.candidates if count == best else self._leading(best)
+
+    def share(self) -> Proposal:
+        """Returns the part of the last `candidates` that is verified."""
+        if not self.joint:
+            return self.candidates
+        return self._leading(self.num_verified(self.candidates.weights[1:]))
+
+    def num_verified(self, weights: Sequence[float], least: int = 0) -> int:
+        """Returns the number of leading nodes of a proposal that are verified: by the row budget if other requests
+        run, otherwise `best_count`. Parameters as there."""
+        if self._shared is None or not self.joint:
+            return self.best_count(weights, least)
+        return self._shared.budget.share(weights[: self._nodes - 1], least)
+
+    def _leading(self, count: int) -> Proposal:
+        """Returns a proposal of the first `count` nodes that were found."""
+        tokens, parents, _, _, weights = self._found
         request, round_, at, root = self._root
-        self._proposal = Proposal(
+        return Proposal(
             request=request,
             round=round_,
             prefix_len=at,
@@ -84,7 +149,6 @@ class SuffixDrafter:
             weights=(0.0, *weights[:count]),
             sources=(NodeSource.ROOT, *(NodeSource.SUFFIX,) * count),
         )
-        return self._proposal
 
     def grow(self) -> None:
         pass
@@ -99,7 +163,8 @@ class SuffixDrafter:
         self._root = result.request, result.round + 1, at, result.tokens[-1]
 
     def close(self) -> None:
-        pass
+        if self._shared is not None and self._set_aside is None:
+            self._shared.add(self, self._text)
 
     def _begin_text(self, tokens: Sequence[int]) -> None:
         """Appends the text of a request, without the part that the latest text begins with, too, as in a conversation:

@@ -107,7 +107,7 @@ class Sampler(LogitsProcessor):
         self.noise_rows: NoiseRows = self.noise.rows
         self._children_values: LogitsParams | None = None  # as `values`, for the scores of `children`
         self.history = History(prompt, vocab, device) if params.penalised else None
-        self.followers: list[TokenFollower] = [each for each in (self.history, constraint) if each is not None]
+        self.followers: list[TokenFollower] = []  # besides the history, which graphs replace, and the constraint
 
     @property
     def needs_paths(self) -> bool:
@@ -120,8 +120,9 @@ class Sampler(LogitsProcessor):
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Adds verified output tokens to the penalty counts and the token constraint."""
-        for follower in self.followers:
-            follower.observe(tokens)
+        for follower in (self.history, self.constraint, *self.followers):
+            if follower is not None:
+                follower.observe(tokens)
 
     def process_logits(self, logits: Tensor, paths: Paths | None) -> Tensor:
         """Returns the logits [n, m] of the distribution that tokens are sampled from; filtered tokens are -inf.

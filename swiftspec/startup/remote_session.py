@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -31,15 +32,23 @@ if TYPE_CHECKING:
 
 
 def open_local_or_remote(
-    settings: Settings, phases: StartupReporter, world: World | None = None, *, warm_up: bool = False
+    settings: Settings,
+    phases: StartupReporter,
+    world: World | None = None,
+    *,
+    warm_up: bool = False,
+    render_chats: bool = True,
+    on_located: Callable[[Path], None] = lambda target: None,
 ) -> Session:
     """Opens a session: with a remote target if --target-url is set, else with local models. Raises UserError if the
     settings are invalid or the models do not match.
 
     `warm_up`: see `open_session`; has no effect with a remote target.
+    `render_chats`: see `open_session`.
+    `on_located`: called with the path of the target, or of its tokenizer files, before models are loaded.
     """
     if settings.target_url is None:
-        return open_session(settings, phases, world, warm_up=warm_up)
+        return open_session(settings, phases, world, warm_up=warm_up, render_chats=render_chats, on_located=on_located)
     check_worker_settings(settings, 1 if world is None else world.size)
     settings.make_plan(
         settings.draft_model is not None or settings.draft_url is not None
@@ -49,22 +58,28 @@ def open_local_or_remote(
 
     target, folder = RemoteTarget(target_worker(settings)), TemporaryDirectory(prefix="swiftspec-")
     try:
-        return _open(settings, phases, target, folder)
+        for name, data in target.files().items():
+            if name in TOKENIZER_FILES:  # a worker must not make this process write other files
+                (Path(folder.name) / name).write_bytes(data)
+        on_located(Path(folder.name))
+        return _open(settings, phases, target, folder, render_chats=render_chats)
     except BaseException:
         folder.cleanup()
         raise
 
 
 def _open(
-    settings: Settings, phases: StartupReporter, target: RemoteTarget, folder: TemporaryDirectory[str]
+    settings: Settings,
+    phases: StartupReporter,
+    target: RemoteTarget,
+    folder: TemporaryDirectory[str],
+    *,
+    render_chats: bool,
 ) -> Session:
     path = Path(folder.name)
-    for name, data in target.files().items():
-        if name in TOKENIZER_FILES:  # a worker must not make this process write other files
-            (path / name).write_bytes(data)
     defaults = generation_defaults(path)
     template = settings.chat_template_file
-    renderer = template_renderer(path, template, start=not settings.raw)
+    renderer = template_renderer(path, template, start=render_chats and not settings.raw)
     phases.begin("tokenizers")
     codec = TextCodec(path, renderer, template)
     if codec.vocabulary.identity() != target.info.vocabulary:
@@ -97,6 +112,7 @@ def _open(
         dtype=about.dtype,
         threads=threads,
         model_defaults=defaults,
+        remote_target=target,
         tokenizer_folder=folder,
         warn=phases.warn,
     )

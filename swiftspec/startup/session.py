@@ -32,6 +32,7 @@ from swiftspec.text.stream import TextStream
 
 if TYPE_CHECKING:
     from swiftspec.builder.load_options import LoadOptions
+    from swiftspec.builder.remote_roles import RemoteTarget
     from swiftspec.distributed.launch.world import World
     from swiftspec.engine import TokenChunk
     from swiftspec.llm_engine import LLMEngine
@@ -51,6 +52,7 @@ class Session:
     threads: int
     model_defaults: Mapping[str, Any]  # sampling values of the target's generation_config.json
     packed_cache: str | None = None  # if given
+    remote_target: RemoteTarget | None = None
     tokenizer_folder: TemporaryDirectory[str] | None = None  # contains the tokenizer files of a remote target
     warn: Callable[[str], None] = LOG.warning  # receives the warnings of `close`
     wrap_chunks: Callable[[Iterator[TokenChunk]], Iterator[TokenChunk]] = lambda chunks: chunks  # wraps each answer
@@ -121,19 +123,19 @@ def open_session(
     *,
     warm_up: bool = False,
     render_chats: bool = True,
-    on_resolved: Callable[[ResolvedModels], None] = lambda found: None,
+    on_located: Callable[[Path], None] = lambda target: None,
 ) -> Session:
     """Locates, checks and loads the models that the settings name. Raises UserError if the settings are invalid or the
     models do not match.
 
     `warm_up`: decode two tokens before returning.
     `render_chats`: start the process that renders chat templates; in a server the front end does that.
-    `on_resolved`: called once the models are located, before they are loaded.
+    `on_located`: called with the target's path once the models are located, before they are loaded.
     """
     ranks, check = 1 if world is None else world.size, MemoryCheck(settings, world)
     with nullcontext() if world is None else _startup_errors_reported(world):
         resolved = ResolvedModels.resolve(settings, ranks, phases, check)
-    on_resolved(resolved)
+    on_located(resolved.target)
     defaults = generation_defaults(resolved.generation_config)
     sampling = settings.sampling_params(defaults)  # invalid settings are reported before the weights are loaded
     resolved.plan.check_request(sampling)
@@ -318,6 +320,7 @@ def load_options(settings: Settings) -> LoadOptions:
         "threads": settings.threads,
         "max_model_len": settings.max_model_len,
         "prefix_cache_memory": settings.prefix_cache_memory,
+        "serves": settings.port is not None,
         "share_device": settings.share_gpus,
         "ops": settings.ops,
         "activations": settings.activations,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swiftspec import file_io
-from swiftspec.distributed.transport.grpc.endpoint import Endpoint, RpcSecurity
+from swiftspec.distributed.transport.grpc.endpoint import TARGET_SERVICE, Endpoint, RpcSecurity
 from swiftspec.errors import UserError
+from swiftspec.extras import require_extra
 from swiftspec.settings.settings import Settings, UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +27,24 @@ def target_worker(settings: Settings) -> WorkerAddress:
     invalid."""
     assert settings.target_url is not None
     return _worker(settings, settings.target_url, "--target-url")
+
+
+def remote_target_name(settings: Settings) -> str:
+    """Returns the name of the target worker's model, which it pings. --target-url must be set. Raises UserError if the
+    settings contradict each other, or the worker does not answer. Does not import torch."""
+    assert settings.target_url is not None
+    settings.check_features(settings.mode)
+    require_extra("network", "--target-url")
+    from swiftspec.distributed.remote.session_messages import ModelInfo
+    from swiftspec.distributed.transport.grpc.client import GrpcConnection
+
+    connection = GrpcConnection(settings.target_url, "--target-url", TARGET_SERVICE, load_security(settings))
+    try:
+        return ModelInfo.from_json(connection.ping(settings.remote_timeout)).name
+    except (ConnectionError, ValueError) as error:
+        raise UserError(f"{error}; start it with `swiftspec worker target`") from None
+    finally:
+        connection.close()
 
 
 def _worker(settings: Settings, url: str, flag: str) -> WorkerAddress:

@@ -25,6 +25,7 @@ from swiftspec.model.formats.int8 import Int8Weight, LazyInt8Weight, LoadTimeQua
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight
 from swiftspec.params import SamplingParams
 from tests.backends.test_cpu import BF16, F32, dense, int4, random
+from tests.support.cases import examples
 
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 
@@ -51,7 +52,7 @@ def oracle(weight: Weight, x: Tensor) -> Tensor:
     return product(x)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_every_isa_level_is_bitwise_identical_to_the_reference(data: st.DataObject) -> None:
     group = data.draw(st.sampled_from([32, 64, 128]))

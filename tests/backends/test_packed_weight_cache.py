@@ -33,6 +33,7 @@ from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
 from tests.model.architectures.test_gemma4 import NATIVE
+from tests.support.cases import examples
 from tests.support.gguf_files import SHAPE, write_gguf
 from tests.support.tiny_checkpoints import make_checkpoint, make_model
 
@@ -204,7 +205,7 @@ def unit(seed: int = 1) -> PackedUnit:
 
 
 @given(st.integers(0, 10**9), st.integers(1, 255), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_damage_is_detected(tmp_path_factory: pytest.TempPathFactory, at: int, change: int, cut: bool) -> None:
     file = tmp_path_factory.getbasetemp() / "unit"
     packed_weight_file.write(file, unit(), lambda: None)

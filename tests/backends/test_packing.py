@@ -14,6 +14,7 @@ from swiftspec.backends.cpu.packing import PackedLinear, pack
 from swiftspec.model.formats.int4 import AWQ_ORDER, Int4Weight, pack_int4, unpack_int4
 from swiftspec.model.formats.int8 import Int8Weight, LazyInt8Weight
 from swiftspec.model.weights import DenseWeight, fuse_weights
+from tests.support.cases import examples
 
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 
@@ -70,7 +71,7 @@ def expected(weight: Int4Weight) -> tuple[Tensor, Tensor, Tensor]:
     st.sampled_from(ORDERS), st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 5),
     st.sampled_from([32, 64, 128]), st.sampled_from(KINDS), st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_int4(order: str, eights: list[int], groups: int, group: int, kind: torch.dtype, seed: int) -> None:
     """Every code order of checkpoints, and several matrices packed as one."""
     noise = torch.Generator().manual_seed(seed)
@@ -80,7 +81,7 @@ def test_int4(order: str, eights: list[int], groups: int, group: int, kind: torc
 
 
 @given(st.sampled_from(ORDERS), st.booleans(), st.integers(0, 2**31))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_a_shard_of_int4(order: str, run: bool, seed: int) -> None:
     """Shards of outputs and inputs: a slice, which is a view, or selected rows padded with zeros."""
     noise = torch.Generator().manual_seed(seed)
@@ -97,7 +98,7 @@ def test_a_shard_of_int4(order: str, run: bool, seed: int) -> None:
 
 
 @given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(KINDS), st.booleans(), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_dense(n: int, k: int, kind: torch.dtype, wide: bool, seed: int) -> None:
     dense = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).to(kind)
     dtype = torch.float32 if wide else torch.bfloat16
@@ -106,7 +107,7 @@ def test_dense(n: int, k: int, kind: torch.dtype, wide: bool, seed: int) -> None
 
 
 @given(st.integers(1, 70), st.sampled_from([32, 64, 96, 256, 384]), st.sampled_from(KINDS), st.integers(0, 2**31))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_rounded_to_int8(n: int, k: int, kind: torch.dtype, seed: int) -> None:
     """Quantises like Int8Weight, which the reference uses; with ties, zeros, large and small values."""
     noise = torch.Generator().manual_seed(seed)
@@ -176,7 +177,7 @@ def test_invalid_shapes_are_refused() -> None:
 
 
 @given(st.integers(1, 2_100_000), st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_checksums_depend_on_every_bit(length: int, data: st.DataObject) -> None:
     some = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
     before = _C.checksums(some)

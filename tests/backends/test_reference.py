@@ -19,6 +19,7 @@ from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import PackedMlp
 from swiftspec.model.spec import RopeSpec
 from swiftspec.model.weights import DenseWeight
+from tests.support.cases import examples
 from tests.support.tiny_checkpoints import ROPES, make_model
 
 POISON = 2.0**13  # exact in every dtype
@@ -199,7 +200,7 @@ def test_attention_with_many_consecutive_masked_keys() -> None:
 
 
 @given(seed=st.integers(0, 2**31), sequences=st.integers(1, 3), rows=st.integers(1, 9))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_rows_of_several_sequences_at_any_slots(seed: int, sequences: int, rows: int) -> None:
     """Several sequences with any number of rows each, in any order, at slots with gaps."""
     noise = torch.Generator().manual_seed(seed)
@@ -219,7 +220,7 @@ def test_rows_of_several_sequences_at_any_slots(seed: int, sequences: int, rows:
 
 
 @given(seed=st.integers(0, 2**31), count=st.integers(0, 12), start=st.integers(0, 5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_mover(seed: int, count: int, start: int) -> None:
     k, v = random(2, 2, 3, 20, 4, seed=1), random(2, 2, 3, 20, 4, seed=2)
     picked = torch.randperm(20 - start, generator=torch.Generator().manual_seed(seed))[:count]

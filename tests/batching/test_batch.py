@@ -21,7 +21,6 @@ from swiftspec.errors import NonFiniteLogits, UserError
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.params import SamplingParams
-from swiftspec.smc.limits import particle_region_slots
 from tests.model.test_loader import quantise
 from tests.support.history_models import HistoryModel, make_worker
 from tests.support.roles import request_start, scheduler_of
@@ -182,7 +181,3 @@ def test_an_invalid_batch_is_refused(pair: tuple[Path, Path]) -> None:
         with pytest.raises(UserError, match=message):
             engine.generate_batch(prompts, sampling)
     assert len(engine.generate_batch([[1], [2]], warm)) == 2
-    with pytest.raises(
-        UserError, match=r"8 particles with 64 draft tokens in each of 40 groups do not fit .* at most 5"
-    ):
-        particle_region_slots(PopulationConfig(8, 64, smc_groups=40), 512)

@@ -20,6 +20,7 @@ from swiftspec.batching.sequence_group import SequenceGroup
 from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
 from tests.smc.test_smc_distribution import RunResults, check_unbiased
+from tests.support.cases import examples
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.history_models import HistoryModel, global_power, make_worker, population
 from tests.support.history_models import run as decode
@@ -217,7 +218,7 @@ class SequenceGroups(RuleBasedStateMachine):
             assert worker.draft.cache.prefix_len[sequence] == prefix == int(worker.round._prefix[at])
 
 
-SequenceGroups.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
+SequenceGroups.TestCase.settings = settings(max_examples=examples(10), stateful_step_count=20)
 TestSequenceGroups = SequenceGroups.TestCase
 
 
@@ -225,5 +226,5 @@ class ManySequenceGroups(SequenceGroups):
     """The same with more steps."""
 
 
-ManySequenceGroups.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+ManySequenceGroups.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=50)
 TestManySequenceGroups = pytest.mark.long(ManySequenceGroups.TestCase)

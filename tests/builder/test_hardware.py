@@ -114,12 +114,6 @@ def test_invalid_thread_counts_are_refused(pair: tuple[Path, Path], threads: Any
         LLMEngine(pair[0], threads=threads)
 
 
-@pytest.mark.parametrize("layers", [3, "01", (99,), (1, 0), (0, 0), ("a",)], ids=str)
-def test_invalid_hidden_layers_are_refused(pair: tuple[Path, Path], layers: Any) -> None:
-    with pytest.raises(UserError, match=r"hidden_layers must be ascending layers in 0\.\.\d, not"):
-        LLMEngine(pair[0], hidden_layers=layers)
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "int8", torch.int8, 16, "float16 "], ids=str)
 def test_unknown_dtypes_are_refused(pair: tuple[Path, Path], dtype: Any) -> None:
     with pytest.raises(UserError, match="dtype must be auto or one of bfloat16, float16, float32, float64, not"):
@@ -166,7 +160,7 @@ def test_mode_auto_is_resolved_once() -> None:
     assert resolve_config(auto, "draft") == EngineConfig("serial", draft_steps=4, drafter="model")
     assert resolve_config(EngineConfig("async"), "draft") == EngineConfig("async", drafter="model")
     assert resolve_config(EngineConfig(target_tp=2), None).draft_tp == 0
-    with pytest.raises(UserError, match=r"max_num_seqs above 1 on .* is not supported without a draft model"):
+    with pytest.raises(UserError, match="max_num_seqs above 1 with verify reject is not supported without a draft"):
         resolve_config(EngineConfig(max_num_seqs=2, chains=True), None)
 
 

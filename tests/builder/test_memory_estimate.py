@@ -15,16 +15,24 @@ from swiftspec.backends.cuda import cuda
 from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory
 from swiftspec.backends.reference import Backend, reference
 from swiftspec.backends.unfused import unfused
-from swiftspec.builder import memory_estimate
-from swiftspec.builder.memory_estimate import BYTES_PER_GB, MemoryEstimate, fit_context, memory_by_purpose
+from swiftspec.builder import hardware, memory_estimate
+from swiftspec.builder.memory_estimate import (
+    BYTES_PER_GB,
+    MemoryEstimate,
+    fit_context,
+    kv_bytes_per_token,
+    memory_by_purpose,
+)
 from swiftspec.builder.plan import Plan
-from swiftspec.config import EngineConfig
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError, is_out_of_memory
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.shard import Shard
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight
+from swiftspec.smc.limits import DEFAULT_REGION_SLOTS
+from swiftspec.tree.mask import MASK_WIDTHS
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -252,6 +260,29 @@ def test_each_rank_is_checked_for_the_models_that_it_holds(
     assert [[*held] for held in apart.memory_needs(EngineConfig("async"))] == [["target"], ["draft"]]
     [[target, draft]] = [list(held.values()) for held in serial.memory_needs(EngineConfig("serial"))]
     assert draft.int4_head and not target.int4_head and target.ops is cuda and not target.clusters
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_particles_use_the_memory_that_is_left(
+    models: tuple[Path, Path], gpu: Callable[[float], None], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to N different texts of the whole context, and at least two rounds."""
+
+    def region(gigabytes: float, particles: int = 64, context: int = 8192, steps: int = 4) -> int:
+        gpu(gigabytes)
+        monkeypatch.setattr(hardware, "memory_bytes", lambda: int(gigabytes * BYTES_PER_GB))
+        engine = EngineConfig("smc", population=PopulationConfig(particles, steps))
+        plan = create(models, engine, [], device=device, max_model_len=context)
+        slots = plan.tree_slots("target", engine)
+        assert slots % MASK_WIDTHS[-1] == 0 and slots >= 2 * particles * (steps + 1)
+        assert slots * kv_bytes_per_token(plan.specs(engine)[0], BF16) < gigabytes * BYTES_PER_GB
+        return slots
+
+    assert DEFAULT_REGION_SLOTS <= region(24) < region(40) < region(80) < 64 * 8192
+    assert 64 * 512 <= region(80, context=512) < 64 * 512 + 4 * 64 * 5  # the request's limit, and two rounds
+    assert region(200) >= 64 * 8192 and region(80, 1024, 2048, 64) > DEFAULT_REGION_SLOTS
+    with pytest.raises(UserError, match="fewer particles"):
+        region(14, 1024, 2048, 64)
 
 
 def test_memory_in_torchs_cache_counts_as_free(gpu: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:

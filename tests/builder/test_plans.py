@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from swiftspec.config import EngineConfig
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
+from tests.support.cases import examples
 from tests.support.tiny_checkpoints import LONGROPE, make_pair
 
 TRAINED = LONGROPE["original_max_position_embeddings"]
@@ -55,7 +56,7 @@ def texts(pair: tuple[Path, Path], plan: EngineConfig, context: int, prefix_cach
     return [answer.token_ids for answer in answers]
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=examples(8), derandomize=True)
 @given(
     family=st.sampled_from(FAMILIES),
     plan=PLANS,

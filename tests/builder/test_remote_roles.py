@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,13 @@ import torch
 
 from bench.data.heldout import DEMO
 from swiftspec.builder import remote_roles, roles
+from swiftspec.builder.load_options import WorkerAddress
 from swiftspec.builder.models import Models
-from swiftspec.builder.remote_roles import build_remote_roles
+from swiftspec.builder.remote_roles import RemoteTarget, build_remote_roles
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.remote.session_messages import ModelInfo
+from swiftspec.distributed.transport.grpc.endpoint import RpcSecurity
+from swiftspec.errors import UserError
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.token_engine import TokenEngine
 
@@ -47,3 +51,25 @@ def test_a_local_draft_captures_at_startup_and_records_errors_of_its_gpu(monkeyp
     with pytest.raises(RuntimeError, match="illegal memory access") as raised:
         next(running._rounds(fails(), lambda: False))
     assert recorded == [raised.value]
+
+
+def test_why_a_target_worker_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = remote_target().info
+    answers: list[ModelInfo | Exception] = [info, info, ConnectionError("refused"), UserError("wrong token")]
+    answers.append(replace(info, model="other"))
+
+    def ping(*_: Any) -> ModelInfo:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(remote_roles, "ping", ping)
+    target = RemoteTarget(WorkerAddress("127.0.0.1:1", "--target-url", RpcSecurity(), 1.0))
+    assert [target.lost_reason() for _ in range(4)] == [
+        None,
+        "--target-url 127.0.0.1:1 does not answer",
+        "wrong token",
+        "--target-url 127.0.0.1:1 has another model now: restart this server",
+    ]
+    target.connection.close()

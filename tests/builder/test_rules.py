@@ -15,6 +15,7 @@ from swiftspec.drafter_kinds import GRAFTED, MTP_HEAD, SUFFIX_LOOKUP
 from swiftspec.errors import UserError
 from swiftspec.settings.flags import flag_name
 from swiftspec.settings.settings import Settings, UsageError
+from tests.support.cases import examples
 
 SETTINGS: dict[str, Any] = {
     "mode": st.sampled_from(MODES),
@@ -40,7 +41,7 @@ GIVEN = st.sets(st.sampled_from([*SETTINGS]), max_size=5).flatmap(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), derandomize=True)
 @given(
     chosen=GIVEN,
     ranks=st.integers(1, 4),

@@ -22,6 +22,7 @@ from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import DeltaShape, PackedDelta
+from tests.support.cases import examples
 
 SHAPE = DeltaShape(layers=2, k_heads=2, v_heads=4, k_head_dim=16, v_head_dim=16, conv_size=128, conv_width=4)
 TOKENS = 4  # few, so that siblings often have the same token
@@ -316,7 +317,7 @@ class DeltaMachine(RuleBasedStateMachine):
         self.sequences.check()
 
 
-DeltaMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
+DeltaMachine.TestCase.settings = settings(max_examples=examples(10), stateful_step_count=20)
 TestDeltaCache = DeltaMachine.TestCase
 
 
@@ -324,7 +325,7 @@ class NativeDeltaMachine(DeltaMachine):
     ops = cpu
 
 
-NativeDeltaMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
+NativeDeltaMachine.TestCase.settings = settings(max_examples=examples(10), stateful_step_count=20)
 TestNativeDeltaCache = native(NativeDeltaMachine.TestCase)
 
 

@@ -15,6 +15,7 @@ from swiftspec.backends.cpu import cpu as host
 from swiftspec.backends.reference import reference
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
+from tests.support.cases import examples
 
 CAPACITY = 40
 POISON = 1e4  # in every slot that is free
@@ -83,7 +84,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.free_slots == CAPACITY - max(len(p) for p in self.prefix) - len(self.tree)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=20)
 TestModelCache = CacheMachine.TestCase
 
 

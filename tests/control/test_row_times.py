@@ -269,8 +269,7 @@ def test_a_later_start_with_suffix_lookup_reads_the_times_of_the_target(
     assert times_of_a_start() == measured
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("row", [0.001, 0.5])
+@pytest.mark.parametrize(("temperature", "row"), [(0.0, 0.5), (0.9, 0.001)])
 def test_row_times_do_not_change_the_text(
     pair: tuple[Path, Path], temperature: float, row: float, monkeypatch: pytest.MonkeyPatch, starts: list[RoundStats]
 ) -> None:

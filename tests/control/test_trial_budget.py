@@ -29,6 +29,7 @@ from swiftspec.control.trial_budget import (
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from tests.control.test_policy import FakeRounds
+from tests.support.cases import examples
 from tests.support.tiny_checkpoints import make_pair
 
 KNOWN = PairTimes(RowTimes((1, 8), (1.0, 1.5)), RowTimes((1, 4), (0.1, 0.1)))  # a round with the draft takes 1.8
@@ -91,7 +92,7 @@ PHASES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(PHASES, st.sampled_from((50, 10_000)))
 def test_no_text_loses_more_than_its_budget(phases: list[Phase], request_rounds: int) -> None:
     """Gains and losses in any order. The first slow round of a phase is charged as an exception."""

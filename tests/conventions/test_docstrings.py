@@ -24,18 +24,21 @@ def unknown_names(source: str) -> list[str]:
     """Returns "function: name" for each entry that names no parameter, and "class: name" for a class."""
     found = []
     for node in ast.walk(parsed(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        entries = [*documented(ast.get_docstring(node) or "")]
+        if not entries:
+            continue
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             known = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
-        elif isinstance(node, ast.ClassDef):
+        else:
             known = {
                 getattr(each, field)
                 for each in ast.walk(node)
                 for field in ("id", "attr", "arg", "name")
                 if isinstance(getattr(each, field, None), str)
             }
-        else:
-            continue
-        found += [f"{node.name}: {name}" for name in documented(ast.get_docstring(node) or "") if name not in known]
+        found += [f"{node.name}: {name}" for name in entries if name not in known]
     return found
 
 

@@ -14,7 +14,7 @@ MAX_POSITIONAL = 6  # arguments of a call; further ones are named
 
 
 def long_functions(source: str) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > MAX_LINES:

@@ -31,6 +31,7 @@ from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph import CudaCapture
 from swiftspec.runtime.overlapped import ThreadedVerifier
+from tests.support.cases import fast_first
 from tests.support.fake_gpus import FakeGpus, GpuTensors, JoinedThreads, ThreadJoin, on_gpu_ranks
 from tests.support.toy_pair import make_pair
 
@@ -65,7 +66,7 @@ def run_rank(world: World, pair: tuple[Path, Path], config: EngineConfig, act: C
     return ranks.run_until_shutdown(ranks.start_engine_rank(world, plan.engine, Models.of(plan), None), traced=False)
 
 
-@pytest.mark.parametrize(("target", "draft"), [(1, 1), (3, 1), (6, 2)])
+@pytest.mark.parametrize(("target", "draft"), fast_first([(3, 1), (1, 1), (6, 2)], 1, unpack=True))
 def test_every_rank_uses_its_own_gpu(
     pair: tuple[Path, Path], text: list[int], monkeypatch: pytest.MonkeyPatch, target: int, draft: int
 ) -> None:

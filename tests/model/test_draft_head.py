@@ -277,5 +277,3 @@ def test_other_refusals(tmp_path: Path, target: Path) -> None:
         LLMEngine(tmp_path, dtype=torch.float64)
     with pytest.raises(UserError, match="has no MTP layer"):
         LLMEngine(target, "mtp", dtype=torch.float64)
-    with pytest.raises(UserError, match="hidden_layers are not supported with a draft head"):
-        LLMEngine(target, tmp_path, dtype=torch.float64, hidden_layers=(1,))

@@ -96,7 +96,7 @@ def test_no_key_with_a_norm_can_overflow(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "plan", fast_first([EngineConfig("serial"), EngineConfig("serial", verify_batch=4, draft_leaves=2)], 1)
 )
-@pytest.mark.parametrize("ops", ["reference", "unfused"])
+@pytest.mark.parametrize("ops", fast_first(["reference", "unfused"], 1))
 def test_tree_decoding_equals_autoregressive_decoding(pair: tuple[Path, Path], ops: str, plan: EngineConfig) -> None:
     """With the same cache: whole requests, requests that continue from a cached prefix, and guided ones."""
     options = {"dtype": torch.float64, "max_model_len": 128, "ops": ops, "kv_cache_dtype": "fp8"}

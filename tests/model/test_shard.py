@@ -14,6 +14,7 @@ from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.shard import HeadPartition, Shard
+from tests.support.cases import examples
 
 
 def config(
@@ -55,7 +56,7 @@ models = st.tuples(st.integers(1, 8), st.integers(1, 9)).map(lambda shape: (shap
 
 
 @given(models, st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_heads_by_brute_force(model: tuple[int, int], size: int) -> None:
     """Each query head is on one rank, with the key-value head that the model assigns to it."""
     heads, kv_heads = model
@@ -76,7 +77,7 @@ def test_heads_by_brute_force(model: tuple[int, int], size: int) -> None:
 
 
 @given(models, st.integers(1, 8), st.integers(1, 300), st.integers(1, 300), st.sampled_from([0, 32, 128]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_every_row_and_column_is_on_a_rank(
     model: tuple[int, int], size: int, inner: int, vocab: int, group: int
 ) -> None:

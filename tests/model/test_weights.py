@@ -17,6 +17,7 @@ from swiftspec.model.formats.awq import from_awq
 from swiftspec.model.formats.compressed_tensors import from_pack_quantized
 from swiftspec.model.formats.int4 import AWQ_ORDER, Int4Weight, pack_int4, unpack_int4
 from swiftspec.model.weights import DenseWeight, Weight, fuse_weights
+from tests.support.cases import examples
 
 DATA = Path(__file__).parents[1] / "data"  # written and unpacked by autoawq and compressed-tensors themselves
 sizes = st.tuples(st.integers(1, 3), st.sampled_from([32, 64]), st.integers(1, 4), st.integers(0, 2**31))
@@ -53,7 +54,7 @@ def awq(drawn: Drawn, bias: Tensor | None = None) -> Int4Weight:
 
 
 @given(sizes)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_packing_is_a_round_trip(size: tuple[int, int, int, int]) -> None:
     codes = Drawn(*size).codes
     for order in (AWQ_ORDER, tuple(range(8))):
@@ -63,7 +64,7 @@ def test_packing_is_a_round_trip(size: tuple[int, int, int, int]) -> None:
 
 
 @given(sizes)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_awq_gemm(size: tuple[int, int, int, int]) -> None:
     drawn = Drawn(*size)
     weight = awq(drawn)
@@ -73,7 +74,7 @@ def test_awq_gemm(size: tuple[int, int, int, int]) -> None:
 
 
 @given(sizes, st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_pack_quantized(size: tuple[int, int, int, int], symmetric: bool) -> None:
     drawn = Drawn(*size)
     packed = words(np.ascontiguousarray(drawn.codes.T))
@@ -95,7 +96,7 @@ def test_both_layouts_give_the_same_weights() -> None:
 
 
 @given(st.sampled_from([32, 64, 128]), st.integers(1, 3), st.integers(0, 2**31), st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_a_dense_matrix_rounded(group: int, groups: int, seed: int, one_sided: bool) -> None:
     """The error of each number is at most half a step of its group, plus the rounding of the scale to bfloat16; zeros
     are exact."""
@@ -144,7 +145,7 @@ def test_biases_of_only_some_parts_are_refused() -> None:
 
 
 @given(sizes, st.sampled_from([8, 16, 32, 64]), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_selecting(size: tuple[int, int, int, int], run: int, data: st.DataObject) -> None:
     """Outputs in groups of eight and runs of inputs, with zeros for index -1: the int4 matrix gives the same as the
     dense one."""

@@ -29,7 +29,7 @@ from tests.support.token_constraints import OneHalf
 from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
 
 OPTIONS: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 160}
-GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.9, seed=3)
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30] * 3
 VOCAB = 300
@@ -77,10 +77,10 @@ def make_models(folder: Path, kind: str) -> tuple[Path, Path | str]:
     if kind in HYBRIDS:
         target, draft = make_pair(folder, family="qwen3_5_text", **SHAPE)
     else:
-        target, draft = make_pair(folder, layers=6, **SHAPE)
+        target, draft = make_pair(folder, layers=3, **SHAPE)
     write_tokenizer(target, byte_level_tokenizer())
     if kind == "eagle3":
-        make_eagle3(folder / "head", layers=(1, 3, 6), vocab=VOCAB, draft_vocab=VOCAB)
+        make_eagle3(folder / "head", layers=(1, 2, 3), vocab=VOCAB, draft_vocab=VOCAB)
         return target, folder / "head"
     if kind == "dflash":
         make_dflash(folder / "head", vocab=VOCAB)
@@ -171,7 +171,7 @@ def test_a_grammar_that_forbids_every_draft(engines: Engines) -> None:
         prompt = [token % 150 for token in PROMPT]
         answer = llm.generate(prompt, sampling)
         assert answer.token_ids == engines.plain.generate(prompt, sampling).token_ids and min(answer.token_ids) >= 150
-        assert answer.stats.drafter_lost is None and len(answer.token_ids) == 60
+        assert answer.stats.drafter_lost is None and len(answer.token_ids) == 40
     finally:
         for runner, constraint in zip(runners, constraints, strict=True):
             runner.make_constraint = constraint
@@ -199,7 +199,7 @@ def test_log_probabilities(engines: Engines, count: int) -> None:
         [each for chunk in llm.stream(PROMPT, sampling) for each in chunk.logprobs or ()]
         for llm in (unchanged(engines), engines.plain)
     )
-    assert len(got) == len(want) == 60 and any(each.logprob < -0.1 for each in got)
+    assert len(got) == len(want) == 40 and any(each.logprob < -0.1 for each in got)
     for mine, theirs in zip(got, want, strict=True):
         assert mine.rank == theirs.rank and [token for token, _ in mine.top] == [token for token, _ in theirs.top]
         values = [mine.logprob, *(value for _, value in mine.top)]

@@ -13,6 +13,7 @@ from swiftspec.engine import TokenChunk
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
+from tests.support.cases import fast_first
 from tests.support.tiny_checkpoints import make_checkpoint
 
 LONG = [(5 * i + i // 7) % 60 for i in range(3 * PREFILL_CHUNK_TOKENS + 9)]  # four chunks of each model
@@ -42,8 +43,11 @@ def after(polls: int) -> tuple[Callable[[], bool], list[int]]:
     return lambda: had.append(1) or len(had) > polls, had
 
 
-@pytest.mark.parametrize("cache_memory", [0, 1])
-@pytest.mark.parametrize(("mode", "models"), [("ar", 1), ("serial", 2), ("smc", 2)])
+# every mode, and every mode without a prefix cache
+CASES = [("ar", 1, 0), ("serial", 2, 1), ("smc", 2, 1), ("ar", 1, 1), ("serial", 2, 0), ("smc", 2, 0)]
+
+
+@pytest.mark.parametrize(("mode", "models", "cache_memory"), fast_first(CASES, 3, unpack=True))
 def test_a_cancelled_prefill_ends_at_the_next_chunk(
     pair: tuple[Path, Path], mode: str, models: int, cache_memory: int
 ) -> None:

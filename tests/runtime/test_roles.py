@@ -23,6 +23,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS, Runner
 from tests.support import roles
+from tests.support.cases import examples
 from tests.support.proposals import draft_proposal
 from tests.support.roles import request_start
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -34,7 +35,6 @@ GREEDY = SamplingParams(temperature=0)
 NEGATIVE = (7, 30, 12)
 GUIDED = SamplingParams(temperature=0, guidance_scale=2.0, negative_prompt_ids=NEGATIVE)
 POISON = 1e4  # in every free slot, so that an invalid read is detected
-
 
 SLIDING = pytest.param("gemma3_text", marks=pytest.mark.slow)
 
@@ -109,7 +109,7 @@ def check_drafter(drafter: LocalDrafter, oracle: Oracle, verified: list[int]) ->
                 oracle.check(drafter.runner, prefix + slot, [*text, *path], sequence)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_the_draft_cache_equals_a_recomputation(checkpoint: Path, data: st.DataObject) -> None:
     w, d, sampling = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([GREEDY, GUIDED])))
@@ -147,7 +147,7 @@ def answer(proposal: Proposal, data: st.DataObject) -> list[int]:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, GUIDED], ids=["alone", "guided"])
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_the_target_cache_equals_a_recomputation(
     checkpoint: Path, sampling: SamplingParams, data: st.DataObject

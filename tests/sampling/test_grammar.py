@@ -23,7 +23,7 @@ from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.grammar import GrammarCompiler, GrammarConstraint, GrammarTooComplex
-from tests.support.cases import fast_first
+from tests.support.cases import examples, fast_first
 from tests.support.proposals import draft_proposal
 from tests.support.roles import drafter_of, make_drafter, replace_roles, verifier_of
 from tests.support.toy_pair import VOCAB, make_pair
@@ -91,7 +91,7 @@ def walks(rules: GrammarConstraint, data: st.DataObject, length: int) -> Iterato
         yield path[-1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(data=st.data(), text=st.sampled_from([JSON, LIST]))
 def test_every_node_has_the_mask_of_a_fresh_parser(grammars: GrammarCompiler, data: st.DataObject, text: str) -> None:
     """For any order of the paths of a tree, and any verified text in between."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.sampling.vocab import VocabShard
+from tests.support.cases import examples
 from tests.support.thread_group import ThreadGroup, on_ranks
 
 PAD = 1e9  # in the rows of the head beyond the base vocabulary
@@ -71,7 +72,7 @@ cases = given(
 
 
 @cases
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_draws(kind: str, vocab: int, size: int, extra: int, p: SamplingParams, seed: int, dtype: torch.dtype) -> None:
     logits, positions = draw_logits(kind, vocab, seed, dtype), torch.tensor([7, 9, 40])
     paths = [[vocab - 1], [], [0, vocab // 2]]
@@ -98,7 +99,7 @@ def test_filters(kind: str, size: int) -> None:
 
 
 @cases
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_children(
     kind: str, vocab: int, size: int, extra: int, p: SamplingParams, seed: int, dtype: torch.dtype
 ) -> None:

@@ -55,8 +55,8 @@ def test_the_models_are_small_and_document_their_origin() -> None:
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(temperature=0, max_tokens=48, ignore_eos=True),
-        SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=48, ignore_eos=True, repetition_penalty=1.05),
+        SamplingParams(temperature=0, max_tokens=32, ignore_eos=True),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=32, ignore_eos=True, repetition_penalty=1.05),
     ],
     ids=["greedy", "sampled"],
 )

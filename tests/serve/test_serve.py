@@ -22,7 +22,7 @@ from swiftspec.serve.cli import generate
 from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.settings.settings import Settings, env_name
 from swiftspec.startup.built_in_models import DEMO_MODELS
-from swiftspec.text.codec import template_renderer
+from swiftspec.text.template import TemplateRenderer
 from tests.support.toy_pair import (
     CONTEXT,
     byte_level_tokenizer,
@@ -175,7 +175,7 @@ def test_the_process_of_the_template(command: Command, pair: list[str], monkeypa
         return started[-1]
 
     monkeypatch.setattr("swiftspec.text.template.subprocess.Popen", noted)
-    monkeypatch.setattr("swiftspec.startup.session.template_renderer", template_renderer)
+    monkeypatch.setattr("swiftspec.text.codec.TemplateRenderer", TemplateRenderer)
     command.json(*pair, "--raw", "--prompt", "a", "--max-tokens", "1")
     assert not started
     command.json(*pair, "--prompt", "a", "--max-tokens", "1")

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,6 +34,7 @@ from swiftspec.serve.__main__ import main
 from swiftspec.serve.cli.worker import run_worker
 from swiftspec.settings.settings import Settings
 from swiftspec.startup.worker_endpoints import load_security
+from tests.support.clients import openai
 from tests.support.collector import collecting
 from tests.support.draft_heads import make_eagle3
 from tests.support.server_process import RESTORE_SIGNALS, ROOT, ServerProcess
@@ -126,6 +128,58 @@ def test_decoding_on_workers_gives_the_text_of_one_process() -> None:
         assert target.end(signal.SIGTERM) == 0
         code, out, err = finished(("generate", *both, *sampled, "--remote-timeout", "1"))
         assert code == 1 and not out and re.search(r"error: --target-url \S+ is unavailable: .*; start it with", err)
+
+
+def server_answers(server: ServerProcess) -> list[str]:
+    """Returns the texts that the endpoints give for the same prompt."""
+    code = "def read_lines(path):"
+    shape: Any = {"model": "target", "max_tokens": 24, "temperature": 0.8}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        text = client.completions.create(prompt=code, seed=5, logprobs=2, stop=["("], **shape).choices[0]
+        assert text.logprobs is not None and text.logprobs.top_logprobs is not None
+        assert all(len(each) >= 2 for each in text.logprobs.top_logprobs)
+        chat: Any = [{"role": "user", "content": code}]
+        pieces = client.chat.completions.create(messages=chat, seed=5, stream=True, **shape)
+        streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    body = {**shape, "messages": chat, "temperature": 0}  # Anthropic's API has no seed
+    message = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60).json()
+    return [text.text, streamed, message["content"][0]["text"]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_server_in_front_of_a_target_worker_waits_for_it_after_a_loss() -> None:
+    with ServerProcess(("--served-model-name", "target")) as local:
+        expected = server_answers(local)
+    worker = WorkerAddress("target", "--model", "demo")
+    flags = ("--target-url", worker.url, "--draft-model", str(ROOT / "swiftspec/demo/draft"), "--remote-timeout", "2")
+    try:
+        with ServerProcess(flags, variables={"SWIFTSPEC_TOKEN": "secret"}) as served:
+            assert server_answers(served) == expected
+            worker.end(signal.SIGKILL)
+            body = {"prompt": "def f(", "max_tokens": 4}
+            answers = [httpx.post(f"{served.url}/v1/completions", json=body, timeout=60) for _ in range(2)]
+            assert [each.status_code for each in answers] == [503, 503]
+            assert answers[0].json()["error"]["type"] == "unavailable_error"
+            health = wait_for(served.url, 503)
+            assert health["status"] == "unavailable" and health["ranks"][0]["state"] == "lost"
+            assert 'ready{model_name="target"} 0.0' in httpx.get(f"{served.url}/metrics").text
+            worker = WorkerAddress("target", "--model", "demo", "--listen", worker.url)
+            assert wait_for(served.url, 200)["status"] == "ok"
+            assert server_answers(served) == expected
+    finally:
+        worker.process.kill()
+    notes = [line for line in served.stderr_lines if "--target-url" in line]
+    assert len(notes) == 2 and "does not answer; requests get status 503" in notes[0] and "answers again" in notes[1]
+
+
+def wait_for(url: str, status: int) -> dict[str, Any]:
+    """Returns the body of /health once it has that status."""
+    for _ in range(600):
+        if (answer := httpx.get(f"{url}/health", timeout=60)).status_code == status:
+            return answer.json()
+        time.sleep(0.1)
+    raise AssertionError(f"/health did not become {status}")
 
 
 def stop_and_continue(found: dict[str, WorkerAddress]) -> None:

@@ -16,6 +16,7 @@ from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import GroupShape
 from swiftspec.smc.particles import Particles
+from tests.support.cases import examples
 
 N, K, VOCAB, STOP, LIMIT, SLOTS = 3, 2, 4, 3, 24, 48
 PROMPT = [1, 2, 1]
@@ -196,7 +197,7 @@ class Population(RuleBasedStateMachine):
             assert (self.particles.slot_states(SLOTS)[0] == DEAD).all()
 
 
-Population.TestCase.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
+Population.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=15)
 TestPopulation = Population.TestCase
 
 

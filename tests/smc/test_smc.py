@@ -18,7 +18,6 @@ from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
-from swiftspec.smc.limits import particle_region_slots
 from tests.support.cases import fast_first
 from tests.support.history_models import HistoryModel, make_worker
 from tests.support.history_models import run as decode
@@ -173,10 +172,18 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, draft
 
 
-@pytest.mark.parametrize(
-    ("models", "before"), [("pair", 0), ("hybrids", 0), ("hybrids", 50)], ids=["attention", "hybrid", "long hybrid"]
-)
-@pytest.mark.parametrize("exact", [0, 2])
+# every kind of model, and both kinds of round
+POPULATIONS = [
+    ("pair", 0, 0),
+    ("hybrids", 50, 2),
+    ("pair", 0, 2),
+    ("hybrids", 0, 0),
+    ("hybrids", 0, 2),
+    ("hybrids", 50, 0),
+]
+
+
+@pytest.mark.parametrize(("models", "before", "exact"), fast_first(POPULATIONS, 2, unpack=True))
 def test_every_live_slot_holds_the_kv_of_its_path(
     request: pytest.FixtureRequest, models: str, before: int, exact: int
 ) -> None:
@@ -287,9 +294,3 @@ def test_a_population_runs_on_one_group() -> None:
     assert (EngineConfig("smc", target_tp=3).num_ranks, EngineConfig("smc", target_tp=3).draft_tp) == (3, 3)
     with pytest.raises(UserError, match="draft_tp must be 3 in mode smc, not 1"):
         EngineConfig("smc", target_tp=3, draft_tp=1)
-
-
-def test_a_population_beyond_the_cache_reports_how_many_fit() -> None:
-    with pytest.raises(UserError, match="use at most 252 particles"):
-        particle_region_slots(PopulationConfig(1024, 64), 512)
-    assert particle_region_slots(PopulationConfig(252, 64), 512) <= 32768

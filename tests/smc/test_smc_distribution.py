@@ -134,7 +134,8 @@ def test_five_tokens_and_longer_texts() -> None:
     check_unbiased(found, global_power(found.target, PROMPT, sampling, 2.0, STOPS, 5))
 
 
-@pytest.mark.parametrize("threshold", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
 def test_the_distribution_is_exact_with_any_resampling_threshold(threshold: float) -> None:
     runs, sampling = 250, SamplingParams(temperature=0.7)
     found = sample(PopulationConfig(8, 1, threshold, 2.0), sampling, runs)

@@ -14,11 +14,12 @@ from swiftspec.backends.reference.noise import counters, noise_bits, row_bits, r
 from swiftspec.batching.noise_streams import StreamPurpose, stream_of
 from swiftspec.smc import weights
 from swiftspec.smc.noise_streams import ParticleStreams
+from tests.support.cases import examples
 
 POWERS = [0.5, 1.0, 2.0]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(seed=st.integers(0, 2**64 - 1), clock=st.integers(0, 2**31 - 1))
 def test_noise_equals_that_of_every_backend(seed: int, clock: int) -> None:
     streams = ParticleStreams(1, 3, "cpu")
@@ -93,7 +94,7 @@ def test_effective_sample_size() -> None:
 log_weights = st.lists(st.floats(-8, 8), min_size=1, max_size=12)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(values=log_weights)
 def test_resampling_is_unbiased(values: list[float]) -> None:
     """Averaged over its only random number, on a fine grid, the number of copies of i is N w_i. It never differs from
@@ -109,7 +110,7 @@ def test_resampling_is_unbiased(values: list[float]) -> None:
     torch.testing.assert_close(copies, want, atol=2 / grid, rtol=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(values=log_weights, uniform=st.floats(0.001, 0.999))
 def test_surviving_particles_keep_their_rows(values: list[float], uniform: float) -> None:
     shares = torch.tensor(values, dtype=torch.float64).softmax(0)
@@ -125,7 +126,7 @@ def test_uniform_weights_cause_no_resampling() -> None:
             assert source.tolist() == list(range(count))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(parts=st.lists(st.integers(1, 40), min_size=1, max_size=9), count=st.integers(1, 10))
 @pytest.mark.slow
 def test_a_few_texts_represent_the_population(parts: list[int], count: int) -> None:

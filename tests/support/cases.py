@@ -7,6 +7,9 @@ from itertools import islice
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+FULL_PROFILE = "full"  # hypothesis profile of the slow suite
 
 
 def fast_first(values: Iterable[Any], count: int, *, unpack: bool = False) -> list[Any]:
@@ -17,3 +20,8 @@ def fast_first(values: Iterable[Any], count: int, *, unpack: bool = False) -> li
     each = iter(values)
     rest = ((value if unpack else (value,)) for value in each)
     return [*islice(each, count), *(pytest.param(*value, marks=pytest.mark.slow) for value in rest)]
+
+
+def examples(full: int) -> int:
+    """Returns the number of examples of a property test: `full` in the slow suite, a fifth of them in the fast one."""
+    return full if settings.get_current_profile_name() == FULL_PROFILE else max(full // 5, 4)

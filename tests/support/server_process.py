@@ -37,7 +37,7 @@ class ServerProcess:
     def __init__(self, flags: Sequence[str] = (), ranks: int = 1, variables: dict[str, str] | None = None) -> None:
         self._ranks = ranks
         launcher = [] if ranks == 1 else [*TORCHRUN, str(ranks)]
-        model = () if "--model" in flags else ("--model", "demo")
+        model = () if {"--model", "--target-url"} & {*flags} else ("--model", "demo")
         command = (sys.executable, *launcher, "-m", "swiftspec.serve", "--port", "0", "--plan", "none", *model, *flags)
         self.process = subprocess.Popen(
             [*RESTORE_SIGNALS, *command],

@@ -149,6 +149,7 @@ def test_labels_are_the_later_tokens_of_answers(tmp_path: Path) -> None:
     assert data.counts(64)[[7, 3]].tolist() == [0.0, pytest.approx(0.9 * 5 * 8, rel=1e-3)]
 
 
+@pytest.mark.slow
 def test_a_trained_head_predicts_a_repeated_text_at_every_step(tmp_path: Path, target: Path) -> None:
     data = write_conversations(tmp_path)
     args = argparse.Namespace(lr=3e-3, rows=4, seed=1, minutes=1.2, hidden_layers=LAYERS, out=tmp_path / "head.pt")

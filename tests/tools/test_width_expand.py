@@ -24,6 +24,7 @@ from swiftspec.model.formats.int4 import Int4Weight, unpack_int4
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
+from tests.support.cases import fast_first
 from tests.support.thread_group import ThreadGroup, on_ranks
 from tests.support.tiny_checkpoints import ROPES, chain, make_checkpoint
 from tools.width_expand.checkpoint import write
@@ -188,7 +189,7 @@ def test_shapes(tmp_path: Path) -> None:
         read_shape("Llama-4")
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", fast_first([2, 3], 1))
 def test_shards_compute_the_function_of_the_whole_model(size: int) -> None:
     """Each rank builds its shard by itself, with a quantised head as the draft of an engine has it."""
     options: Any = {"device": "cpu", "ops": reference, "max_positions": 64, "dtype": torch.float64}

@@ -16,6 +16,7 @@ from swiftspec.backends.cpu.decoder import HostDecoder
 from swiftspec.runtime.executors.native_tree import NativeTree
 from swiftspec.tree.replica import NodeIds, TreeDelta, TreeReplica, merge_deltas
 from swiftspec.tree.tree import NEG_INF, DraftTree
+from tests.support.cases import examples
 
 SLOTS, CHILDREN, VOCAB, ROOT = 24, 3, 5, 4
 Path = tuple[int, ...]  # tokens from the first root on
@@ -145,7 +146,7 @@ class NativeReplicaMachine(ReplicaMachine):
 
 
 for _machine in (ReplicaMachine, NativeReplicaMachine):
-    _machine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+    _machine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=25)
 TestReplica = ReplicaMachine.TestCase
 TestNativeReplica = NativeReplicaMachine.TestCase
 

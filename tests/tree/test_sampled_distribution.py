@@ -18,6 +18,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.tree import sampled_children
 from swiftspec.tree.sampled_children import SampledChildren
+from tests.support.cases import fast_first
 from tests.support.enumeration import Pair, longest_branch, orders
 
 
@@ -121,7 +122,7 @@ def test_a_restarted_tree_follows_the_target(monkeypatch: pytest.MonkeyPatch) ->
     check(("async", 2, 1, 1, 2, 3, 4), PLAIN, 2)
 
 
-@pytest.mark.parametrize("mode", ["serial", "async"])
+@pytest.mark.parametrize("mode", fast_first(["async", "serial"], 1))
 def test_rounds_without_the_draft_keep_the_distribution(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """After a first round the drafter pauses for one round, then receives the tokens of the meantime."""
     pair = Pair(2, 3, plan_of(mode, 3, 1, 2), PLAIN)

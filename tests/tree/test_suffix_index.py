@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from swiftspec import _C
+from tests.support.cases import examples
 
 MAX_NODES = 24
 MAX_CANDIDATES, ORDERS = 32, (2, 4, 8, 16)  # as in csrc/host/decoder/suffix_index.h
@@ -74,7 +75,7 @@ def check_tree(nodes: Nodes) -> None:
 
 @pytest.mark.parametrize("queries", [False, True])
 @given(texts=texts, path=paths)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_every_continuation_occurs_after_a_match_of_its_length(queries: bool, texts: list[Text], path: Text) -> None:
     nodes = index_of(texts, queries=queries).query(MAX_NODES, ACCEPTANCE, path)
     check_tree(nodes)
@@ -84,7 +85,7 @@ def test_every_continuation_occurs_after_a_match_of_its_length(queries: bool, te
 
 
 @given(texts=texts, path=paths)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_the_longest_match_is_found(texts: list[Text], path: Text) -> None:
     nodes = index_of(texts).query(MAX_NODES, ACCEPTANCE, path)
     if sum(map(len, texts)) <= MAX_CANDIDATES:
@@ -115,7 +116,7 @@ def test_an_empty_index_and_a_new_text_have_no_continuations() -> None:
 
 
 @given(texts=texts, path=paths, capacity=st.sampled_from([8, 16, 64]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_the_oldest_tokens_are_evicted(texts: list[Text], path: Text, capacity: int) -> None:
     nodes = index_of(texts, capacity, queries=True).query(MAX_NODES, ACCEPTANCE, path)
     check_tree(nodes)

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from swiftspec.backends.cpu.decoder import HostDecoder
 from swiftspec.runtime.executors.native_tree import NativeTree
 from swiftspec.tree.tree import NEG_INF, DraftTree
+from tests.support.cases import examples
 
 SLOTS, CHILDREN, VOCAB = 24, 3, 7
 
@@ -155,6 +156,6 @@ class NativeTreeMachine(TreeMachine):
 
 
 for _machine in (TreeMachine, NativeTreeMachine):
-    _machine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+    _machine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=25)
 TestTree = TreeMachine.TestCase
 TestNativeTree = NativeTreeMachine.TestCase

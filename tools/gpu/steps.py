@@ -84,7 +84,7 @@ def questions(output: Path, gpu: str) -> list[Step]:
         measured("footprint, pages touched", touched, 35, needs=STAMPS),
         measured(f"decode {PAIR}", (*step, PAIR, *trees), 100),
         measured("attention", attention, 30),
-        measured("sampling", (*ours, "--only", "(draw|children)", "--rows", "8"), 20),
+        measured("sampling", (*ours, "--only", "(draw|children|resample)", "--rows", "8"), 20),
         measured("stamps of attention", of_attention, 30, needs=STAMPS),
         measured("chain, nothing early", (*chain, "--no-leave-out"), 35, environment=NOTHING_EARLY),
         measured("stalls", module("bench.gpu.stalls"), 40),

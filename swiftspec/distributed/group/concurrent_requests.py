@@ -16,7 +16,7 @@ from swiftspec.distributed.group.leader import FollowerGroup
 from swiftspec.distributed.transport.codec import Message, Words
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.request_state import in_range
-from swiftspec.runtime.coroutines import CallQueue, RequestCoroutine, in_coroutine
+from swiftspec.runtime.coroutines import ROW_BUDGET, CallQueue, RequestCoroutine, in_coroutine
 from swiftspec.runtime.runner import Call
 
 NO_CALLS, PREFILL_CALLS, ALL_CALLS = 0, 1, 2  # which calls suspend a request, as `CallQueue.wait` decides
@@ -37,7 +37,8 @@ class LeaderCallQueue(CallQueue):
         return _RequestFollowerGroup(self._team, partial(self._select, index))
 
     def run(self, calls: Sequence[Call]) -> None:
-        self._team.broadcast(Opcode.CALLS_RUN, tuple(self._indices[call] for call in calls))
+        if calls[0].priority != ROW_BUDGET:
+            self._team.broadcast(Opcode.CALLS_RUN, tuple(self._indices[call] for call in calls))
         super().run(calls)
 
     def _select(self, index: int) -> None:
@@ -48,6 +49,9 @@ class LeaderCallQueue(CallQueue):
             self._sent = state
 
     def _suspend(self, call: Call) -> None:
+        if call.priority == ROW_BUDGET:  # the leader alone chooses the rows of a proposal
+            super()._suspend(call)
+            return
         index, _ = self._sent  # it waits inside a call of its roles, which has selected it
         self._indices[call] = index
         try:

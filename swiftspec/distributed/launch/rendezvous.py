@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -73,7 +73,7 @@ class Rendezvous:
         self._store.set(f"here {self._rank}", name)
         while not self._store.check([f"called {name}"]):
             self._store.add(f"count {name}", 1)
-            if self._store.check(["over"]):
+            if self.job_has_ended():
                 raise JobEnded
             if not timer.sleep(lambda: log(f"rank {self._rank} is waiting for rank 0")):
                 raise RankLost(f"rank 0 did not admit {format_ranks([self._rank])} within {timeouts.timeout_s:g} s")
@@ -120,3 +120,21 @@ class Rendezvous:
         """On rank 0: ends the job, so that registered ranks stop waiting."""
         with suppress(RuntimeError):  # the store is gone already
             self._store.set("over", "")
+
+    def job_has_ended(self) -> bool:
+        """Returns whether rank 0 has ended the job."""
+        with suppress(RuntimeError):  # the store is gone: unknown
+            return self._store.check(["over"])
+        return False
+
+
+@contextmanager
+def losses_at_the_end_ignored(rendezvous: Rendezvous | None) -> Iterator[None]:
+    """Context manager that raises JobEnded instead of RankLost if rank 0 has ended the job: a rank that is still
+    starting then is not shut down, but sees its connections close. `rendezvous`: None without a supervisor."""
+    try:
+        yield
+    except RankLost:
+        if rendezvous is not None and rendezvous.job_has_ended():
+            raise JobEnded from None
+        raise

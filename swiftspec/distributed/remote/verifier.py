@@ -13,7 +13,7 @@ from swiftspec.distributed.transport.codec import Words, pack_message, unpack_sc
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.request_state import ModelLimits, RequestState, check_result
 from swiftspec.distributed.transport.transport import Transport
-from swiftspec.errors import UserError
+from swiftspec.errors import UserError, WorkerUnavailable
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.observe.rpc_latency import RpcLog
 from swiftspec.runtime.verifier import PendingVerification
@@ -27,8 +27,8 @@ class RemoteVerifier:
     """Verifier on a worker. It is its own `PendingVerification`, since there is one verification at a time.
 
     If the worker is lost, the round is repeated until the deadline: a worker that has already verified the proposal
-    returns the same answer, and a restarted worker first receives all tokens so far. Raises UserError at the deadline,
-    or if the worker refuses the request.
+    returns the same answer, and a restarted worker first receives all tokens so far. A prefill is repeated for as long
+    as a round. Raises WorkerUnavailable at the deadline, and UserError if the worker refuses the request.
 
     `while_waiting`: called periodically while `wait` blocks.
     """
@@ -61,13 +61,15 @@ class RemoteVerifier:
             raise UserError(f"this request cannot be sent to {self._peer}: {error}") from None
         self._start, self._verified = start, list(start.tokens)
         self._deadline = time.monotonic() + PREFILL_TIMEOUT_FACTOR * self._timeout
+        lost_at: float | None = None
         while True:
             try:
                 return self._open()
             except ConnectionError as error:
-                self._wait_before_retry(error)
+                lost_at = time.monotonic() if lost_at is None else lost_at
+                self._wait_before_retry(error, min(self._deadline, lost_at + self._timeout))
             except SessionGone as error:  # another client has used the session's memory before the prefill
-                raise UserError(str(error)) from None
+                raise WorkerUnavailable(str(error)) from None
 
     def submit(self, proposal: Proposal) -> PendingVerification:
         self._proposal = proposal
@@ -91,14 +93,14 @@ class RemoteVerifier:
             except SessionGone:
                 self._cancel()
                 if reopened:
-                    raise UserError(
+                    raise WorkerUnavailable(
                         f"{self._peer} ended this session twice, because other clients use all its sessions:"
                         " start it with a larger --max-sessions, or try again later"
                     ) from None
                 self._deadline = time.monotonic() + PREFILL_TIMEOUT_FACTOR * self._timeout
                 known, reopened = False, True
             except ConnectionError as error:
-                self._wait_before_retry(error)
+                self._wait_before_retry(error, self._deadline)
 
     def settle(self) -> None:
         pass  # the worker settles after its answer
@@ -152,8 +154,8 @@ class RemoteVerifier:
         return result
 
     def _recv(self, wanted: Opcode, meanwhile: Callable[[], None] | None = None) -> Words:
-        """Returns the body of the next answer with opcode `wanted`. Raises UserError at the deadline, or if the worker
-        refuses the request. `meanwhile`: called periodically while the call blocks."""
+        """Returns the body of the next answer with opcode `wanted`. Raises WorkerUnavailable at the deadline, and
+        UserError if the worker refuses the request. `meanwhile`: called periodically while the call blocks."""
         while True:
             now = time.monotonic()
             until = self._deadline if meanwhile is None else min(self._deadline, now + POLL_S)
@@ -164,7 +166,7 @@ class RemoteVerifier:
                     meanwhile()
                     continue
                 self._cancel()
-                raise UserError(
+                raise WorkerUnavailable(
                     f"{self._peer} did not answer in time: send the request again, or raise --remote-timeout"
                 ) from None
             except RequestRefused as error:
@@ -182,11 +184,11 @@ class RemoteVerifier:
         self._cancel()
         return UserError(f"{self._peer} sent an invalid {what}: {why}")
 
-    def _wait_before_retry(self, error: ConnectionError) -> None:
-        """Sleeps before another attempt. Raises UserError if the deadline does not allow one."""
+    def _wait_before_retry(self, error: ConnectionError, deadline: float) -> None:
+        """Sleeps before another attempt. Raises WorkerUnavailable if the deadline does not allow one."""
         self._cancel()
-        if time.monotonic() + RETRY_DELAY_S >= self._deadline:
-            raise UserError(f"{error}; restart the worker, then send the request again") from None
+        if time.monotonic() + RETRY_DELAY_S >= deadline:
+            raise WorkerUnavailable(f"{error}; restart the worker, then send the request again") from None
         time.sleep(RETRY_DELAY_S)
 
     def _cancel(self) -> None:

@@ -43,12 +43,15 @@ class AppContext:
 
     def require_ready(self) -> tuple[EngineInfo, TextCodec]:
         """Returns the engine's info and the tokenizer. Raises ApiError (503) while the server is loading, draining or
-        dead. While rank 0 restarts (phase "recovering"), requests are accepted and wait in the queue."""
+        dead, or has lost the worker of its target. While rank 0 restarts (phase "recovering"), requests are accepted
+        and wait in the queue."""
         state, info, codec = self.engine.state, self.engine.info, self.codec()
         if state.phase == "dead":
             raise unavailable_error(f"the engine has exited: {state.detail}", None)
         if state.phase == "draining":
             raise unavailable_error("the server is shutting down", RETRY_AFTER_S)
+        if state.phase == "unavailable":
+            raise unavailable_error(f"the target is unavailable: {state.detail}", RETRY_AFTER_S)
         if info is None or codec is None or state.phase not in ("ready", "recovering"):
             raise unavailable_error(
                 f"Loading model: {state.detail}" if state.detail else "Loading model", RETRY_AFTER_S

@@ -28,7 +28,8 @@ ERROR_TYPES = {
     405: "invalid_request_error", 409: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error",
     500: "api_error", 503: "unavailable_error", 504: "timeout",
 }  # fmt: skip
-FAILURE_STATUS = {"engine_error": 500, "timeout": 504, "replaced": 409}
+FAILURE_STATUS = {"engine_error": 500, "unavailable_error": 503, "timeout": 504, "replaced": 409}
+RETRIED_FAILURES = (500, 503)
 CONTEXT_EXCEEDED = "context_length_exceeded"
 UNREADABLE_BODY = "the body must be JSON in UTF-8, not compressed, with numbers of at most 4300 digits"
 NESTED_TOO_DEEPLY = "the body is nested too deeply"
@@ -108,7 +109,8 @@ def to_api_error(error: Exception) -> ApiError:
             return unavailable_error(str(error), error.retry_after, error.status)
         case GenerationFailedError():
             status = FAILURE_STATUS.get(error.kind, 500)
-            return ApiError(status, str(error), kind=error.kind, headers=NO_RETRY_HEADERS if status != 500 else None)
+            headers = None if status in RETRIED_FAILURES else NO_RETRY_HEADERS
+            return ApiError(status, str(error), kind=error.kind, headers=headers)
         case PromptTooLong():
             return ApiError(400, str(error), code=CONTEXT_EXCEEDED)
         case InvalidRequestError() | UserError():

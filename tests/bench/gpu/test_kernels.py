@@ -33,7 +33,7 @@ def test_every_model_at_every_size_of_the_tables() -> None:
     llama = [name for name in shapes.MODELS if name.startswith("Llama")]
     assert set(product(llama, (1, 2, 4, 6, 8))) <= set(SPLITS) and len(set(SPLITS)) == len(SPLITS)
     names = [case.name for case in cases(MAKE, (8, 1, 16, 32, 4))]
-    assert len(set(names)) == len(names) == 5 * len(SPLITS) * 8 + 2 + 8
+    assert len(set(names)) == len(names) == 5 * len(SPLITS) * 8 + 2 + 2 + 8
     assert names[:6:5] == ["Llama-3-70B TP4 qkv x8", "Llama-3-70B TP4 attention 1000 x8"]
     assert names.index("Llama-3-8B TP1 qkv x8") < names.index("Llama-3-70B TP4 qkv x16") < len(names) // 8
 
@@ -57,7 +57,7 @@ def test_operators_run_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     make = Maker("cpu", others, cold=1)
     made = [make.linear("small", 1, op, 3) for op in ("qkv", "o", "swiglu", "down", "head")]
     made += [make.attention("small", 2, 40, 3), make.particles("small", 1, 2)]
-    made += [make.sampling("small", op, 3) for op in ("draw", "children")]
+    made += [make.sampling("small", op, 3) for op in ("draw", "children")] + [make.resampling(5)]
 
     def timer(calls: list[Call]) -> float:
         first = [call() for call in calls]
@@ -66,7 +66,7 @@ def test_operators_run_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     whole = {"unfused"}
     products, attention = whole | {"torch int4", "cublas bf16", "marlin"}, whole | {"sdpa", "flashinfer"}
-    kinds = {"head": whole | {"cublas bf16"}, "draw": whole, "children": whole}
+    kinds = {"head": whole | {"cublas bf16"}, "draw": whole, "children": whole, "resample": whole}
     with torch.inference_mode():
         for case in made:
             found = [kernels.measure(case, name, calls, ON, timer) for name, calls in case.variants.items()]

@@ -94,17 +94,20 @@ def test_requests_decoded_together_equal_each_alone(
 
 @NATIVE
 def test_rejection_sampled_requests_equal_each_alone(pair_of: PairOf) -> None:  # noqa: F811
-    prompts, sampling = requests_of(12)
+    prompts, sampling = requests_of(8)
     sampling = [replace(each, temperature=each.temperature or 0.5) for each in sampling]
     options: dict[str, Any] = {"max_model_len": 128, "dtype": torch.float32}
-    found = list[list[Any]]()
+    found = list[list[list[Any]]]()
     for requests in (1, 4):
-        config = replace(plan("serial", 2, requests), verify="reject", proposal=None, draft_steps=2)
-        with engine_on_threads(*pair_of("dense"), config, **options) as (llm, _):
-            each = zip(prompts, sampling, strict=True)
-            together = read(llm, prompts, sampling) if requests > 1 else [read(llm, [a], [b])[0] for a, b in each]
-        found.append(together)
+        config = EngineConfig("serial", target_tp=2, max_num_seqs=requests, verify="reject", draft_steps=2)
+        with engine_on_threads(*pair_of("dense"), config, **options) as (llm, roles):
+            if requests == 1:
+                found.append([read(llm, [prompt], [each])[0] for prompt, each in zip(prompts, sampling, strict=True)])
+            else:
+                found.append(read(llm, prompts, sampling))
+                assert_idle(llm)
     assert found[0] == found[1]
+    assert_equal_caches(roles)
 
 
 @NATIVE

@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import RankConfig, check_consistent, settings_of
-from swiftspec.distributed.launch.rendezvous import DEAD_AFTER_S, Rendezvous
+from swiftspec.distributed.launch.rendezvous import DEAD_AFTER_S, Rendezvous, losses_at_the_end_ignored
 from swiftspec.distributed.launch.startup_barrier import Timeouts
 from swiftspec.distributed.launch.supervision import JobEnded, RankInfo, RankTable, SupervisorLink
 from swiftspec.distributed.launch.world import World
@@ -119,6 +119,16 @@ def test_no_request_waits_for_a_rank_0_that_has_exited() -> None:
     page = HashStore()
     waiting = together(lambda: rejoin(world(page, 1, 1)), Rendezvous(page, 0).end_job)
     assert isinstance(waiting[0], JobEnded)
+
+
+@pytest.mark.parametrize(("ended", "raised"), [(False, RankLost), (True, JobEnded)])
+def test_a_connection_that_closes_at_the_end_of_the_job_is_no_loss(ended: bool, raised: type[Exception]) -> None:
+    """Such as that of a draft which loads its weights again while the last answer ends."""
+    page = HashStore()
+    if ended:
+        Rendezvous(page, 0).end_job()
+    with pytest.raises(raised), losses_at_the_end_ignored(Rendezvous(page, 1)):
+        raise RankLost("the target group disconnected")
 
 
 def test_a_waiting_rank_logs_and_times_out() -> None:

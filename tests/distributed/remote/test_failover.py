@@ -16,6 +16,7 @@ from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.request_state import ModelLimits, RequestState
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
+from tests.support.cases import examples
 from tests.support.proposals import draft_proposal
 
 BOUNDS = ModelLimits(vocab_size=40, max_model_len=4000, max_nodes=8)
@@ -171,7 +172,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestPatience = Machine.TestCase
-TestPatience.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+TestPatience.settings = settings(max_examples=examples(20), stateful_step_count=40)
 
 
 def decoded(machine: Machine, rounds: int) -> float:

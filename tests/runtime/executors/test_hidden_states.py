@@ -14,8 +14,6 @@ from swiftspec import _C
 from swiftspec.backends.cpu import cpu as host
 from swiftspec.backends.reference import reference
 from swiftspec.backends.unfused import unfused
-from swiftspec.config import EngineConfig
-from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
@@ -127,13 +125,3 @@ def test_guided_verifications_provide_the_conditional_rows(checkpoint: Path) -> 
     want, got = verifier.runner.model.forward(chain([3, 1, 4]), cache).hidden, verifier.accepted_hidden()
     assert want is not None and got is not None
     torch.testing.assert_close(got, want[-1:])
-
-
-def test_the_load_option_applies_to_the_target(checkpoint: Path) -> None:
-    options: dict[str, Any] = {"dtype": torch.float32, "max_model_len": 64, "hidden_layers": (0, 2)}
-    llm = LLMEngine(checkpoint, checkpoint, EngineConfig("serial"), **options)
-    llm.generate([3, 1, 4], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    roles: Any = llm.roles.inner_roles
-    assert roles.verifier.accepted_hidden().shape[1:] == (2, 64)
-    assert roles.drafter.runner.model.hidden_layers == ()
-    llm.close()

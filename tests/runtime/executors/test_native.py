@@ -27,7 +27,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
 from tests.support import roles
-from tests.support.cases import fast_first
+from tests.support.cases import examples, fast_first
 from tests.support.proposals import draft_proposal
 from tests.support.roles import request_start
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -110,14 +110,17 @@ def any_result(proposal: Proposal, data: st.DataObject) -> VerifyResult:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> None:
+    method: dict[str, Any] = data.draw(
+        st.sampled_from([{"proposal": "top"}, {"proposal": "coupled"}, {"verify": "reject"}])
+    )
     plan = EngineConfig(
         verify_batch=data.draw(st.integers(1, 6)),
         draft_leaves=data.draw(st.integers(1, 5)),
         draft_steps=data.draw(st.integers(1, 4)),
-        **data.draw(st.sampled_from([{"proposal": "top"}, {"proposal": "coupled"}, {"verify": "reject"}])),
+        **method,
         calibration=data.draw(st.sampled_from([None, 1.3])),
     )
     sampling = data.draw(st.sampled_from(NOISY if plan.proposal == "sample" else SAMPLINGS))
@@ -137,7 +140,7 @@ def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> No
     assert fused.busy > 0
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_native_replies_equal_the_proposals_of_the_drafter(checkpoint: Path, data: st.DataObject) -> None:
     """The fast reply equals the drafter's own proposal, without an expansion."""
@@ -189,7 +192,7 @@ def test_synthetic_acceptance(checkpoint: Path, sampling: SamplingParams) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_verifications(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> None:
     sampling = data.draw(st.sampled_from(SAMPLINGS))

@@ -22,6 +22,7 @@ from swiftspec.runtime.executors.native_population import NativePopulationExecut
 from swiftspec.runtime.executors.population_rounds import EagerPopulationExecutor, SamplingSpan
 from swiftspec.smc.group_result import GroupResult
 from tests.model.test_loader import quantise
+from tests.support.cases import fast_first
 from tests.support.roles import request_start, restrict_executors, scheduler_of
 from tests.support.tiny_checkpoints import make_pair
 
@@ -102,7 +103,7 @@ def same(one: BatchScheduler, other: BatchScheduler, live: Sequence[tuple[Sequen
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("models", ["bf16", "int4"])
+@pytest.mark.parametrize("models", fast_first(["int4", "bf16"], 1))
 def test_native_rounds_equal_eager_rounds(request: pytest.FixtureRequest, models: str, name: str) -> None:
     """Round by round, while requests are admitted, finish and are cancelled."""
     pair, config = request.getfixturevalue(models), CONFIGS[name]

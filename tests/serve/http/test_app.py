@@ -52,7 +52,14 @@ def test_requests_during_and_after_shutdown(player: Player, client: httpx.Client
 
 @pytest.mark.parametrize(
     ("phase", "ready", "live"),
-    [("loading", 503, 200), ("ready", 200, 200), ("recovering", 503, 200), ("draining", 503, 200), ("dead", 503, 503)],
+    [
+        ("loading", 503, 200),
+        ("ready", 200, 200),
+        ("recovering", 503, 200),
+        ("unavailable", 503, 200),
+        ("draining", 503, 200),
+        ("dead", 503, 503),
+    ],
 )
 def test_probes(player: Player, client: httpx.Client, phase: str, ready: int, live: int) -> None:
     player.state = EngineState(phase, "", 0, 0)

@@ -85,7 +85,7 @@ def test_random_requests_from_the_document(plain_player: Player) -> None:
         for mode in schemathesis.GenerationMode:
 
             @given(operation.as_strategy(generation_mode=mode))
-            @settings(max_examples=8, deadline=None, suppress_health_check=SLOW)
+            @settings(max_examples=4, deadline=None, suppress_health_check=SLOW)
             def each(case: schemathesis.Case) -> None:
                 case.call_and_validate(checks=checks)
 

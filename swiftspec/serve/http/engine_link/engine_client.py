@@ -31,7 +31,8 @@ class EngineRequest:
 class RequestRejectedError(UserError):
     """Raised if the engine cannot accept a request now.
 
-    `status`: HTTP status 429 (queue full, or queue timeout) or 503 (loading, recovering for too long, draining, dead).
+    `status`: HTTP status 429 (queue full, or queue timeout) or 503 (loading, recovering for too long, unavailable,
+    draining, dead).
     `retry_after`: seconds after which the client may retry; None if a retry is useless.
     """
 
@@ -45,8 +46,8 @@ class InvalidRequestError(UserError):
 
 
 class GenerationFailedError(UserError):
-    """Raised if an accepted request fails. `kind`: "engine_error", "timeout" or "replaced" (by a request with the same
-    `replace_key`)."""
+    """Raised if an accepted request fails. `kind`: "engine_error", "unavailable_error" (the worker of the target is
+    lost), "timeout" or "replaced" (by a request with the same `replace_key`)."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
@@ -57,8 +58,9 @@ class GenerationFailedError(UserError):
 class EngineState:
     """State of the engine.
 
-    `phase`: "loading", "ready", "recovering" (rank 0 restarts), "draining" or "dead" (shutting down without rank 0).
-    `detail`: progress of loading, or the reason for the loss of rank 0.
+    `phase`: "loading", "ready", "recovering" (rank 0 restarts), "unavailable" (the worker of the target is lost),
+        "draining" or "dead" (shutting down without rank 0).
+    `detail`: progress of loading, or the reason for the loss of rank 0 or of the worker.
     `running`, `waiting`: number of requests in rank 0 and in the queue; each choice counts.
     `ranks`: states that rank 0 last reported.
     """

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from swiftspec.errors import UserError
+from swiftspec.errors import UserError, WorkerUnavailable
 from swiftspec.observe.rpc_latency import RpcRecord
 from swiftspec.observe.trace_format import TraceEntry, to_json, to_record, tokens_in
 from swiftspec.params import SamplingParams
@@ -134,8 +134,9 @@ class EngineLoop:
         except UserError as error:
             if not self._running:  # the error does not belong to a request
                 raise
+            unavailable = isinstance(error, WorkerUnavailable)
             for number in sorted(self._running):
-                self._finish(frames.FailedFrame(number, str(error), user=True))
+                self._finish(frames.FailedFrame(number, str(error), user=not unavailable, unavailable=unavailable))
 
     def _next_request(self) -> BatchRequest | None:
         """Returns the next request for the engine to start, or None if the queue is empty. Rejects invalid requests."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Literal
 
 from swiftspec.distributed.launch.control_socket import SupervisorClient
 from swiftspec.distributed.launch.supervision import RankInfo, SupervisorLink
@@ -20,12 +20,15 @@ from swiftspec.serve.http.engine_link.engine_loop import EngineLoop, engine_info
 from swiftspec.serve.http.engine_link.frames import FrontEndLost
 from swiftspec.serve.http.engine_link.frontend_process import requested_kv_events, sampling_defaults
 from swiftspec.serve.http.engine_link.status_publisher import LoadingPhases, StatusPublisher
+from swiftspec.serve.http.engine_link.target_monitor import TargetMonitor
+from swiftspec.serve.stdio import warn
 from swiftspec.settings.settings import Settings
 from swiftspec.signals import GracefulStop
 from swiftspec.startup.built_in_models import served_model_names
-from swiftspec.startup.session import open_session
+from swiftspec.startup.remote_session import open_local_or_remote
 
 if TYPE_CHECKING:
+    from swiftspec.builder.remote_roles import RemoteTarget
     from swiftspec.cache.prefix_cache import TokenText
     from swiftspec.distributed.launch.world import World
     from swiftspec.serve.kv_events.publisher import KvEventPublisher
@@ -52,8 +55,8 @@ def run_engine_server(
             world = join(supervisor.supervision(publisher.publish_ranks))
             if world is None:
                 publisher.publish_ranks([RankInfo(0, "target", os.getpid(), "up", supervisor.incarnation)])
-            session = open_session(
-                settings, loading_phases, world, warm_up=True, render_chats=False, on_resolved=publisher.publish_models
+            session = open_local_or_remote(
+                settings, loading_phases, world, warm_up=True, render_chats=False, on_located=publisher.publish_target
             )
         except UserError as error:
             publisher.publish(frames.EngineLostFrame(str(error)))
@@ -65,7 +68,7 @@ def run_engine_server(
             defaults = {**session.model_defaults, **defaults}
             publisher.publish(engine_info(session.llm, session.model, session.draft_model, defaults))
             supervisor.set_ready()
-            with GracefulStop() as stop:
+            with GracefulStop() as stop, watched_target(session.remote_target, publisher, supervisor):
                 EngineServer(
                     session.llm,
                     publisher,
@@ -84,6 +87,33 @@ def run_engine_server(
             kv_events.close()
         publisher.socket.close(FLUSH_TIMEOUT_S)
     return 0
+
+
+@contextmanager
+def watched_target(
+    target: RemoteTarget | None, publisher: StatusPublisher, supervisor: SupervisorClient
+) -> Iterator[None]:
+    """Context manager that watches the worker of a remote target. While it is lost, the front end rejects requests, and
+    the state of rank 0 is "lost"."""
+    if target is None:
+        yield
+        return
+
+    def report(lost: str | None) -> None:
+        state: Literal["lost", "up"] = "up" if lost is None else "lost"
+        publisher.publish_ranks([RankInfo(0, "target", os.getpid(), state, supervisor.incarnation)])
+        publisher.publish(frames.TargetStateFrame(lost))
+        if lost is None:
+            print(f"swiftspec: {target.connection.peer} answers again", file=sys.stderr, flush=True)
+        else:
+            warn(f"{lost}; requests get status 503 until it serves this server again")
+
+    monitor = TargetMonitor(target.lost_reason, report)
+    monitor.start()
+    try:
+        yield
+    finally:
+        monitor.close()
 
 
 def open_kv_events(settings: Settings) -> KvEventPublisher | None:

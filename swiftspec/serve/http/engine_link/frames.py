@@ -104,7 +104,7 @@ class LoadingFrame(Frame, frozen=True):
 class ModelPathFrame(Frame, frozen=True):
     """Path of the target, sent before the weights are loaded so that the front end can load the tokenizer meanwhile."""
 
-    target: str  # a folder
+    target: str  # a folder or a GGUF file
 
 
 class EngineInfo(Frame, frozen=True):
@@ -122,6 +122,12 @@ class EngineInfo(Frame, frozen=True):
     trace_head: dict[str, Any] = {}  # header line of a trace
     max_num_seqs: int = 1  # maximum number of requests that are decoded concurrently
     cache_tokens: int = 0  # see `Roles.cache_tokens`
+
+
+class TargetStateFrame(Frame, frozen=True):
+    """State of a remote target, sent when it changes. `lost`: why its worker does not serve; None: it serves again."""
+
+    lost: str | None
 
 
 class RankState(msgspec.Struct, frozen=True):
@@ -219,11 +225,13 @@ class DoneFrame(Frame, frozen=True):
 
 class FailedFrame(Frame, frozen=True):
     """Reports that one request has failed; rank 0 continues to serve. `user`: whether the request is invalid (status
-    400); otherwise the error is internal (status 500)."""
+    400). `unavailable`: whether the worker of the target is lost (status 503). Otherwise the error is internal (status
+    500)."""
 
     request: int
     message: str
     user: bool
+    unavailable: bool = False
 
 
 class EngineLostFrame(Frame, frozen=True):
@@ -238,6 +246,7 @@ FromEngine = (
     | LoadingFrame
     | ModelPathFrame
     | EngineInfo
+    | TargetStateFrame
     | RankStatesFrame
     | PromptLogprobsFrame
     | TokensFrame

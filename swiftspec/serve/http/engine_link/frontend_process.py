@@ -23,6 +23,7 @@ from swiftspec.settings.flags import SETTINGS
 from swiftspec.settings.kv_events_config import KvEventsConfig
 from swiftspec.settings.settings import Settings, UsageError, check_usage
 from swiftspec.startup.built_in_models import chat_template_file, served_model_names
+from swiftspec.startup.worker_endpoints import remote_target_name
 from swiftspec.text.template import read_template
 
 BACKLOG_CONNECTIONS = 128  # connections that the kernel holds until the front end, or its successor, accepts them
@@ -128,10 +129,16 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def frontend_config(settings: Settings) -> frames.FrontendConfig:
-    """Returns the front end's part of the settings."""
-    template = chat_template_file(settings.model, settings.chat_template_file)
+    """Returns the front end's part of the settings. Raises UserError if --target-url is set and its worker does not
+    answer."""
+    if settings.target_url is None:
+        names = served_model_names(settings)
+        template = chat_template_file(settings.model, settings.chat_template_file)
+    else:
+        names = list(settings.served_model_name) or [remote_target_name(settings)]
+        template = settings.chat_template_file
     return frames.FrontendConfig(
-        model_names=served_model_names(settings),
+        model_names=names,
         api_keys=list(settings.api_key or []),
         max_queue=settings.max_queue,
         request_timeout=settings.request_timeout,

@@ -52,7 +52,7 @@ class RemoteEngineClient(RequestQueue):
                 self._dispatch(frame)
         finally:
             self._socket = None
-        phases = {"loading": "loading", "ready": "recovering", "recovering": "recovering"}
+        phases = {"loading": "loading", **dict.fromkeys(("ready", "recovering", "unavailable"), "recovering")}
         self._on_engine_lost(phases.get(self._phase, "dead"), ENGINE_GONE if frame is None else frame.message)
         self._ranks = [structs.replace(one, state="lost") if one.rank == 0 else one for one in self._ranks]
         await connection.close()
@@ -68,6 +68,8 @@ class RemoteEngineClient(RequestQueue):
                 if self._announced:
                     self._send(frames.ServingFrame())
                 self._on_ready(frame)
+            case frames.TargetStateFrame(lost=lost):
+                self._on_target_state(lost)
             case frames.RankStatesFrame(ranks=ranks):
                 self._ranks = ranks
             case frames.DrainFrame():

@@ -30,7 +30,7 @@ from swiftspec.serve.http.engine_link.pending_request import PendingGroup, Pendi
 from swiftspec.serve.http.engine_link.trace_events import TraceEventBuffer
 
 QUEUE_FULL_RETRY_AFTER_S = 1.0
-LOADING_RETRY_AFTER_S = 5.0  # also while rank 0 restarts
+LOADING_RETRY_AFTER_S = 5.0  # also while rank 0 restarts, or the worker of the target is lost
 
 
 class RequestQueue(ABC):
@@ -113,9 +113,9 @@ class RequestQueue(ABC):
         return len({pending.group for pending in self._waiting if not pending.group.started})
 
     def _unavailable_error(self) -> RequestRejectedError:
-        """Returns the error for requests that wait or arrive while the engine is draining or dead."""
+        """Returns the error for requests that wait or arrive while the engine is unavailable, draining or dead."""
         why = f": {self._detail}" if self._detail else ""
-        retry_after = LOADING_RETRY_AFTER_S if self._phase == "draining" else None
+        retry_after = None if self._phase == "dead" else LOADING_RETRY_AFTER_S
         return RequestRejectedError(f"the engine is {self._phase}{why}", 503, retry_after)
 
     def _replace_older(self, keys: set[str | None]) -> None:
@@ -169,6 +169,17 @@ class RequestQueue(ABC):
                 self._phase = "ready"
             self._start_waiting()
 
+    def _on_target_state(self, lost: str | None) -> None:
+        """Handles the loss and the return of a remote target. Requests that wait or arrive meanwhile are rejected; the
+        running one has its own timeout."""
+        with self._lock:
+            if self._phase not in ("ready", "unavailable"):
+                return
+            self._phase, self._detail = ("ready", "") if lost is None else ("unavailable", lost)
+            if lost is not None:
+                self._reject_waiting()
+            self._start_waiting()
+
     def _deliver(self, frame: RequestFrame | FailedFrame) -> None:
         """Handles a frame of a request."""
         with self._lock:
@@ -176,9 +187,9 @@ class RequestQueue(ABC):
             if pending is None:
                 return
             if isinstance(frame, FailedFrame):
-                user, message = frame.user, frame.message
+                kind = "unavailable_error" if frame.unavailable else "engine_error"
                 pending.group.fail(
-                    InvalidRequestError(message) if user else GenerationFailedError(message, "engine_error")
+                    InvalidRequestError(frame.message) if frame.user else GenerationFailedError(frame.message, kind)
                 )
                 self._drop_finished()
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from threading import Lock
 from typing import overload
 
@@ -14,7 +15,6 @@ from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.http.engine_link.frame_socket import FrameSocket
 from swiftspec.serve.http.engine_link.frames import FrontEndLost
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.startup.model_resolution import ResolvedModels
 
 
 class StatusPublisher:
@@ -37,9 +37,9 @@ class StatusPublisher:
             with suppress(FrontEndLost):
                 self.socket.send(frame)
 
-    def publish_models(self, models: ResolvedModels) -> None:
+    def publish_target(self, path: Path) -> None:
         """Publishes the target's path, so that the front end loads the tokenizer while rank 0 loads the weights."""
-        self.publish(frames.ModelPathFrame(str(models.target)))
+        self.publish(frames.ModelPathFrame(str(path)))
 
     def publish_ranks(self, ranks: Sequence[RankInfo]) -> None:
         """Publishes the states of the ranks. Thread-safe."""

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from swiftspec.serve.http.api.response_store import ResponseStore, StoredResponse
+from tests.support.cases import examples
 
 MAX_BYTES, MAX_RESPONSES = 1000, 4
 IDS = st.sampled_from("abcdefgh")
@@ -51,5 +52,5 @@ class StoreMachine(RuleBasedStateMachine):
         self.ended.pop(name, None)
 
 
-StoreMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=examples(20), stateful_step_count=25)
 TestStore = StoreMachine.TestCase

@@ -15,6 +15,8 @@ from swiftspec.serve.http.engine_link.engine_client import (
     RequestRejectedError,
 )
 from swiftspec.serve.http.engine_link.remote_engine_client import RemoteEngineClient
+from swiftspec.serve.http.engine_link.request_queue import LOADING_RETRY_AFTER_S
+from swiftspec.serve.http.errors import to_api_error
 from tests.support.scripted_rank import READY, Link, Rank0, run_link, start_group, start_request
 
 LOST = frames.EngineLostFrame("rank 1 is gone")
@@ -350,3 +352,42 @@ def test_the_state_is_loading_until_the_first_ready_frame() -> None:
         assert await rank0.next() == frames.ServingFrame()
 
     run_link(scene)
+
+
+def test_a_lost_target_worker_rejects_requests_until_it_is_back() -> None:
+    """The running request goes on: it may be answered if the worker returns within its timeout."""
+
+    async def scene(link: Link) -> None:
+        engine, rank0 = link.engine, link.rank0
+        running, waiting = start_request(engine, 1), start_request(engine, 2)
+        first = await started(rank0)
+        rank0.send(frames.TargetStateFrame("the worker is gone"))
+        with pytest.raises(RequestRejectedError, match="unavailable: the worker is gone") as rejected:
+            await waiting
+        assert (rejected.value.status, rejected.value.retry_after) == (503, LOADING_RETRY_AFTER_S)
+        with pytest.raises(RequestRejectedError, match="unavailable"):
+            await start_request(engine, 3)
+        assert (engine.state.phase, engine.state.running) == ("unavailable", 1)
+        rank0.send(frames.FailedFrame(first.request, "no answer", user=False, unavailable=True))
+        with pytest.raises(GenerationFailedError, match="no answer") as failed:
+            await running
+        assert failed.value.kind == "unavailable_error" and to_api_error(failed.value).status == 503
+        rank0.send(frames.TargetStateFrame(None))
+        await link.until(lambda: engine.state.phase == "ready")
+        again = start_request(engine, 4)
+        rank0.finish((await started(rank0)).request)
+        assert len(await again) == 1
+
+    run_link(scene, READY)
+
+
+def test_a_restart_of_rank_0_ends_the_loss_of_the_target_worker() -> None:
+    async def scene(link: Link) -> None:
+        link.rank0.send(frames.TargetStateFrame("the worker is gone"))
+        await link.until(lambda: link.engine.state.phase == "unavailable")
+        await link.lose_rank0()
+        assert link.engine.state.phase == "recovering"
+        await link.restart_rank0(READY)
+        await link.until(lambda: link.engine.state.phase == "ready")
+
+    run_link(scene, READY)

@@ -13,6 +13,7 @@ from swiftspec.serve.http.format.template_format import (
     TemplateFormat,
     derive_template_format,
 )
+from tests.support.cases import examples
 from tests.support.tool_templates import TEMPLATES, rendering
 
 TURN = "<|{{ m.role }}|>{% if m.reasoning_content %}REASONED{% endif %}{{ m.content }}<|end|>"
@@ -70,7 +71,7 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=12))
 def test_any_template_gives_a_format(fragments: list[str]) -> None:
     """Whatever a template renders, nothing is raised, and a syntax that is returned has been read back."""

@@ -17,6 +17,7 @@ from swiftspec.serve.http.format.template_format import TemplateFormat, derive_t
 from swiftspec.serve.http.format.tool_format import ToolCallFormat
 from swiftspec.serve.http.format.tool_grammar import tool_call_grammar
 from swiftspec.serve.http.format.tools import AllowedText, ParsedToolCall, ToolCallParser
+from tests.support.cases import examples
 from tests.support.grammars import accepts
 from tests.support.tool_templates import TEMPLATES, rendering
 
@@ -101,7 +102,7 @@ def can_write(name: str, calls: list[Call]) -> bool:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(data=st.data(), calls=CALLS, content=st.sampled_from(["", "Hm.", "a < b [ {x}"]), step=st.integers(1, 7))
 def test_written_calls_are_read_back_in_every_split(
     name: str, data: st.DataObject, calls: list[Call], content: str, step: int
@@ -119,7 +120,7 @@ def test_written_calls_are_read_back_in_every_split(
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(data=st.data())
 def test_any_text_is_read_alike_in_every_split_and_stays_if_it_is_no_call(name: str, data: st.DataObject) -> None:
     format = syntax(name)

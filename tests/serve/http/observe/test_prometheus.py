@@ -27,6 +27,7 @@ from swiftspec.serve.http.engine_link.engine_client import (
 from swiftspec.serve.http.engine_link.frames import RankState
 from swiftspec.serve.http.observe.prometheus import PrometheusMetrics, metrics_router
 from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine
+from tests.support.cases import examples
 from tests.support.proposals import LOOKUP
 from tests.support.scripted_engine import ScriptedEngine, TickingClock, collect_frames, complete_frames
 
@@ -87,7 +88,7 @@ def costs(draw: st.DrawFn) -> Stats:
     )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(costs(), max_size=3))
 def test_totals_are_the_sums_over_the_answers(stats: list[Stats]) -> None:
     answers = [complete_frames(one, [2, 1]) for one in stats]
