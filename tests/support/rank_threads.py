@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from swiftspec.builder.models import LocalRoles, Models
 from swiftspec.builder.plan import Plan
@@ -29,11 +29,12 @@ def engine_on_threads(
     """An engine on `config.target_tp` ranks, and the roles of all ranks; those of the followers are complete, and have
     executed all commands, after the context. `on_follower`: called before a follower executes commands. The context
     raises the error of a follower."""
+    loading: Any = options
     size, store, roles = config.target_tp, HashStore(), list[LocalRoles]()
     worlds = [World(rank, size, rank, size, "localhost", store) for rank in range(size)]
 
     def follow(world: World) -> None:
-        plan = Plan.create(target, draft, config, world, {**options})
+        plan = Plan.create(target, draft, config, world, loading)
         rank = start_engine_rank(world, plan.engine, Models.of(plan), None)
         roles.append(rank.held)
         on_follower(rank.held)
