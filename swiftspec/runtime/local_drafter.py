@@ -13,7 +13,6 @@ from swiftspec.params import FILTERS, PENALTIES, SamplingParams
 from swiftspec.runtime.executors import ExecutorRequest, ExpansionShape, TreeExecutor, select_executor
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree.children import ChildSelector
-from swiftspec.tree.sampled_children import SampledChildren
 from swiftspec.tree.tree import DraftTree
 
 
@@ -101,8 +100,14 @@ class LocalDrafter:
         coupled = config.proposal == "coupled" and not sampling.greedy
         count = min(config.children_per_leaf, self.runner.vocab)
         self.executor = self.select_executor(start)
-        sampled = self._children if isinstance(self._children, SampledChildren) else None
-        shape = ExpansionShape(config.leaves_per_expansion, count, coupled, tau, self._children.rank, sampled)
+        shape = ExpansionShape(
+            leaves=config.leaves_per_expansion,
+            children=count,
+            coupled=coupled,
+            tau=tau,
+            rank_children=self._children.rank,
+            sampled=self._children.draws,
+        )
         self.executor.open(ExecutorRequest(sampler, expansion=shape))
 
     def _open_cache(self, start: RequestStart) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,13 @@ from torch import Tensor
 from swiftspec.messages import DraftProbs
 from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.tree import Ints, Leaves
+
+
+class NativeDraws(Protocol):
+    """Draws of children that native code can make instead of `ChildSelector.rank`; see `SampledChildren`."""
+
+    def draw_state(self) -> Any: ...
+    def count_leaves(self, count: int, /) -> None: ...
 
 
 class ChildSelector(Protocol):
@@ -22,6 +29,11 @@ class ChildSelector(Protocol):
     """
 
     sampled: bool
+
+    @property
+    def draws(self) -> NativeDraws | None:
+        """How native code can draw the children; None unless they are sampled."""
+        ...
 
     def open(self, sampler: Sampler, position: int, tau: float) -> None:
         """Starts a request. `position`: absolute position of the root. `tau`: calibration of the children's weights to
@@ -57,6 +69,7 @@ class TopChildren:
     """Child selector for the k most likely tokens; with `coupled`, the most likely ones under the target's noise."""
 
     sampled = False
+    draws = None
 
     def __init__(self, k: int, coupled: bool) -> None:
         self.k, self.coupled = k, coupled

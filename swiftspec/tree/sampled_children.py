@@ -102,6 +102,11 @@ class SampledChildren:
         noise = gumbel(row_bits(row_keys(key, clock), self._counters), q.dtype)
         return (q.log() + noise).argsort(stable=True, dim=-1, descending=True)
 
+    @property
+    def draws(self) -> SampledChildren:
+        """See `ChildSelector.draws`."""
+        return self
+
     def draw_state(self) -> DrawState:
         """Returns what native code needs to draw children as `sample` does. It writes the draft distributions;
         `count_leaves` follows."""

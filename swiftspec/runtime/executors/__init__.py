@@ -20,7 +20,7 @@ from swiftspec.capabilities import Features, why_slower
 from swiftspec.messages import Proposal
 from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.acceptance import Accepted, AcceptFn
-from swiftspec.tree.sampled_children import SampledChildren
+from swiftspec.tree.children import NativeDraws
 from swiftspec.tree.tree import DraftTree, Leaves
 
 # as `ChildSelector.rank`
@@ -43,7 +43,7 @@ class ExpansionShape:
     rank_children: (
         RankChildren  # logits [leaves, vocab], leaves, paths, positions [leaves] -> tokens, log-weights [leaves, k]
     )
-    sampled: SampledChildren | None = None
+    sampled: NativeDraws | None = None
 
 
 @dataclass(frozen=True, slots=True)
