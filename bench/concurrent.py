@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftspec import LLM, SamplingParams
-from swiftspec.batching.decoding import BatchRequest
+from swiftspec.batching.batch_request import BatchRequest
 from swiftspec.distributed.launch.world import available_cores
 
 KINDS = ("fresh", "copy")

@@ -2,7 +2,7 @@
 
     python -m bench.smc [--particles 1,4,8] [--steps 4] [--ops reference] [--threads 2] [--memory]
     python -m bench.smc --limit 8 --seeds 4 --plot docs/smc.svg    # the figure
-    python -m bench.smc --groups 1,2,4,8 --particles 4 --steps 4   # concurrent requests, and exact chains as well
+    python -m bench.smc --groups 1,2,4,8 --particles 4 --steps 4   # concurrent requests
 
 Quality is the target's mean log-likelihood per token of each configuration's text (at the request's temperature), as
 its distance from the mean of several plain samples of the same prompt, with its standard error. A text that resembles
@@ -30,7 +30,6 @@ from bench.data.heldout import DEMO, read_prompts
 from bench.figure import scale_speeds, svg_axes
 from bench.smc_groups import add_flags, compare
 from swiftspec.backends.reference import reference
-from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion
 from swiftspec.llm_engine import LLMEngine
@@ -38,6 +37,7 @@ from swiftspec.messages import RequestStart
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import Runner
+from swiftspec.smc.scheduler import BatchScheduler
 from swiftspec.tree import mask
 
 if TYPE_CHECKING:
@@ -164,14 +164,14 @@ def memory(args: argparse.Namespace) -> None:
     llm = build(64, 4, args)
     smc = llm.roles.inner_roles
     assert isinstance(smc, BatchScheduler)
-    particles = smc.method.rows
+    particles = smc.round.particles
     each = sum(2 * r.cache.kv.k[:, 0, :, 0].numel() * r.cache.kv.k.element_size() for r in (smc.target, smc.draft))
     prompt = tuple((7 * i) % 4000 + 5 for i in range(1000))
     group = smc.admit(RequestStart(1, prompt, SamplingParams(temperature=args.temperature), len(prompt)), (), 64)
     counts = [len(prompt)]
     while smc.launch():
         smc.collect()
-        counts.append(smc.target.cache.prefix_len[group.sequence] + group.used_slots)
+        counts.append(smc.target.cache.prefix_len[group.sequence] + group.region.used_slots)
     answer = smc.finish(group)
     print(f"\n64 particles, prompt of 1,000 tokens, {each} cache bytes per token (both models)")
     print(f"  after fan-out: {counts[0]} slots, {counts[0] * each / 2**20:.1f} MiB")

@@ -1,9 +1,9 @@
-"""Concurrent requests: total tokens per second, as particles and as exact chains. Started by `bench.smc`.
+"""Concurrent requests of mode smc: total tokens per second. Started by `bench.smc`.
 
 For every number G of concurrent requests, the same requests of equal length are decoded; there are twice the largest G
 of them, and the next one joins as soon as one ends. The speed excludes the time of prefill. `own` is the cost of a
 round beyond its forwards, relative to the forwards. `plain` is an upper bound for any batch without a draft: the
-target's forwards alone, with one row per request. All kinds and all G alternate.
+target's forwards alone, with one row per request. All shapes and all G alternate.
 
 `--ablate` runs particles with all optimizations and then without one at a time: the deferred bonus (without it the
 draft reads the last token of a round in a separate forward), the late host (without it the host reads a round before it
@@ -25,27 +25,26 @@ import torch
 from torch import Tensor
 
 from bench.figure import svg_axes
-from swiftspec.batching.decoding import BatchRequest
-from swiftspec.batching.scheduler import BatchScheduler
+from swiftspec.batching.batch_request import BatchRequest
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph import CudaCapture
+from swiftspec.smc.scheduler import BatchScheduler
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-KINDS = ("smc", "match", "reject")
 ABLATED = ("deferred bonus", "late host", "round in one call")
-Shape = tuple[str, int, int, str]  # kind, N, K and the optimization that is left out
+Shape = tuple[int, int, str]  # N, K and the optimization that is left out
 PROMPT = 64  # tokens per prompt
 WINDOW = 16  # width of the mask in `plain`, in slots
 
 
 @dataclass
 class Total:
-    """Totals of one kind with one number of concurrent requests."""
+    """Totals of one shape with one number of concurrent requests."""
 
     tokens: int = 0
     rounds: int = 0  # summed over the requests
@@ -64,18 +63,14 @@ class Total:
         return "-" if self.forwards <= 0 else f"{100 * (self.seconds / self.forwards - 1):.1f} %"
 
 
-def build(kind: str, particles: int, steps: int, without: str, args: argparse.Namespace) -> LLMEngine:
+def build(particles: int, steps: int, without: str, args: argparse.Namespace) -> LLMEngine:
     """Builds an engine with room for the largest number of requests. `without`: one of ABLATED, or empty."""
-    most = max(2, *args.groups)  # with one sequence the engine would decode trees
     options: dict[str, Any] = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": 1536, "device": args.device}
     options |= {"threads": 1, "gpu_trial": "off"}
-    if kind == "smc":
-        shape = PopulationConfig(particles, steps, args.ess_threshold, args.power, smc_groups=most)
-        shape = replace(shape, deferred_bonus=without != "deferred bonus")
-        config = EngineConfig("smc", population=shape)
-    else:
-        config = EngineConfig("serial", draft_steps=steps, verify=kind, max_num_seqs=most, chains=True)
-    llm = LLMEngine(args.target, args.draft, config, **options)
+    most = max(2, *args.groups)  # requests on a single sequence have no `BatchRequest.busy_before`
+    shape = PopulationConfig(particles, steps, args.ess_threshold, args.power, smc_groups=most)
+    shape = replace(shape, deferred_bonus=without != "deferred bonus")
+    llm = LLMEngine(args.target, args.draft, EngineConfig("smc", population=shape), **options)
     population = llm.roles.inner_roles
     assert isinstance(population, BatchScheduler)
     if args.rounds is not None:
@@ -166,11 +161,9 @@ def plain(llm: LLMEngine, at_once: int, forwards: int = 8) -> float:
 
 
 def compare(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
-    """Prints one line of `plain` for each G, then one line for each kind, N, K, left-out optimization and G."""
+    """Prints one line of `plain` for each G, then one line for each N, K, left-out optimization and G."""
     left_out = ["", *ABLATED] if args.ablate else [""]
-    particles = args.particles if "smc" in args.kinds else []
-    shapes: list[Shape] = [("smc", n, k, without) for k in args.steps for n in particles for without in left_out]
-    shapes += [(kind, 1, k, "") for kind in args.kinds for k in args.steps if kind != "smc"]
+    shapes: list[Shape] = [(n, k, without) for k in args.steps for n in args.particles for without in left_out]
     systems = {shape: build(*shape, args) for shape in shapes}
     asked = [prompts[i % len(prompts)][:PROMPT] for i in range(2 * max(args.groups))]
     totals = {(shape, count): Total() for shape in shapes for count in args.groups}
@@ -187,21 +180,21 @@ def compare(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
             found.append(plain(systems[shapes[0]], count))
     rate_alone = {count: statistics.mean(found) for count, found in alone.items()}
     for count, rate in rate_alone.items():
-        print(f"plain   {'':11} G={count:<3} {rate:7.1f} tok/s  {rate / rate_alone[min(args.groups)]:5.2f}x")
+        print(f"plain {'':11} G={count:<3} {rate:7.1f} tok/s  {rate / rate_alone[min(args.groups)]:5.2f}x")
     for (shape, count), total in totals.items():
         first = totals[shape, min(args.groups)].rate
-        kind, particles, steps, without = shape
+        particles, steps, without = shape
         print(
-            f"{kind:<7} N={particles:<3} K={steps:<3} G={count:<3} {total.rate:7.1f} tok/s ({min(total.rates):.1f} to"
+            f"smc   N={particles:<3} K={steps:<3} G={count:<3} {total.rate:7.1f} tok/s ({min(total.rates):.1f} to"
             f" {max(total.rates):.1f})  {total.rate / first:5.2f}x  {total.tokens / total.rounds:.2f} tok/round"
             f"  own {total.own}{without and f'  without the {without}'}"
         )
     if args.plot is not None:
         rates = {
-            f"{kind}, N = {n}, K = {k}{without and f', without the {without}'}": [
-                totals[(kind, n, k, without), g].rate for g in args.groups
+            f"N = {n}, K = {k}{without and f', without the {without}'}": [
+                totals[(n, k, without), g].rate for g in args.groups
             ]
-            for kind, n, k, without in shapes
+            for n, k, without in shapes
         }
         with svg_axes(args.plot) as axes:
             draw(axes, args.groups, {**rates, "plain": [rate_alone[g] for g in args.groups]})
@@ -217,17 +210,8 @@ def draw(axes: Axes, groups: Sequence[int], rates: Mapping[str, Sequence[float]]
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15))
 
 
-def kinds(text: str) -> list[str]:
-    """Parses comma-separated kinds."""
-    found = text.split(",")
-    if not set(found) <= set(KINDS):
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(KINDS)}")
-    return found
-
-
 def add_flags(parser: argparse.ArgumentParser, target: Path, draft: Path) -> None:
     """Adds the flags of this module."""
-    parser.add_argument("--kinds", type=kinds, default=[*KINDS], help="with --groups: kinds of groups (default: all)")
     parser.add_argument("--target", type=Path, default=target, help="target, such as one of tools.width_expand")
     parser.add_argument("--draft", type=Path, default=draft)
     parser.add_argument("--device", default="cpu", help="device of the models: cpu or cuda")

@@ -164,42 +164,6 @@ void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, 
 // host::draw_keyed on device arrays; if `keys` is null, host::log_probs of `tokens`, which must lie in the vocabulary.
 void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, float* log_probs, Stream stream);
 
-// ---- chains
-
-// Logits of chains: rows of float32 or bfloat16, strides in elements.
-struct ChainLogits {
-  const void* data;
-  int64_t request, position;  // strides; the logits of a position are contiguous
-};
-
-// What is known of a position after it has been read.
-struct alignas(16) PositionMark {
-  float target, draft;  // log-sum-exp of its logits; with a draft only
-  int32_t choice;       // the target's token, -1 if it cannot be drawn; without a draft only
-  int32_t accepted;     // whether the draft token is accepted, if all before it are
-};
-
-// Verification of chains of draft tokens: how many of them the target accepts, and the token after them. Without
-// `draft` tokens are accepted while they equal the target's, which is drawn with the noise of `keys` or, without keys,
-// is the most likely one. With `draft` they are accepted by rejection sampling, and `keys` hold the noise of the token
-// after the accepted ones. The reference implementation is swiftspec/backends/reference/chains.py.
-struct VerifyChainsArgs {
-  ChainLogits target;      // [batch, steps + 1, vocab]
-  ChainLogits draft;       // [batch, steps, vocab], or null data
-  const float* bias;       // [vocab], or null; like the temperature, without a draft only
-  float temperature;
-  const int64_t* tokens;   // [batch, steps], within the vocabulary
-  const float* uniforms;   // [batch, steps], in (0, 1); null without a draft
-  const uint32_t* keys;    // [batch, steps + 1], noise::row_key of each position; null: no noise
-  PositionMark* marks;     // [batch, steps + 1], scratch in any state
-  uint32_t* arrived;       // [batch], scratch that is zero before and after
-  uint8_t* accepted;       // [batch, steps]
-  int64_t *count, *bonus;  // [batch]; bonus is -1 if a logit is NaN or the largest score is infinite
-  int64_t batch, steps, vocab;
-  bool wide;  // logits are float32, otherwise bfloat16
-};
-void verify_chains(const VerifyChainsArgs& args, Stream stream);
-
 // ---- particles
 
 // Systematic resampling, the end of an SMC round (swiftspec/smc): normalises the weights of each group and resamples

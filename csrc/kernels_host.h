@@ -305,10 +305,6 @@ void log_probs(const ScoreArgs& args, const int64_t* tokens, float* out);
 // is null, its log_softmax; NaN if the token is -1. The noise of the arguments is ignored.
 void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, float* log_probs);
 
-// Draws a token from max(0, p - q), where p and q are the softmax of one row of scores each, with the noise of `key`.
-// Returns -1 if the difference is zero or a score is NaN. Noise and tau of the arguments are ignored.
-int64_t draw_residual(const ScoreArgs& p, const ScoreArgs& q, uint32_t key);
-
 // Filters of a distribution; see swiftspec/sampling/filters.py. 0, 1 and 0 keep all tokens.
 struct FilterArgs {
   int64_t top_k;

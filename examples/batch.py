@@ -1,4 +1,4 @@
-"""Exact batching: several requests are decoded concurrently, each with a chain of draft tokens.
+"""Several requests are decoded concurrently, each with its own draft tree.
 
 The text of each request is the one that it has alone. `max_num_seqs` are decoded at a time; further prompts are queued.
 

@@ -187,7 +187,7 @@ class ModelCache:
     def __init__(self, kv: Sequence[Cache], delta: DeltaCache | None) -> None: ...
 
 class Population:
-    """Rounds of particles, or of exact chains, as one call each. Works on both models and in place on the tensors; see
+    """Rounds of particles as one call each. Works on both models and in place on the tensors; see
     host/decoder/population.h."""
     def __init__(
         self,
@@ -197,12 +197,11 @@ class Population:
         target_cache: ModelCache,
         tensors: Sequence[Array],
         steps: int,
-        verify_mode: str,
         power: float,
         threshold: float,
         deferred_bonus: bool,
     ) -> None:
-        """`tensors`: those of GroupRound.tensors. `verify_mode`: weigh, match or reject. Keeps all arguments alive."""
+        """`tensors`: those of GroupRound.tensors. Keeps all arguments alive."""
     def compact(self, group: int, promoted: int, surviving: Sequence[int]) -> None:
         """Follows a compaction of both caches: the first `promoted` slots joined the prefix, slots `surviving` are
         kept."""
@@ -213,9 +212,9 @@ class Population:
         on_forward: Callable | None,
     ) -> tuple[float, float]:
         """Runs a round of the first groups. Each span is (groups, temperature, bias [vocab] or None, filters or None,
-        penalties or None, min_tokens), filters and penalties by their names in SamplingParams; temperature 0 draws
-        without noise. Fills `summary` [groups, 3 + max_tokens + width] as GroupRound does. Calls on_forward(is_target,
-        rows, seconds) after each forward. Returns the seconds of the draft's forwards and of the target's."""
+        penalties or None, min_tokens), filters and penalties by their names in SamplingParams. Fills `summary` [groups,
+        2 + max_tokens + width] as GroupRound does. Calls on_forward(is_target, rows, seconds) after each forward.
+        Returns the seconds of the draft's forwards and of the target's."""
 
 class Rounds:
     """Expansions and verifications of one request, or of several at a time, as one call each, for one decoder and a
@@ -817,21 +816,3 @@ def rope_append_cuda(
 
 def use_cuda_device(ordinal: int) -> None:
     """Selects the GPU of this thread's next calls."""
-
-def verify_chains_cuda(
-    *,
-    target: Array,
-    draft: Array | None,
-    bias: Array | None,
-    temperature: float,
-    tokens: Array,
-    uniforms: Array | None,
-    keys: Array | None,
-    marks: Array,
-    arrived: Array,
-    accepted: Array,
-    count: Array,
-    bonus: Array,
-    stream: int,
-) -> None:
-    """Verifies chains of draft tokens in one launch; see VerifyChainsArgs in kernels_cuda.h."""

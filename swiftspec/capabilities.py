@@ -150,11 +150,9 @@ ENGINE_FEATURES = {
     "overlap": Feature("{mode} async on one rank", "start two ranks"),
     "no draft": Feature("no draft model", "specify one with {draft_model}", "without a draft model"),
     "several requests": Feature("{max_num_seqs} above 1", "use {max_num_seqs} 1"),
-    "chains": Feature("{max_num_seqs} above 1 with {verify} reject on a GPU", "use {max_num_seqs} 1"),
     "verify reject": Feature("{verify} reject", "use {verify} match"),
     "proposal top": Feature("{proposal} top", "use another {proposal}"),
     "proposal coupled": Feature("{proposal} coupled", "use another {proposal}"),
-    "uncoupled proposal": Feature("{proposal}, which {verify} determines,"),
     "proposal sample": Feature("{proposal} sample", "use {proposal} coupled and {verify} match"),
     "self-switch": Feature("{self_switch}", "turn it off"),
     "adapted shape": Feature("adaptation of {draft_steps} and {verify_batch}", "turn it off"),
@@ -173,7 +171,6 @@ SETTING_FEATURES = {  # the first six: given settings of a part of the engine (`
     "tree that grows during a verification": Feature("settings of its growth", REMOVE_THEM, plural=True),
     "population": Feature("settings of the population", REMOVE_THEM, plural=True),
     "draft forwards": Feature("settings of trees that a draft model expands", REMOVE_THEM, plural=True),
-    "tree size": Feature("{verify_batch} and {draft_leaves}", REMOVE_THEM, plural=True),
     "draft group": Feature("{draft_tp}"),
     "target group": Feature("{target_tp} below the number of ranks"),
     "revision": Feature("{revision}"),
@@ -256,33 +253,16 @@ NO_TARGET_GROUP = Conflict("whose target uses all ranks", REMOVE)
 NO_POPULATION = Conflict("which has no population", REMOVE)
 NEEDS_DRAFT = Conflict(fix="specify one with {draft_model}, or use {mode} ar")
 EXCLUDED = Conflict("since tokens that are excluded would be accepted", REMOVE)
-SEQUENCE_GROUPS = {  # neither chains nor particles
-    "log-probabilities": Conflict(),
-    "prompt log-probabilities": Conflict(),
-    "best_of": Conflict(),
-    "request shape": Conflict(),
-    "grammar": Conflict(),
-    "bad sequences": Conflict(),
-    "synthetic acceptance": Conflict(),
-    "suffix lookup": Conflict(),
-    "grafting": Conflict(),
-    "draft head": Conflict(),
-    "target worker": Conflict(),
-    "draft worker": Conflict(),
-    "profile": Conflict(NO_TREE, REMOVE),
-}
 # column -> row -> what does not work; a combination that is not listed works
 TABLE: Mapping[str, Mapping[str, Conflict]] = {
     "no draft": {
         "mode serial": NEEDS_DRAFT,
         "mode async": NEEDS_DRAFT,
         "mode smc": NEEDS_DRAFT,
-        "chains": Conflict(),
         "grafting": Conflict(),
         "profile": Conflict(),
     },
     "mode ar": {
-        "chains": Conflict("which decodes one request at a time there"),
         "request draft": Conflict(fix=REMOVE_THEM),
         "synthetic acceptance": Conflict(NO_TREE),
         "profile": Conflict(NO_TREE, REMOVE),
@@ -309,7 +289,19 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "population": NO_POPULATION,
     },
     "mode smc": {
-        **SEQUENCE_GROUPS,
+        "log-probabilities": Conflict(),
+        "prompt log-probabilities": Conflict(),
+        "best_of": Conflict(),
+        "request shape": Conflict(),
+        "grammar": Conflict(),
+        "bad sequences": Conflict(),
+        "synthetic acceptance": Conflict(),
+        "suffix lookup": Conflict(),
+        "grafting": Conflict(),
+        "draft head": Conflict(),
+        "target worker": Conflict(),
+        "draft worker": Conflict(),
+        "profile": Conflict(NO_TREE, REMOVE),
         "greedy": Conflict(),
         "guidance": Conflict(),
         "several requests": Conflict(fix="use {smc_groups}"),
@@ -323,17 +315,6 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
         "draft head": Conflict(),
         "target worker": Conflict(),
         "draft worker": Conflict(),
-    },
-    "chains": {
-        **{
-            row: conflict
-            for row, conflict in SEQUENCE_GROUPS.items()
-            if "worker" not in row and row not in ("profile", "draft head")
-        },
-        "self-switch": Conflict(),
-        "adapted shape": Conflict(),
-        "uncoupled proposal": Conflict(fix=REMOVE),
-        "tree size": Conflict("which verifies chains of {draft_steps} tokens", REMOVE),
     },
     "verify reject": {
         "proposal top": Conflict(fix="use {proposal} sample, or {verify} match"),
@@ -441,7 +422,6 @@ OPERATORS: Mapping[str, Features] = {
 # executor -> feature of a request that it does not run, so that a slower executor of the phase does -> the reason
 ON_HOST = "the host computes the excluded tokens between forwards."
 JOINT = "concurrent requests share a graph of the forward, after which each {} by itself."
-ONE_GUIDED = "a guided request runs the target on a second sequence, and a {} has one for each request."
 EXECUTORS: Mapping[str, Mapping[str, str]] = {
     "native": {},
     "graph of expansions": {
@@ -464,8 +444,6 @@ EXECUTORS: Mapping[str, Mapping[str, str]] = {
         " one.",
         "guidance": "a guided request has two sequences, and a CUDA graph with torch's own operators has one.",
     },
-    "native round": {"guidance": ONE_GUIDED.format("native round")},
-    "graph of a round": {"guidance": ONE_GUIDED.format("graph of a round")},
 }
 
 

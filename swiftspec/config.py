@@ -1,4 +1,4 @@
-"""Engine configuration: the mode, the split of the ranks, the shape of the tree, of the batch or of the population.
+"""Engine configuration: the mode, the split of the ranks, the shape of the tree or of the population.
 
 Each setting is declared once, at its dataclass field, with its limits and help text (see settings_schema.py). The
 methods here check only rules that involve several fields.
@@ -29,46 +29,6 @@ DEFAULT_CALIBRATION = {"greedy": 0.6, "top": 1.0, "coupled": 0.7, "sample": 0.2}
 SPECULATION, PARTICLES = "speculation", "mode smc: a population of particles, approximate"
 SPECULATIVE_CONFIG = "speculative_config"  # the JSON flag for what only experiments set
 DRAFT, TREE, LOOKAHEAD, POPULATION = "draft", "draft tree", "tree that grows during a verification", "population"
-
-
-@dataclass(frozen=True, slots=True)
-class GroupShape:
-    """Shape of the sequence groups that are decoded concurrently."""
-
-    max_groups: int  # also the number of sequences in the KV cache of a model
-    rows: int  # rows per group: 1, the chain of an exact request, or N particles
-    draft_tokens: int  # draft tokens per row and round
-    deferred_bonus: bool = True  # False: an additional forward computes the last draft token's KV
-
-    @property
-    def slots_per_round(self) -> int:
-        """Tree slots that a round allocates for each group: one per row for each draft token and the bonus token."""
-        return self.rows * (self.draft_tokens + 1)
-
-
-@dataclass(frozen=True, slots=True)
-class NativeRoundParams:
-    """Parameters of rounds in native code (csrc/host/decoder/population.h)."""
-
-    draft_tokens: int  # per row and round
-    verify_mode: str  # weigh: particles; match, reject: chains, as `EngineConfig.verify`
-    power: float = 1.0  # of particles, as `PopulationConfig.power`
-    ess_threshold: float = 0.0  # of particles, as `PopulationConfig.ess_threshold`
-    deferred_bonus: bool = True  # as `GroupShape.deferred_bonus`
-
-
-@dataclass(frozen=True, slots=True)
-class BatchConfig:
-    """Configuration of an exact batch: each request is a sequence group with one chain of draft tokens, which the
-    target verifies."""
-
-    max_num_seqs: int  # requests decoded concurrently
-    draft_tokens: int  # length of a chain
-    verify: str  # one of VERIFY_METHODS
-
-    @property
-    def shape(self) -> GroupShape:
-        return GroupShape(self.max_num_seqs, 1, self.draft_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +95,15 @@ class PopulationConfig:
         )
 
     @property
-    def shape(self) -> GroupShape:
-        return GroupShape(self.smc_groups, self.particles, self.smc_draft_tokens, self.deferred_bonus)
+    def slots_per_round(self) -> int:
+        """Tree slots that a round allocates for each request: one per particle for each draft token and the bonus
+        token."""
+        return self.particles * (self.smc_draft_tokens + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Configuration of the engine: mode, split of the ranks, tree shape, batch and population. Raises UserError on an
+    """Configuration of the engine: mode, split of the ranks, tree shape and population. Raises UserError on an
     invalid combination.
 
     In mode async the first `target_tp` ranks run the target and the next `draft_tp` ranks run the draft. With
@@ -233,15 +195,13 @@ class EngineConfig:
     )
     max_num_seqs: int = setting(
         1,
-        "Requests decoded concurrently in modes ar and serial, guided ones counted twice. On a GPU"
-        " with --verify reject each has a chain of D draft tokens instead of a tree.",
+        "Requests decoded concurrently in modes ar and serial, each with its own tree, guided ones counted twice.",
         SPECULATION,
         "G",
         "1; a server on a CPU: up to 4, as `swiftspec doctor --plan` shows",
         ge=1,
         le=MAX_CONCURRENT_REQUESTS,
     )
-    chains: bool = False  # several requests have a chain of draft tokens each, not a tree (builder/rules.py)
     self_switch: bool = False  # decode without the draft while that is faster; rounds then depend on the clock
     adapt_steps: bool = False  # d follows measurements of running requests; rounds then depend on the clock
     adapt_batch: bool = False  # bs follows measurements, up to `max_nodes`; rounds then depend on the clock
@@ -266,12 +226,6 @@ class EngineConfig:
         length, most = self.synthetic_acceptance_length, self.verify_batch
         fits = length is None or 1 <= length <= most
         require(fits, f"synthetic_acceptance_length must lie in 1..{most} (verify_batch), not {length or 0:g}")
-        steps = self.initial_draft_steps
-        require(
-            not self.chains or steps < MAX_TREE_NODES,
-            f"with max_num_seqs above 1 and verify reject on a GPU, draft_steps must lie in"
-            f" 1..{MAX_TREE_NODES - 1}, not {steps}",
-        )
         if self.mode == "async":
             alone = self.draft_tp == 0 and self.target_tp == 1
             require(self.draft_tp >= 1 or alone, f"draft_tp must be at least 1 in mode async, not {self.draft_tp}")
@@ -287,10 +241,8 @@ class EngineConfig:
             "overlap": self.overlap_on_one_gpu,
             "several ranks": self.num_ranks > 1,
             "several requests": self.max_num_seqs > 1,
-            "chains": self.chains,
             "verify reject": self.verify == "reject",
             f"proposal {self.proposal}": drafts_tree or self.verify == "reject",
-            "uncoupled proposal": self.proposal != ("sample" if self.verify == "reject" else "coupled"),
             "self-switch": self.self_switch,
             "adapted shape": self.adapts_shape,
             "synthetic acceptance": self.synthetic_acceptance_length is not None,
@@ -414,25 +366,10 @@ class EngineConfig:
         return self.target_tp + (self.draft_tp if self.mode == "async" else 0)
 
     @property
-    def batch(self) -> BatchConfig | None:
-        """Configuration of the exact batch of chains; None if requests have trees."""
-        if not self.chains:
-            return None
-        return BatchConfig(self.max_num_seqs, self.initial_draft_steps, self.verify)
-
-    @property
-    def group_shape(self) -> GroupShape | None:
-        """Shape of the sequence groups that decode requests, in mode smc and in an exact batch of chains; None if
-        requests have trees."""
-        if self.mode == "smc":
-            return self.population.shape
-        return None if self.batch is None else self.batch.shape
-
-    @property
     def num_sequences(self) -> int:
         """Number of sequences in the KV cache of a model: one for each concurrent request. A guided request takes two
         of several; a single one allocates a second one."""
-        return self.max_num_seqs if self.group_shape is None else self.group_shape.max_groups
+        return self.population.smc_groups if self.mode == "smc" else self.max_num_seqs
 
     @property
     def overlap_on_one_gpu(self) -> bool:

@@ -98,7 +98,7 @@ class StopCriteria:
 
 
 class Decoding(Protocol):
-    """Decoding strategy of the engine: a draft tree (`TreeDecoding`) or sequence groups (`BatchDecoding`)."""
+    """Decoding strategy of the engine: a draft tree (`TreeDecoding`) or particles (`PopulationDecoding`)."""
 
     captured_graphs: Callable[[], int]  # returns the number of CUDA graphs that this process has captured
 

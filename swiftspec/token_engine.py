@@ -12,7 +12,7 @@ import torch
 
 from swiftspec.backends.cpu.packed_weight_cache import BackgroundWriter
 from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory
-from swiftspec.batching.decoding import BatchDecoding, BatchRequest, IsCancelled, NextRequest
+from swiftspec.batching.batch_request import BatchRequest, IsCancelled, NextRequest
 from swiftspec.batching.tree_batch import TreeBatchDecoding
 from swiftspec.builder.roles import Roles
 from swiftspec.distributed.remote.failover import Outage
@@ -24,6 +24,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck, Cancelled
 from swiftspec.runtime.current_device import on_device
 from swiftspec.settings_schema import coerce, require
+from swiftspec.smc.decoding import PopulationDecoding
 
 Piece = TypeVar("Piece")
 CPU = torch.device("cpu")
@@ -199,7 +200,7 @@ class TokenEngine:
         `next_request`: returns the next waiting request, or None.
         `cancelled`: called between rounds and before each prefill chunk; returns True to end a request.
 
-        Finish reasons are those of `BatchDecoding.batch`.
+        Finish reasons are those of `TreeBatchDecoding.batch`.
         """
         decoding = self.decoding
         if isinstance(decoding, TreeBatchDecoding) and decoding.max_requests > 1:  # asks `cancelled` before each chunk
@@ -213,7 +214,7 @@ class TokenEngine:
             return prefilling
 
         self._require_free()
-        if isinstance(decoding, BatchDecoding) and decoding.max_requests > 1:
+        if isinstance(decoding, PopulationDecoding) and decoding.max_requests > 1:
             chunks = self._batch(decoding.batch(fetch, cancelled))
         else:
             chunks = self._run_one_by_one(fetch, cancelled)

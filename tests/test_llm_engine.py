@@ -198,8 +198,6 @@ def test_a_draft_worker_gets_the_leaves_that_every_worker_accepts() -> None:
     apart = EngineConfig("async", draft_remote=True)
     assert {resolve_config(apart, "draft", device).draft_leaves for device in ("cuda", "cpu")} == {4}
     assert resolve_config(EngineConfig("async"), "draft", "cuda").draft_leaves == 8
-    chains = EngineConfig("serial", max_num_seqs=4, verify="reject")
-    assert resolve_config(chains, "draft", "cuda").draft_leaves == 1, "a chain has one leaf"
 
 
 def test_an_error_of_the_gpu_is_recorded(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

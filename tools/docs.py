@@ -77,8 +77,8 @@ Each section has a table of models, too: on which executor a request at a temper
 trait, with `--ops auto` on a machine that has native operators, which are the CUDA operators on a GPU. A model with a
 trait that these do not compute runs on torch's own operators, and so does one with sizes that they do not support
 ([operators.md](operators.md)); all its requests are then as in the column of `--ops unfused` or *everything else*. In
-expansions the traits are those of the draft, in verifications those of the target, and in rounds of chains and
-populations those of either.
+expansions the traits are those of the draft, in verifications those of the target, and in rounds of populations those
+of either.
 """
 MODELS = "### Models\n"
 CONFLICTS = """\
@@ -94,8 +94,8 @@ Some single phases run differently from the request that they belong to:
 
 - Draft trees are expanded without filters and penalties, which change the draft's ranking little; the verification
   applies them. Sampled children (proposal `sample`, `--verify reject`) have filters and penalties.
-- Native rounds of an exact batch and of mode `smc` need both models whole on one rank, since they read whole
-  distributions; a group of ranks runs these rounds eagerly. So does mode `smc` with `smc_exact` above 0.
+- Native rounds of mode `smc` need both models whole on one rank, since they read whole distributions; a group of ranks
+  runs these rounds eagerly. So does mode `smc` with `smc_exact` above 0.
 - A graph of one model's forward holds at most {CAPTURED_ROWS[-1]} rows of a request, and {MAX_JOINT_ROWS} of several; a
   larger forward runs eagerly. Graphs of rounds of sequence groups may hold more.
 - A request that runs alone in a server of several has the graphs of a single one. The graphs of concurrent requests

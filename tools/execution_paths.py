@@ -8,7 +8,7 @@ which features they support.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,16 +16,16 @@ import torch
 
 from swiftspec import params
 from swiftspec.capabilities import MODEL_FEATURES, OPERATORS, Features, check_features, why_slower
-from swiftspec.config import BatchConfig, EngineConfig, NativeRoundParams, PopulationConfig
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import Executor, TreeExecutor, available, select_executor
 from swiftspec.runtime.executors.head import HeadExecutor
-from swiftspec.runtime.executors.population_rounds import PopulationExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.sampling.vocab import TOP_CANDIDATES
+from swiftspec.smc.executors import PopulationExecutor, population_executors
 from swiftspec.tree.rejection import RejectionSampling
 
 REFUSED = "refused"
@@ -82,13 +82,8 @@ class Machine:
     def verification_executors(self, sequences: int = 1) -> list[TreeExecutor]:
         return available.target_executors(self.runner(sequences), self.deps())
 
-    def batch_executors(self, verify: str) -> list[PopulationExecutor]:
-        shape, params = BatchConfig(2, 1, verify).shape, NativeRoundParams(1, verify)
-        return available.population_executors(self.runner(), self.runner(), self.deps(), self.deps(), shape, params)
-
     def population_executors(self) -> list[PopulationExecutor]:
-        shape, params = PopulationConfig().shape, NativeRoundParams(1, "weigh")
-        return available.population_executors(self.runner(), self.runner(), self.deps(), self.deps(), shape, params)
+        return population_executors(self.runner(), self.runner(), self.deps(), self.deps(), PopulationConfig())
 
 
 MACHINES = (
@@ -183,13 +178,6 @@ def verification(machine: Machine, case: RequestCase) -> Choice:
     return executors, required | case.company
 
 
-def exact_batch(machine: Machine, case: RequestCase) -> Choice:
-    """As `expansion`, for rounds of chains."""
-    config = replace(case.config, max_num_seqs=2, chains=True)
-    check_features(config.features | case.sampling.features | case.traits)
-    return machine.batch_executors(config.verify), case.sampling.features | config.features
-
-
 def population(machine: Machine, case: RequestCase) -> Choice:
     """As `expansion`, for rounds of particles."""
     check_features(EngineConfig("smc").features | case.sampling.features | case.traits)
@@ -201,12 +189,6 @@ Phase = Callable[[Machine, RequestCase], Choice]
 PHASES: tuple[tuple[str, Phase, tuple[RequestCase, ...], tuple[RequestCase, ...]], ...] = (
     ("Expansions of the draft tree", expansion, (*SHAPED, JOINED, SAMPLE, REJECT, COLD), (*MODELS, HEAD)),
     ("Verifications", verification, (*SHAPED, JOINED, HIDDEN, SAMPLE, REJECT, COLD), (*MODELS, HIDDEN)),
-    (
-        "Rounds of chains (`--max-num-seqs` with `--verify reject` on a GPU)",
-        exact_batch,
-        (*SHAPED, HIDDEN, REJECT),
-        (*MODELS, HIDDEN, HEAD),
-    ),
     ("Population rounds (mode smc)", population, (*SHAPED, HIDDEN), (*MODELS, HIDDEN, HEAD)),
 )
 

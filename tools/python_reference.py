@@ -81,7 +81,7 @@ NOTES = """\
   the output, which ends with finish reason "stop" where the constraint can only end, even with `ignore_eos`. It works
   in every mode except `smc`. `grammar` takes a grammar of [llguidance](https://github.com/guidance-ai/llguidance).
 - `min_tokens`, `allowed_token_ids` and bad words exclude tokens in every mode, with the text of autoregressive
-  decoding; bad words of several tokens are not supported with sequence groups (mode `smc`, chains of `max_num_seqs`).
+  decoding; bad words of several tokens are not supported in mode `smc`.
 - `logprobs=k`: the token's log-probability and those of the k most likely tokens, from the model's distribution after
   guidance and before grammar, token rules, bias, penalties and temperature; -1: of the whole vocabulary.
   `prompt_logprobs=k`: those of the prompt, which is then prefilled completely.

@@ -58,7 +58,7 @@ WITHOUT_BULK = dict.fromkeys(("linear_kernel", "large_m_kernel", "direct_kernel"
                        "prefetch.global.L2"))  # fmt: skip
 CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "many_children_kernel", "direct_kernel",
                           "draw_keyed_kernel",
-                          "large_m_kernel", "pack_activations_kernel", "verify_chains_kernel"),
+                          "large_m_kernel", "pack_activations_kernel"),
                           ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
 WGMMA = {"prefill_kernel": ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "cp.async.bulk.shared", WAIT,
                             "fence.proxy.async.global")}  # fmt: skip

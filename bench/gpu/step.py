@@ -47,7 +47,6 @@ from bench.gpu.round_bytes import round_share
 from bench.gpu.timing import copy_speed
 from bench.smc_groups import ABLATED, leave_out
 from swiftspec.backends.cuda import cuda
-from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder.load_options import CacheName, HeadName, LoadModel, LoadOptions
 from swiftspec.builder.memory_estimate import MemoryEstimate
 from swiftspec.config import EngineConfig, PopulationConfig
@@ -63,6 +62,7 @@ from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.graph import FORWARD_GRAPHS, GraphForwardExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.smc.scheduler import BatchScheduler
 from swiftspec.tree import mask as tree_mask
 from tools.width_expand.checkpoint import write_config
 from tools.width_expand.model import load as load_grown

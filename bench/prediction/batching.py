@@ -1,4 +1,5 @@
-"""Predicted throughput of concurrent requests on one rank: autoregressive decoding, exact chains, and particles (SMC).
+"""Predicted throughput of concurrent requests on one rank: autoregressive decoding, chains (trees with one leaf), and
+particles (SMC).
 
 The requests are decoded as one batch, so a round has the phases of serial mode with more rows. Each request adds to a
 target forward 1 row in autoregressive decoding, K + 1 rows as a chain and N (K + 1) rows as particles. To a draft
@@ -36,7 +37,7 @@ class PredictedBatch:
 def predict_batches(
     groups: Sequence[int], particles: int, steps: int, acceptance: RecordedAcceptance, forwards: Forwards
 ) -> list[PredictedBatch]:
-    """Predicts autoregressive decoding, exact chains and particles for each number of requests in `groups`.
+    """Predicts autoregressive decoding, chains and particles for each number of requests in `groups`.
 
     `particles`: N.
     `steps`: K, the draft tokens per chain or particle and round.

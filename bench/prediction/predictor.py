@@ -215,7 +215,7 @@ def build_predict_parser() -> argparse.ArgumentParser:
         "--groups",
         metavar="G,G,...",
         help="also predict these numbers of concurrent requests on one"
-        " rank, in mode ar, as exact chains and as particles, such as 1,2,4,8,16,32",
+        " rank, in mode ar, as chains (trees with one leaf) and as particles, such as 1,2,4,8,16,32",
     )
     made.add_argument("--particles", type=int, default=4, help="particles per request, with --groups (default: 4)")
     made.add_argument(

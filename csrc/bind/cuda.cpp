@@ -9,7 +9,6 @@ void bind_cuda(py::module_& m) {
   bind_cuda_linear(m);
   bind_cuda_attention(m);
   bind_cuda_sampling(m);
-  bind_cuda_chains(m);
   bind_cuda_particles(m);
   bind_cuda_tree(m);
 #ifdef SWIFTSPEC_STAMPS

@@ -31,7 +31,6 @@ void bind_cuda_linear(py::module_& m);
 void bind_cuda_attention(py::module_& m);
 void bind_cuda_cache(py::module_& m);
 void bind_cuda_sampling(py::module_& m);
-void bind_cuda_chains(py::module_& m);
 void bind_cuda_particles(py::module_& m);
 void bind_cuda_tree(py::module_& m);
 void bind_cuda_peers(py::module_& m);

@@ -1,4 +1,4 @@
-// Rounds of particles or exact chains as one call.
+// Rounds of particles as one call.
 #include "host/decoder/population.h"
 
 #include <pybind11/stl.h>
@@ -19,7 +19,6 @@ namespace swiftspec::binding {
 
 namespace {
 
-using host::VerifyMode;
 using host::Particles;
 using host::Population;
 using MaybeDict = std::optional<py::dict>;
@@ -33,13 +32,10 @@ host::ModelWithCache side_of(host::Decoder& decoder, const ModelCache& cache) {
   return {decoder, cache};
 }
 
-// In the order of GroupRound.tensors (swiftspec/batching/round.py). Chains have no weights: 6 tensors fewer.
+// In the order of GroupRound.tensors (swiftspec/smc/round.py).
 Particles particles_of(const std::vector<Array>& tensors) {
-  check(tensors.size() == 13 || tensors.size() == 19, "expected the 13 tensors of chains or the 19 of particles");
-  const bool weighted = tensors.size() == 19;
-  const auto* keys = &tensors[weighted ? 11 : 6];  // after the rows and their weights
-  const auto* books = &tensors[tensors.size() - 5];
-  const Array &mask = tensors[0], &path = tensors[2], &stops = books[2];
+  check(tensors.size() == 18, "expected the 18 tensors of particles");
+  const Array &mask = tensors[0], &path = tensors[2], &resampling = tensors[12], &stops = tensors[15];
   Particles p{};
   p.groups = mask.size(0), p.count = mask.size(1), p.slots = mask.size(2), p.vocab = stops.size(1);
   const int64_t g = p.groups, n = p.count;
@@ -51,46 +47,36 @@ Particles particles_of(const std::vector<Array>& tensors) {
   p.base = tensors[3].at<int64_t>(kCpu, "base", {g});
   p.clock = tensors[4].at<int64_t>(kCpu, "clock", {g});
   p.limit = tensors[5].at<int64_t>(kCpu, "limit", {g});
-  p.keys = keys[0].at<uint32_t>(kCpu, "keys", {g, Particles::kPurposes, n});
-  p.target = keys[1].at<uint32_t>(kCpu, "target", {g});
-  p.prefix = books[0].at<int64_t>(kCpu, "prefix", {g});
-  p.sequences = books[1].at<int64_t>(kCpu, "sequences", {g});
-  p.stops = stops.at<bool>(kCpu, "stops", {g, p.vocab});
-  p.prompts = books[3].at<bool>(kCpu, "prompts", {g, p.vocab});
-  p.suppressed = books[4].at<bool>(kCpu, "suppressed", {g, p.vocab});
-  if (!weighted) return p;
-  const Array& resampling = keys[2];
-  p.max_rounds = resampling.size(1);
   p.log_weights = tensors[6].at<double>(kCpu, "log_weights", {g, n});
   p.log_z = tensors[7].at<double>(kCpu, "log_z", {g});
   p.ess = tensors[8].at<double>(kCpu, "ess", {g});
   p.resampled = tensors[9].at<int64_t>(kCpu, "resampled", {g});
   p.rounds = tensors[10].at<int64_t>(kCpu, "rounds", {g});
+  p.keys = tensors[11].at<uint32_t>(kCpu, "keys", {g, Particles::kPurposes, n});
+  p.max_rounds = resampling.size(1);
   p.resampling = resampling.at<double>(kCpu, "resampling", {g, p.max_rounds});
+  p.prefix = tensors[13].at<int64_t>(kCpu, "prefix", {g});
+  p.sequences = tensors[14].at<int64_t>(kCpu, "sequences", {g});
+  p.stops = stops.at<bool>(kCpu, "stops", {g, p.vocab});
+  p.prompts = tensors[16].at<bool>(kCpu, "prompts", {g, p.vocab});
+  p.suppressed = tensors[17].at<bool>(kCpu, "suppressed", {g, p.vocab});
   return p;
-}
-
-VerifyMode verify_mode_of(const std::string& name) {
-  check(name == "weigh" || name == "match" || name == "reject", "verify_mode must be weigh, match or reject");
-  return name == "weigh" ? VerifyMode::weigh : name == "match" ? VerifyMode::match : VerifyMode::reject;
 }
 
 std::unique_ptr<Population> make_population(host::Decoder& draft, const ModelCache& draft_cache, host::Decoder& target,
                                             const ModelCache& target_cache, const std::vector<Array>& tensors,
-                                            int64_t steps, const std::string& verify_mode, double power,
-                                            double threshold, bool deferred_bonus) {
+                                            int64_t steps, double power, double threshold, bool deferred_bonus) {
   check(draft_cache.sequences() == target_cache.sequences(), "both caches must have the same number of sequences");
   Particles p = particles_of(tensors);
   p.steps = size_arg("steps", steps, 1);
   check(p.max_tokens > steps, "a path is too short for a round");
   check(power > 0, "power must be above 0");
-  check((p.log_weights != nullptr) == (verify_mode == "weigh"), "particles have weights, chains have none");
   for (const host::Decoder* decoder : {&draft, &target}) {
     const host::PackedModel& model = decoder->model();
     check(p.vocab <= model.vocab && p.vocab <= model.head->n, "a model is smaller than the vocabulary");
   }
   return std::make_unique<Population>(side_of(draft, draft_cache), side_of(target, target_cache), p,
-                                      verify_mode_of(verify_mode), power, threshold, deferred_bonus);
+                                      power, threshold, deferred_bonus);
 }
 
 // Whether a round of this group stays within its tensors and both caches.
@@ -98,8 +84,7 @@ void check_group(const Population& population, int64_t group, int64_t sequences)
   const Particles& p = population.particles();
   check(p.base[group] >= 1 && p.width(group) <= p.slots, "the tree's region is full");
   check_range(p.sequences + group, 1, sequences, "a sequence is out of range");
-  check(p.rounds == nullptr || (p.rounds[group] >= 0 && p.rounds[group] < p.max_rounds - 1),
-        "more rounds than resampling numbers");
+  check(p.rounds[group] >= 0 && p.rounds[group] < p.max_rounds - 1, "more rounds than resampling numbers");
   int64_t furthest = 0;
   for (int64_t i = 0; i < p.count; ++i) {
     const host::Particle row = p.row(group, i);
@@ -119,13 +104,10 @@ void check_group(const Population& population, int64_t group, int64_t sequences)
 
 host::Span span_of(const SpanArgs::value_type& args, int64_t vocab) {
   const auto& [count, temperature, bias, filters, penalties, min_tokens] = args;
-  check(count >= 1 && temperature >= 0 && min_tokens >= 0,
-        "a span needs at least one group, a temperature of at least 0 and a min_tokens of at least 0");
+  check(count >= 1 && temperature > 0 && min_tokens >= 0,
+        "a span needs at least one group, a temperature above 0 and a min_tokens of at least 0");
   host::Span span{count, temperature, at_or_null<float>(bias, kCpu, "bias", {vocab}), {}, {}, min_tokens};
-  if (filters) {
-    check(temperature > 0, "filters need a temperature above 0");
-    span.filter = filter_args(*filters);
-  }
+  if (filters) span.filter = filter_args(*filters);
   if (penalties) span.penalties = penalty_args(*penalties);
   return span;
 }
@@ -145,7 +127,7 @@ std::pair<double, double> round(Population& population, const SpanArgs& spans, c
   const int64_t sequences = std::min(draft.cache.sequences(), target.cache.sequences());
   for (int64_t group = 0; group < groups; ++group) check_group(population, group, sequences);
   auto* out = head.at<int64_t>(kCpu, "head", {groups, kAny});
-  const int64_t width = head.size(1) - 3 - p.max_tokens;
+  const int64_t width = head.size(1) - 2 - p.max_tokens;
   check(width >= 0 && width <= p.slots, "summary does not fit the tree slots");
   std::pair<double, double> spent{0.0, 0.0};
   const py::gil_scoped_release unlocked;
@@ -176,20 +158,18 @@ void compact(Population& population, int64_t group, int64_t promoted, const host
 
 void bind_population(py::module_& m) {
   py::class_<Population>(m, "Population",
-                         "Rounds of particles, or of exact chains, as one call each. Works on both models and in "
-                         "place on the tensors; see host/decoder/population.h.")
+                         "Rounds of particles as one call each. Works on both models and in place on the tensors; see "
+                         "host/decoder/population.h.")
       .def(py::init(&make_population), py::arg("draft"), py::arg("draft_cache"), py::arg("target"),
-           py::arg("target_cache"), py::arg("tensors"), py::arg("steps"), py::arg("verify_mode"), py::arg("power"),
-           py::arg("threshold"), py::arg("deferred_bonus"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
-           py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
-           "`tensors`: those of GroupRound.tensors. `verify_mode`: weigh, match or reject. Keeps all arguments "
-           "alive.")
+           py::arg("target_cache"), py::arg("tensors"), py::arg("steps"), py::arg("power"), py::arg("threshold"),
+           py::arg("deferred_bonus"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
+           py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
+           "`tensors`: those of GroupRound.tensors. Keeps all arguments alive.")
       .def("round", &round, py::arg("spans"), py::arg("summary"), py::arg("on_forward"),
            "Runs a round of the first groups. Each span is (groups, temperature, bias [vocab] or None, filters or None, "
-           "penalties or None, min_tokens), filters and penalties by their names in SamplingParams; temperature 0 "
-           "draws without noise. Fills `summary` [groups, 3 + max_tokens + width] as GroupRound does. Calls "
-           "on_forward(is_target, rows, seconds) after each forward. Returns the seconds of the draft's forwards and "
-           "of the target's.")
+           "penalties or None, min_tokens), filters and penalties by their names in SamplingParams. Fills `summary` "
+           "[groups, 2 + max_tokens + width] as GroupRound does. Calls on_forward(is_target, rows, seconds) after "
+           "each forward. Returns the seconds of the draft's forwards and of the target's.")
       .def("compact", &compact, py::arg("group"), py::arg("promoted"), py::arg("surviving"),
            "Follows a compaction of both caches: the first `promoted` slots joined the prefix, slots `surviving` are "
            "kept.");

@@ -31,7 +31,7 @@ FAMILIES: dict[Family, tuple[str, ...]] = {
     ),
     "embedding": ("embed",),
     "sampling": (
-        "children", "draw", "draw_keyed", "log_probs", "gumbel_rows", "match_chains", "reject_chains",
+        "children", "draw", "draw_keyed", "log_probs", "gumbel_rows",
     ),
     "tree": ("device_tree",),
     "cache": ("make_slot_mover",),

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 
-from swiftspec.batching.decoding import BatchRequest, IsCancelled, NextRequest
+from swiftspec.batching.batch_request import BatchRequest, IsCancelled, NextRequest
 from swiftspec.engine import Stats, StopCriteria, TokenChunk, TreeDecoding, decode_request
 from swiftspec.errors import UserError
 from swiftspec.messages import RequestStart

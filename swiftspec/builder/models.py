@@ -13,16 +13,12 @@ from weakref import WeakSet
 from swiftspec.backends.cpu.packed_weight_cache import CACHE_FOLDER, PackedWeightCache
 from swiftspec.backends.cuda.devices import is_device_error
 from swiftspec.backends.reference import Backend
-from swiftspec.backends.reference.resampling import resample
-from swiftspec.batching.chains import make_chains
-from swiftspec.batching.group_method import GroupMethod
-from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder import hardware
 from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, local_drafter_key
 from swiftspec.builder.load_options import Side, select_operators
 from swiftspec.builder.plan import Plan, rank_count
 from swiftspec.builder.verdict_file import VerdictRecord
-from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
+from swiftspec.config import EngineConfig
 from swiftspec.control.measurement_file import M, MeasurementFile
 from swiftspec.control.row_times import PairTimes, RowTimes, measure_pair_times, measure_target_times
 from swiftspec.control.trial_budget import StoredBudgets, TrialBudgets
@@ -48,7 +44,8 @@ from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.sampler import TokenConstraint
 from swiftspec.sampling.vocab import VocabShard
-from swiftspec.smc.particle_method import ParticleMethod
+from swiftspec.smc.executors import population_executors
+from swiftspec.smc.scheduler import BatchScheduler
 from swiftspec.tree.rejection import RejectionSampling
 
 
@@ -240,7 +237,7 @@ class Models:
     ) -> LocalRoles:
         """Loads the models that this process holds, and returns the roles on them. `target`, `draft`: whether it holds
         the model. `group`: the ranks that hold the other shards."""
-        if plan.group_shape is not None:
+        if plan.mode == "smc":
             return LocalRoles(scheduler=self._scheduler(plan, group, progress))
         calls, count = CallQueue(), plan.max_num_seqs
         verifiers: list[TargetVerifier | None] = [None] * count
@@ -287,15 +284,18 @@ class Models:
         return [SequenceRunner(pool) for _ in range(plan.max_num_seqs)], deps
 
     def _scheduler(self, plan: EngineConfig, group: RankGroup | None, progress: Progress | None) -> BatchScheduler:
-        """Loads both models and returns a scheduler of sequence groups on them, for the batch or population of
-        `plan`."""
+        """Loads both models and returns a scheduler of sequence groups on them, for the population of `plan`."""
         target, deps = self.runner("target", plan, group, progress)
         draft, draft_deps = self.runner("draft", plan, group, progress)
         lag = 1 if self.options.device.type == "cuda" else 0  # on a CPU rounds are synchronous
-        method = make_group_method(plan.batch or plan.population, target, draft, self.options.max_model_len)
-        executors = available.population_executors(target, draft, deps, draft_deps, method.shape, method.native_params)
         return BatchScheduler(
-            target, draft, executors, method, lag=lag, reuse_prefixes=self.options.prefix_cache_memory > 0
+            target,
+            draft,
+            population_executors(target, draft, deps, draft_deps, plan.population),
+            plan.population,
+            max_tokens=self.options.max_model_len,
+            lag=lag,
+            reuse_prefixes=self.options.prefix_cache_memory > 0,
         )
 
     def runner(
@@ -371,16 +371,6 @@ class Models:
         """Frees all CUDA graphs of this process; see `CudaCapture.release`."""
         for capture in list(self.captures):
             capture.release()
-
-
-def make_group_method(
-    config: BatchConfig | PopulationConfig, target: Runner, draft: Runner, max_tokens: int
-) -> GroupMethod[Any, Any]:
-    """Returns the chains of an exact batch, or the particles of mode smc. `max_tokens`: maximum length of an answer."""
-    slots, device = min(target.tree_slots, draft.tree_slots), target.model.device
-    if isinstance(config, BatchConfig):
-        return make_chains(config, slots, max_tokens, device)
-    return ParticleMethod(config, slots, max_tokens, device, target.ops.resample or resample)
 
 
 def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> TargetVerifier:

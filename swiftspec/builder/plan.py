@@ -18,7 +18,6 @@ from swiftspec.backends.cuda.devices import gpu_uuid, machine_facts, why_gpu_unu
 from swiftspec.backends.cuda.trial_checks import TreeShape
 from swiftspec.backends.reference import Backend
 from swiftspec.backends.unfused import has_int4_kernels
-from swiftspec.batching.chains import chain_region_slots
 from swiftspec.builder import gpu_trial, hardware
 from swiftspec.builder.gpu_trial import GpuVerdict
 from swiftspec.builder.load_options import (
@@ -340,7 +339,7 @@ class Plan:
                 ops=ops,
                 cache_dtype=None if config.spec.draft_head is not None else self.formats.cache_dtype,
                 int4_head=self.quantization(side, ops).head == "int4",
-                prefix_tokens=0 if engine.group_shape is not None else self.prefix_cache_tokens(engine),
+                prefix_tokens=0 if engine.mode == "smc" else self.prefix_cache_tokens(engine),
                 tree_slots=self.tree_slots(side, engine),
                 clusters=major in CLUSTER_MAJORS,
                 int4_kernels=has_int4_kernels(self.device),
@@ -440,7 +439,7 @@ class Plan:
         if requested == "off" or not models:
             return self
         tree = None
-        if "draft" in self.sides(engine) and engine.group_shape is None:
+        if "draft" in self.sides(engine) and engine.mode != "smc":
             tree = TreeShape(self.tree_slots("draft", engine), engine.children_per_leaf, engine.leaves_per_expansion)
         shapes = make_trial_plan(models, tree, engine.population.particles if engine.mode == "smc" else 0)
         facts = {**machine_facts(self.device), "plan": shapes.to_json()}
@@ -580,8 +579,6 @@ class Plan:
 
     def tree_slots(self, side: Side, engine: EngineConfig) -> int:
         """Returns the number of tree slots in the KV cache of target or draft."""
-        if engine.batch is not None:
-            return chain_region_slots(engine.batch)
         if engine.mode == "smc":
             return particle_region_slots(engine.population, self.max_model_len, self.caches.region_slots)
         if side == "target":

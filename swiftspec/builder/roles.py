@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from swiftspec.batching.decoding import BatchDecoding
-from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.batching.tree_batch import TreeBatchDecoding
 from swiftspec.builder.drafters import DRAFTERS, DrafterInputs, WrapperInputs, build_suffix_drafter, drafter_key
 from swiftspec.builder.models import LocalRoles, Models
@@ -39,7 +37,6 @@ from swiftspec.observe.trace import DraftTimeline, ObserverToggle, ParticleTrace
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.observe.trace_format import Record, trace_header
 from swiftspec.params import MAX_LOGPROB_VALUES, MAX_LOGPROBS, SamplingParams
-from swiftspec.runtime.executors.available import graph_captures
 from swiftspec.runtime.graph_capture import capture_graphs, num_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import OverlappedDrafter, ThreadedVerifier, warm_up
@@ -50,6 +47,8 @@ from swiftspec.runtime.sequence_runner import SequencePool, SequenceRunner
 from swiftspec.runtime.suffix_drafter import SharedLookup
 from swiftspec.runtime.verifier import Verifier
 from swiftspec.sampling.grammar import GrammarCompiler
+from swiftspec.smc.decoding import PopulationDecoding
+from swiftspec.smc.scheduler import BatchScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +190,8 @@ def build_roles(
     vocabulary = options.vocabulary
     limits = EngineLimits(options.max_model_len, vocabulary.size, vocabulary.eos_token_ids, check, config.max_nodes)
     rank = None if world is None else start_engine_rank(world, config, models, progress)
-    if config.group_shape is not None:
-        scheduler, decoding = _groups(models, config, rank, recorder, progress)
+    if config.mode == "smc":
+        scheduler, decoding = _population(models, config, rank, recorder, progress)
         head = trace_begin(recorder, options.trace_metadata(config))
         return Roles(
             decoding,
@@ -226,9 +225,9 @@ def _model_limits(models: Models, config: EngineConfig) -> ModelLimits:
     return ModelLimits(models.options.vocab_size, models.options.max_model_len, config.verify_batch)
 
 
-def _groups(
+def _population(
     models: Models, config: EngineConfig, rank: Rank | None, recorder: Recorder, progress: Progress | None
-) -> tuple[BatchScheduler, BatchDecoding]:
+) -> tuple[BatchScheduler, PopulationDecoding]:
     """Returns the scheduler of sequence groups on rank 0 and the decoding on it, which forwards every call to the
     followers if there are several ranks."""
     held = models.load_roles(config, None, progress, target=True, draft=True) if rank is None else rank.held
@@ -236,7 +235,7 @@ def _groups(
     assert scheduler is not None
     on_event = ObserverToggle(lambda: recorder.enabled, ParticleTrace(scheduler.target, scheduler.draft, recorder))
     leading = scheduler if rank is None else LeaderScheduler(scheduler, rank.lead())
-    return scheduler, BatchDecoding(leading, on_event, partial(graph_captures, scheduler.executors))
+    return scheduler, PopulationDecoding(leading, on_event, lambda: scheduler.captured_graphs)
 
 
 def _trees(

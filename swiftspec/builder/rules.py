@@ -58,11 +58,7 @@ class Choices:
         if isinstance(config, Choices):
             return config
         config = config or EngineConfig()
-        left = (
-            {"time_rows"}
-            | (set() if config.chains else {"chains"})
-            | ({"mode", "draft_tp"} if config.mode == AUTO else set())
-        )
+        left = {"time_rows"} | ({"mode", "draft_tp"} if config.mode == AUTO else set())
         left |= {name for name in ENGINE_FIELDS if getattr(config, name) in (None, AUTO)}
         given = {name: getattr(config, name) for name in ENGINE_FIELDS if name not in left}
         needed = config.mode == AUTO or config.has_draft_model
@@ -158,14 +154,14 @@ class Resolution:
     def fixed_rounds(self) -> bool:
         """Whether rounds depend on measured times only if that is requested."""
         synthetic = self["synthetic_acceptance_length"] is not None
-        return self["verify"] == "reject" or self["chains"] or synthetic
+        return self["verify"] == "reject" or synthetic
 
     @property
     def alternates(self) -> bool:
         """Whether this job runs draft and target alternately on trees, with match verification, and adapts to measured
         times."""
         adaptive = self["self_switch"] or self["adapt_steps"] or self["adapt_batch"]
-        serial = self["mode"] == "serial" and not self.remote and not self["chains"]
+        serial = self["mode"] == "serial" and not self.remote
         return serial and adaptive and self["verify"] == "match"
 
     @property
@@ -231,7 +227,7 @@ class Chosen:
 CHOSEN = Chosen()
 ONE_FORWARD = "one forward drafts a whole block"
 NARROW = "more rows prolong forwards on a CPU, and rounds do not adapt"
-FIXED_ROUNDS = "with verify reject, synthetic acceptance or chains, rounds do not depend on the clock"
+FIXED_ROUNDS = "with verify reject or synthetic acceptance, rounds do not depend on the clock"
 MEASURED = "measured times decide"
 NO_ADAPTATION = Rule("no adaptation", "adapt is off", False, lambda at: at.chosen("adapt") is False)
 ADAPTATION = (
@@ -277,15 +273,6 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
         CHOSEN,
         Rule("rest of the ranks", "the draft leaves these", lambda at: at.ranks - at["draft_tp"], lambda at: at.splits),
     ),
-    "chains": (
-        Rule(
-            "several requests",
-            "trees of several requests need match verification on a GPU",
-            True,
-            lambda at: at["max_num_seqs"] > 1 and at["verify"] == "reject" and at.device == "cuda",
-        ),
-        CHOSEN,
-    ),
     "self_switch": (
         CHOSEN,
         NO_ADAPTATION,
@@ -330,17 +317,10 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
         CHOSEN,
     ),
     "verify_batch": (
-        Rule(
-            "chains",
-            "all of a chain is verified",
-            lambda at: min(at.steps + 1, MAX_TREE_NODES),
-            lambda at: at["chains"],
-        ),
         CHOSEN,
         Rule("rejection sampling", NARROW, lambda at: min(at.steps + 1, MAX_TREE_NODES), lambda at: at.narrow),
     ),
     "draft_leaves": (
-        Rule("chains", "a chain has one leaf", 1, lambda at: at["chains"]),
         CHOSEN,
         Rule("rejection sampling", NARROW, 1, lambda at: at.narrow),
         Rule(

@@ -17,42 +17,35 @@ from swiftspec.cache.prefix_cache import MIN_CACHED_TOKENS, Tokens, TokenText, c
 
 
 class SequencePrefixes:
-    """Record of the tokens whose KV the prefix of each cache sequence holds. `caches`: caches of target and draft.
-    `enabled`: if False, every prompt is prefilled from its first token.
-
-    A sequence holds the same tokens in both caches, or, as the companion sequence of a guided request, tokens in the
-    target's only: `count` is the number of leading caches that hold it.
-    """
+    """Record of the tokens whose KV the prefix of each cache sequence holds, the same in all `caches`. `enabled`: if
+    False, every prompt is prefilled from its first token."""
 
     def __init__(self, caches: Sequence[ModelCache], enabled: bool = True) -> None:
         self._caches, self._enabled = caches, enabled
         sequences = len(caches[0].prefix_len)
-        self._tokens: list[list[Tokens]] = [[np.array([], np.int64)] * sequences for _ in caches]  # by cache
+        self._tokens: list[Tokens] = [np.array([], np.int64)] * sequences
         self._lru = [*range(sequences)]  # least recently used first
 
-    def acquire(self, tokens: Sequence[int], in_use: Collection[int], count: int) -> tuple[int, int]:
+    def acquire(self, tokens: Sequence[int], in_use: Collection[int]) -> tuple[int, int]:
         """Selects a sequence for a prompt that is not in `in_use`, and fills its prefix with the longest prefix of the
         prompt that any sequence holds. Returns the sequence and the length of that prefix; the caller prefills the
         rest.
 
         `tokens`: the prompt. Its last token is never part of the prefix.
         `in_use`: sequences of running requests.
-        `count`: number of caches that hold the prompt.
         """
-        sequence, source, cached = self.select(tokens, in_use, count)
-        for cache in self._caches[:count]:
+        sequence, source, cached = self.select(tokens, in_use)
+        for cache in self._caches:
             cache.set_prefix(sequence, cached, source)
-        for cache in self._caches[count:]:
-            cache.set_prefix(sequence, 0)
         self._touch(source)
-        self.set_prefix(sequence, tokens[:cached], count)
+        self.set_prefix(sequence, tokens[:cached])
         return sequence, cached
 
-    def select(self, tokens: Sequence[int], in_use: Collection[int], count: int) -> tuple[int, int, int]:
+    def select(self, tokens: Sequence[int], in_use: Collection[int]) -> tuple[int, int, int]:
         """Returns the sequence that `acquire` selects, the one that it copies the prefix from, and the length of that
         prefix. Parameters as there."""
         wanted = np.array(tokens[:-1], np.int64)
-        shared = {each: self._shared_len(each, wanted, count) for each in self._lru}
+        shared = {each: self._shared_len(each, wanted) for each in self._lru}
         source = max(self._lru, key=lambda each: (shared[each], each not in in_use))
         sequence, cached = source, shared[source]
         if (
@@ -61,29 +54,27 @@ class SequencePrefixes:
             sequence = next((each for each in self._lru if each not in (*in_use, source)), source)
         return sequence, source, cached
 
-    def set_prefix(self, sequence: int, text: Sequence[int], count: int) -> None:
-        """Records that the prefix of a sequence begins with the tokens `text` in the first `count` caches, and is empty
-        in the others."""
-        for index, tokens in enumerate(self._tokens):
-            tokens[sequence] = np.array(text if self._enabled and index < count else (), np.int64)
+    def set_prefix(self, sequence: int, text: Sequence[int]) -> None:
+        """Records that the prefix of a sequence begins with the tokens `text`."""
+        self._tokens[sequence] = np.array(text if self._enabled else (), np.int64)
         self._touch(sequence)
 
     def reusable_texts(self) -> list[TokenText]:
         """Returns for each sequence the tokens that a prompt of another request can reuse. They are not changed
         later."""
-        texts = [self.cached(sequence, 0) for sequence in self._lru]
-        return [text[: self._shared_len(each, text, len(self._caches))] for each, text in zip(self._lru, texts)]
+        texts = [self.cached(sequence) for sequence in self._lru]
+        return [text[: self._shared_len(each, text)] for each, text in zip(self._lru, texts)]
 
-    def _shared_len(self, sequence: int, wanted: Tokens, count: int) -> int:
-        """Returns the length of the longest prefix of `wanted` that a sequence holds in the first `count` caches and
-        that can be the prefix of another text."""
-        shared = min(common_prefix_len(self.cached(sequence, index), wanted) for index in range(count))
-        return longest(shared, [partial(cache.reusable_len, sequence) for cache in self._caches[:count]])
+    def _shared_len(self, sequence: int, wanted: Tokens) -> int:
+        """Returns the length of the longest prefix of `wanted` that a sequence holds and that can be the prefix of
+        another text."""
+        shared = common_prefix_len(self.cached(sequence), wanted)
+        return longest(shared, [partial(cache.reusable_len, sequence) for cache in self._caches])
 
     def _touch(self, sequence: int) -> None:
         self._lru.remove(sequence)
         self._lru.append(sequence)
 
-    def cached(self, sequence: int, index: int = 0) -> Tokens:
-        """Returns the recorded tokens whose KV a sequence still holds in a cache: an empty array after it was wiped."""
-        return self._tokens[index][sequence][: self._caches[index].prefix_len[sequence]]
+    def cached(self, sequence: int) -> Tokens:
+        """Returns the recorded tokens whose KV a sequence still holds: an empty array after it was wiped."""
+        return self._tokens[sequence][: min(cache.prefix_len[sequence] for cache in self._caches)]

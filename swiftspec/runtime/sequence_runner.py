@@ -75,10 +75,10 @@ class SequencePool:
         new = self._copied(sequence, held) if len(held) - stays >= MIN_CACHED_TOKENS else []
         self.prefix_cache.update(new, [] if saved is None else [(saved, cached)])
         if saved is None:
-            self._prefixes.acquire(text, self._in_use, 1)
+            self._prefixes.acquire(text, self._in_use)
         else:
             self.runner.cache.load_prefix(sequence, saved.states, cached)
-            self._prefixes.set_prefix(sequence, text[:cached], 1)
+            self._prefixes.set_prefix(sequence, text[:cached])
         self._in_use.add(sequence)
         return sequence, cached
 
@@ -89,7 +89,7 @@ class SequencePool:
     def _find(self, text: Sequence[int]) -> tuple[int, int, CachedPrefix | None, int]:
         """Returns the sequence that a text takes, the sequence that holds its longest prefix, the entry of the prefix
         cache that holds a longer one, if there is any, and the length of the longest."""
-        sequence, source, cached = self._prefixes.select(text, self._in_use, 1)
+        sequence, source, cached = self._prefixes.select(text, self._in_use)
         wanted, saved = np.array(text[:-1], np.int64), None
         for entry in self.prefix_cache.entries:
             if (found := entry.reusable_len(wanted)) > cached:
@@ -119,7 +119,7 @@ class SequencePool:
         """Records the verified tokens whose states the sequences of a request hold. `texts`: begin with them."""
         for index, text, count in zip(view.buffers, texts, view.prefix_len, strict=True):
             self.runner.cache.prefix_len[index] = count
-            self._prefixes.set_prefix(index, text[:count], 1)
+            self._prefixes.set_prefix(index, text[:count])
 
     def give_back(self, view: SequenceView) -> None:
         """Takes the sequences of a request back. Their recorded tokens stay for later prompts."""

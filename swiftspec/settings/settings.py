@@ -152,7 +152,6 @@ class Settings(SettingsFields):
             **{feature: drafts and self.draft_model == name for feature, name in DRAFTER_OF_FEATURE.items()},
             "grafting": drafts and bool(self.graft_suffix),
             "several requests": self.max_num_seqs > 1,
-            "chains": self.max_num_seqs > 1 and self.verify == "reject" and device == "cuda",
             "several ranks": ranks > 1,
             "target worker": self.target_url is not None,
             "draft worker": self.draft_url is not None,
@@ -165,7 +164,7 @@ class Settings(SettingsFields):
             "shared GPUs": self.share_gpus,
             "CPU": device == "cpu",
         }
-        groups = {"tree size": ["verify_batch", "draft_leaves"], "draft forwards": [*MODEL_TREE_SETTINGS]}
+        groups = {"draft forwards": [*MODEL_TREE_SETTINGS]}
         for name, flag in SETTINGS.items():
             if flag.setting.applies_to is not None:
                 groups.setdefault(flag.setting.applies_to, []).append(name)

@@ -1,2 +1,2 @@
-"""Sequence groups: sequential Monte Carlo decoding with weighted particles, and exact batches of one particle per
-request."""
+"""Mode smc: sequential Monte Carlo decoding, in which the weighted particles of each request form a sequence
+group."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from swiftspec.batching.sequence_group import GroupAnswer
 from swiftspec.smc import weights
 
 
@@ -20,10 +19,15 @@ class Particle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupResult(GroupAnswer):
-    """The answer of a group of particles, which is the text of the particle that was picked, and statistics of the
+class GroupResult:
+    """The answer of a sequence group, which is the text of the particle that was picked, and statistics of the
     group."""
 
+    tokens: list[int]
+    stopped: bool  # by a stop token
+    full: bool  # the group ended because its tree region had no room for another round
+    compactions: int  # number of compactions of its tree region
+    moved_slots: int  # slots whose KV compactions moved; fan-out and resampling move no KV
     coalesced_prefix: int  # number of leading tokens that all particles share
     ess_mean: float  # effective sample size, mean over the rounds
     resample_rate: float  # share of rounds with a resampling

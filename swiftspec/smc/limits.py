@@ -12,6 +12,6 @@ def particle_region_slots(config: PopulationConfig, context: int, limit: int = D
     """Returns the number of tree slots per group: enough for N different texts of `context` tokens, but at most the
     group's share of `limit`, and at least two rounds; a multiple of the widest mask window. `limit`: tree slots of all
     groups together."""
-    widest, two_rounds = MASK_WIDTHS[-1], 2 * config.shape.slots_per_round
+    widest, two_rounds = MASK_WIDTHS[-1], 2 * config.slots_per_round
     share = max(limit // config.smc_groups // widest * widest, two_rounds)
     return -(-min(config.particles * context + two_rounds, share) // widest) * widest

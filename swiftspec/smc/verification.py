@@ -7,29 +7,53 @@ V tokens in the vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from swiftspec.backends.reference.noise import counters, gumbel, row_bits
 from swiftspec.backends.reference.sampling import argmax_token
-from swiftspec.batching.group_method import DraftedTokens, RoundVerdict
 from swiftspec.config import PopulationConfig
 from swiftspec.sampling import filters
-from swiftspec.sampling.row_sampler import RowSampler
 from swiftspec.smc import weights
+from swiftspec.smc.group_spans import concatenate
+from swiftspec.smc.row_sampler import RowSampler
 
 
 @dataclass(frozen=True, slots=True)
-class WeightedVerdict(RoundVerdict):
+class DraftedTokens:
+    """The draft tokens of a round, and the noise for their verification and for the token after them."""
+
+    tokens: Tensor  # [groups, N, K]
+    log_q: Tensor  # [groups, N, K], log-probabilities of the tokens under q
+    logits: list[Tensor]  # the draft's processed logits [groups * N, V] of each step that may be rejected
+    bonus_keys: Tensor  # [groups * N], noise keys of the token after the draft tokens
+    uniforms: Callable[[int], Tensor]  # returns uniform numbers in (0, 1) for the first n tokens, [groups, N, n]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedVerdict:
     """Result of the verification of a round of particles."""
 
+    accepted: Tensor  # [groups, N], number of leading draft tokens that are kept
+    bonus: Tensor  # [groups, N], the token after those; -1 if logits are not finite
     log_weight_increments: Tensor  # [groups, N, K + 1], log-weight of each kept token and of `bonus`, by position
 
     def not_finite(self) -> Tensor:
         """Returns whether the logits or weights of a group are not finite, [groups] bool."""
-        return RoundVerdict.not_finite(self) | self.log_weight_increments.isnan().flatten(1).any(-1)
+        return (self.bonus < 0).any(-1) | self.log_weight_increments.isnan().flatten(1).any(-1)
+
+
+def join_verdicts(parts: Sequence[WeightedVerdict]) -> WeightedVerdict:
+    """Returns the verdict of consecutive spans of groups."""
+    return WeightedVerdict(*(concatenate([getattr(part, each.name) for part in parts]) for each in fields(parts[0])))
+
+
+def keeps_logits(sampler: RowSampler, config: PopulationConfig, step: int) -> bool:
+    """Returns whether the verification of a draft step needs the draft's logits."""
+    return sampler.filtered or step < config.smc_exact
 
 
 def verify_particles(
@@ -48,7 +72,7 @@ def _accept_all(sampler: RowSampler, power: float, logits: Tensor, drafted: Draf
     ahead, last = (part.reshape(-1, logits.shape[-1]) for part in (logits[:, :-1], logits[:, -1]))
     log_p = sampler.log_probs(ahead, drafted.tokens.transpose(1, 2).flatten())
     log_p = log_p.view(groups, steps, particles).transpose(1, 2)
-    bonus, _ = sampler.draw(last, _bonus_keys(drafted), power)
+    bonus, _ = sampler.draw(last, drafted.bonus_keys, power)
     norm = torch.zeros_like(drafted.log_q[..., :1])
     if power != 1:
         shaped = sampler.tempered(last)
@@ -79,17 +103,10 @@ def _accept_part(
     return WeightedVerdict(accepted.view(shape), bonus.view(shape), terms.view(*shape, -1))
 
 
-def _bonus_keys(drafted: DraftedTokens) -> Tensor:
-    """Returns the noise keys [groups * N] of the token after the accepted draft tokens."""
-    keys = drafted.keys[-1]
-    assert keys is not None
-    return keys
-
-
 def _bonus_noise(drafted: DraftedTokens, logits: Tensor) -> Tensor:
     """Returns the Gumbel noise [groups * N, V] of the token after the accepted draft tokens, for logits [..., V]."""
-    keys = _bonus_keys(drafted)
-    return gumbel(row_bits(keys, counters(range(logits.shape[-1]), keys.device)), logits.dtype)
+    tokens = counters(range(logits.shape[-1]), drafted.bonus_keys.device)
+    return gumbel(row_bits(drafted.bonus_keys, tokens), logits.dtype)
 
 
 def _reject_drafts(

@@ -211,7 +211,7 @@ def _warm_up(llm: LLMEngine, sampling: SamplingParams, phases: StartupReporter) 
     target's logits are not finite; prints a warning if it must be the draft's, because it proposes nothing."""
     trees = llm.config.mode in ("serial", "async") and llm.config.verify_batch > 1 and llm.config.has_draft_model
     sampling = replace(sampling, max_tokens=2, ignore_eos=True)
-    if trees and not llm.config.chains:  # a given shape keeps the draft in use, whatever was measured
+    if trees:  # a given shape keeps the draft in use, whatever was measured
         sampling = replace(sampling, verify_batch=llm.config.verify_batch)
     stats = llm.generate([0], sampling).stats
     if trees and stats.drafted == 0 and stats.drafter_lost is None:

@@ -6,6 +6,8 @@ import math
 import shutil
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
+from operator import eq
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from swiftspec import _C
-from swiftspec.batching.decoding import BatchRequest
+from swiftspec.batching.batch_request import BatchRequest
 from swiftspec.batching.tree_batch import TreeBatchDecoding
 from swiftspec.config import EngineConfig
 from swiftspec.engine import TokenChunk
@@ -222,6 +224,43 @@ def test_a_cancelled_request_does_not_end_one_that_is_prefilled(
 
 
 @NATIVE
+def test_a_guided_request_waits_until_two_sequences_are_free(pair_of: Callable[[str], tuple[Path, Path]]) -> None:
+    """In the order of arrival: the request behind it waits too, and one that is cancelled meanwhile ends at once."""
+    llm = engine(pair_of("dense"), "model", 2, dtype=torch.float32)
+    plain = SamplingParams(0.8, max_tokens=9, ignore_eos=True)
+    sampling = [plain, replace(plain, guidance_scale=2.0), plain]
+    orders: dict[int | None, list[int]] = {None: [0, 1, 2], 1: [1, 0, 2]}
+    for cancelled, order in orders.items():
+        ends, begun = dict[int, str | None](), list[int]()
+        for index, chunk in llm.stream_batch([[5, 6]] * 3, sampling, partial(eq, cancelled)):
+            begun += [] if index in begun else [index]
+            ends |= {index: chunk.finish_reason} if chunk.finish_reason else {}
+        assert [*ends] == order and all((ends[i] == "abort") == (i == cancelled) for i in ends)
+        assert cancelled is not None or begun == order
+        assert_idle(llm)
+
+
+@NATIVE
+def test_both_sequences_of_a_guided_request_reuse_prefixes(pair_of: Callable[[str], tuple[Path, Path]]) -> None:
+    """The second time the target prefills neither of its prompts; the draft does not read the negative one."""
+    llm = engine(pair_of("dense"), "model", 4, dtype=torch.float32)
+    rows, guided = {"target": [0], "draft": [0]}, {"guidance_scale": 2.0, "negative_prompt_ids": tuple(range(7, 52))}
+    for mine, pool in zip(rows.values(), decoding_of(llm).pools, strict=True):
+        pool.runner.hooks.append(lambda began, count, mine=mine: mine.append(count))
+    prompt, sampling = [3 + i % 50 for i in range(50)], SamplingParams(0.7, max_tokens=12, ignore_eos=True, **guided)
+    texts, spent, cached = list[list[int]](), list[list[int]](), list[int]()
+    for _ in range(2):
+        answer = llm.generate(prompt, sampling)
+        texts.append(answer.token_ids)
+        cached.append(answer.stats.cached_tokens)
+        spent.append([sum(each) for each in rows.values()])
+        for each in rows.values():
+            each.clear()
+    assert texts[0] == texts[1] and cached == [0, 49]
+    assert [first - second for first, second in zip(*spent, strict=True)] == [49 + 44, 49]
+
+
+@NATIVE
 def test_greenlets_of_an_application_are_no_coroutines_of_requests(
     pair_of: Callable[[str], tuple[Path, Path]],
 ) -> None:
@@ -267,15 +306,17 @@ class Arrivals(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.waiting, self.cancelled = list[BatchRequest](), set[int]()
-        self.kind = dict[int, int]()  # of each request, -1 for one that fails
+        self.kind = dict[int, int]()  # of each request, below 0 for one that fails, -2 for its negative prompt
         self.text, self.ended = dict[int, list[int]](), dict[int, str]()
         self.chunks: Generator[tuple[BatchRequest, TokenChunk]] | None = None
 
-    @rule(kind=st.integers(-1, 7))
+    @rule(kind=st.integers(-2, 7))
     def arrive(self, kind: int) -> None:
-        number = len(self.kind)
-        prompt = [5, BAD_TOKEN, 3] if kind < 0 else self.prompts[kind]
-        self.waiting.append(self.llm.request(number, prompt, self.sampling[max(kind, 0)]))
+        number, sampling = len(self.kind), self.sampling[max(kind, 0)]
+        prompt = [5, BAD_TOKEN, 3] if kind == -1 else self.prompts[max(kind, 0)]
+        if kind == -2:
+            sampling = replace(sampling, guidance_scale=2.0, negative_prompt_ids=(5, BAD_TOKEN, 3))
+        self.waiting.append(self.llm.request(number, prompt, sampling))
         self.kind[number], self.text[number] = kind, []
 
     @precondition(lambda self: self.kind)

@@ -160,8 +160,6 @@ def test_mode_auto_is_resolved_once() -> None:
     assert resolve_config(auto, "draft") == EngineConfig("serial", draft_steps=4, drafter="model")
     assert resolve_config(EngineConfig("async"), "draft") == EngineConfig("async", drafter="model")
     assert resolve_config(EngineConfig(target_tp=2), None).draft_tp == 0
-    with pytest.raises(UserError, match="max_num_seqs above 1 with verify reject is not supported without a draft"):
-        resolve_config(EngineConfig(max_num_seqs=2, chains=True), None)
 
 
 @pytest.mark.parametrize(

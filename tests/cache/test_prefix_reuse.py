@@ -19,12 +19,11 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
-from tests.support.roles import scheduler_of
 from tests.support.tiny_checkpoints import make_pair
 
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=80)
 SMC = EngineConfig("smc", population=PopulationConfig(3, 3, 0.7, smc_groups=3))
-CHAINS = EngineConfig("serial", draft_steps=3, max_num_seqs=3, chains=True)
+TREES = EngineConfig("serial", draft_steps=3, max_num_seqs=3)
 
 
 @given(st.lists(st.tuples(TEXTS, st.booleans()), max_size=12))
@@ -34,13 +33,13 @@ def test_cached_prefixes_equal_what_was_prefilled(requests: Sequence[tuple[list[
     cache = ModelCache(KVCache(1, 1, 1, 80, reference.make_slot_mover), 3)
     texts, busy = SequencePrefixes([cache]), list[int]()
     for text, goes_on in requests:
-        sequence, cached = texts.acquire(text, busy, 1)
+        sequence, cached = texts.acquire(text, busy)
         assert sequence not in busy and cached <= len(text) - 1
         assert cache.kv.k[0, sequence, 0, :cached, 0].tolist() == text[:cached]
         first = cache.append_prefix(len(text) - 1 - cached, sequence)
         cache.kv.k[0, sequence, 0, first : len(text) - 1, 0] = torch.tensor(text[cached:-1], dtype=torch.float32)
-        texts.set_prefix(sequence, text[:-1], 1)
-        again = [texts.acquire(text, [*busy, sequence], 1)[1]] if len(busy) < 2 else []
+        texts.set_prefix(sequence, text[:-1])
+        again = [texts.acquire(text, [*busy, sequence])[1]] if len(busy) < 2 else []
         assert again in ([], [len(text) - 1])
         busy = [*busy, sequence][-2:] if goes_on else busy
 
@@ -51,9 +50,9 @@ def test_the_least_recently_used_sequence_is_reused() -> None:
 
     def read(*tokens: int) -> tuple[int, int]:
         text = [token for token in tokens for _ in range(40)] + [0]
-        sequence, cached = texts.acquire(text, (), 1)
+        sequence, cached = texts.acquire(text, ())
         cache.append_prefix(len(text) - 1 - cached, sequence)
-        texts.set_prefix(sequence, text[:-1], 1)
+        texts.set_prefix(sequence, text[:-1])
         return sequence, cached
 
     one, two, three = read(1, 2), read(3, 4), read(5)
@@ -68,7 +67,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_pair(tmp_path_factory.mktemp("pair"), head_dim=16, intermediate_size=64)
 
 
-@pytest.mark.parametrize("plan", [SMC, CHAINS], ids=["smc", "chains"])
+@pytest.mark.parametrize("plan", [SMC, TREES], ids=["smc", "trees"])
 def test_a_batch_prefills_only_new_tokens(pair: tuple[Path, Path], plan: EngineConfig) -> None:
     """A shared prefix in one batch, the next turns of two texts, and an unknown text."""
     options: dict[str, Any] = {"max_model_len": 160, "dtype": torch.float64}
@@ -83,15 +82,15 @@ def test_a_batch_prefills_only_new_tokens(pair: tuple[Path, Path], plan: EngineC
         return found
 
     first = ask(questions)
-    assert [each.stats.cached_tokens for each in first] == [0, 40, 40]
+    if plan is SMC:  # trees that arrive together are prefilled together
+        assert [each.stats.cached_tokens for each in first] == [0, 40, 40]
     turns = [[*questions[i], *first[i].token_ids, 9, 9] for i in (2, 0)]
     next_turn = ask([*turns, [60] * 50])
     least = len(questions[0]) + (
-        12 if plan is CHAINS else 0
+        12 if plan is TREES else 0
     )  # particles share their last tokens only once one is picked
     for each, turn in zip(next_turn, turns, strict=False):
         assert least - 1 <= each.stats.cached_tokens < len(turn)
     assert next_turn[2].stats.cached_tokens == 0
-    assert not scheduler_of(engine).groups
     forgetful = LLMEngine(*pair, plan, prefix_cache_memory=0, **options).generate_batch(questions, sampling)
     assert [(each.token_ids, each.stats.cached_tokens) for each in forgetful] == [(each.token_ids, 0) for each in first]

@@ -66,7 +66,7 @@ def forbidden_knowledge(path: str, source: str) -> list[str]:
 
 
 def forward_calls(path: str, source: str) -> list[str]:
-    if package(path) in ("runtime", "batching"):
+    if package(path) in ("runtime", "smc"):
         return []
     calls = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Call)]
     called = [ast.unparse(call.func) for call in calls]
@@ -127,7 +127,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (forbidden_knowledge, "tree/verify.py", "from ..model import loader"),
     (forbidden_knowledge, "model/transformer.py", "from swiftspec.sampling.sampler import sample"),
     (forbidden_knowledge, "model/transformer.py", "import swiftspec.runtime.sampler"),
-    (forbidden_knowledge, "batching/scheduler.py", "from swiftspec.model.transformer import Transformer"),
+    (forbidden_knowledge, "smc/scheduler.py", "from swiftspec.model.transformer import Transformer"),
     (forward_calls, "builder/models.py", "logits = runner.model.forward(batch, cache)"),
     (forward_calls, "serve/cli/chat.py", "model.forward(batch)"),
 ]

@@ -27,7 +27,7 @@ ANSWER = GroupResult(
 def test_choices_follow_the_distribution_of_the_population(count: int) -> None:
     """The estimate of Z times a choice's weight is unbiased for p(text)^power, as for the population as a whole."""
     plan, sampling, target = PopulationConfig(24, 2, 0.7, 2.0), SamplingParams(temperature=0.7), HistoryModel(3, 1)
-    worker = make_worker(target, HistoryModel(3, 2, 0.6), plan, slots=1 + 4 * plan.shape.slots_per_round)
+    worker = make_worker(target, HistoryModel(3, 2, 0.6), plan, slots=1 + 4 * plan.slots_per_round)
     found = RunResults(target, [])
     for seed in range(80):
         decode(worker, PROMPT, replace(sampling, seed=seed), STOPS, 4)

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from swiftspec.backends.reference import reference, resampling
-from swiftspec.batching.rows import DEAD, LIVE, SHARED
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
-from swiftspec.config import GroupShape
-from swiftspec.smc.particles import Particles
+from swiftspec.config import PopulationConfig
+from swiftspec.smc.particles import DEAD, LIVE, SHARED, Particles
 from tests.support.cases import examples
 
 N, K, VOCAB, STOP, LIMIT, SLOTS = 3, 2, 4, 3, 24, 48
@@ -44,7 +43,7 @@ class Population(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cache = ModelCache(KVCache(1, 1, 1, 80, reference.make_slot_mover, dtype=torch.float64))
-        self.particles = Particles(GroupShape(1, N, K), SLOTS, LIMIT)
+        self.particles = Particles(PopulationConfig(N, K), SLOTS, LIMIT)
         self.bytes_moved = 0
         self.fan_out()
 
@@ -101,9 +100,7 @@ class Population(RuleBasedStateMachine):
         stops[0, STOP] = True
         terms = [[float(10 * i + j + 1) for j in range(K + 1)] for i in range(N)]
         log_terms = torch.tensor([terms], dtype=torch.float64)
-        p.append_weighted(
-            torch.tensor([drafts]), torch.tensor([accepted]), torch.tensor([extra]), log_terms, stops, SLOTS
-        )
+        p.append_round(torch.tensor([drafts]), torch.tensor([accepted]), torch.tensor([extra]), log_terms, stops, SLOTS)
         for i, row in enumerate(self.rows):
             if not row.finished:
                 new = [*drafts[i][: accepted[i]], extra[i]]
@@ -191,9 +188,7 @@ class Population(RuleBasedStateMachine):
             self.cache.append_tree(N * (K + 1))
             zeros = torch.zeros(1, N, dtype=torch.int64)
             terms = torch.zeros(1, N, K + 1, dtype=torch.float64)
-            self.particles.append_weighted(
-                torch.zeros(1, N, K, dtype=torch.int64), zeros + K, zeros, terms, stops, SLOTS
-            )
+            self.particles.append_round(torch.zeros(1, N, K, dtype=torch.int64), zeros + K, zeros, terms, stops, SLOTS)
             assert (self.particles.slot_states(SLOTS)[0] == DEAD).all()
 
 
@@ -203,15 +198,15 @@ TestPopulation = Population.TestCase
 
 def test_the_common_prefix_counts_finished_rows_too() -> None:
     """In two groups that differ only in the stop token of the first."""
-    p = Particles(GroupShape(2, 2, 1), 16, 8)
+    p = Particles(PopulationConfig(2, 1, smc_groups=2), 16, 8)
     for group in range(2):
         p.open(group, 0, 0, 8)
     stops = torch.tensor([[False, False, True], [False, False, False]])
     terms = torch.zeros(2, 2, 2, dtype=torch.float64)
     whole, ones = torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, 1, dtype=torch.int64)
-    p.append_weighted(ones, whole, torch.tensor([[0, 2], [0, 2]]), terms, stops, 16)
+    p.append_round(ones, whole, torch.tensor([[0, 2], [0, 2]]), terms, stops, 16)
     assert p.common_lengths().tolist() == [1, 1] and p.finished.tolist() == [[False, True], [False, False]]
-    p.append_weighted(ones, whole, whole, terms, stops, 16)
+    p.append_round(ones, whole, whole, terms, stops, 16)
     assert p.length.tolist() == [[4, 2], [4, 4]] and p.common_lengths().tolist() == [1, 1]
 
 
@@ -221,7 +216,8 @@ def test_a_group_is_resampled_by_its_own_weights() -> None:
     weighed = 3 * torch.randn(4, 5, dtype=torch.float64, generator=dice)
     weighed[2] = 0
     uniform = torch.rand(4, dtype=torch.float64, generator=dice)
-    together, alone = Particles(GroupShape(4, 5, 1), 16, 8), [Particles(GroupShape(1, 5, 1), 16, 8) for _ in range(4)]
+    together = Particles(PopulationConfig(5, 1, smc_groups=4), 16, 8)
+    alone = [Particles(PopulationConfig(5, 1), 16, 8) for _ in range(4)]
     marks = torch.arange(20).view(4, 5, 1).expand_as(together.tokens)
     for p, some in [(together, slice(None)), *((p, slice(g, g + 1)) for g, p in enumerate(alone))]:
         p.log_weights.copy_(weighed[some])

@@ -11,17 +11,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftspec.backends.reference import reference
-from swiftspec.batching.decoding import decode_groups
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
+from swiftspec.smc.decoding import decode_groups
 from tests.support.cases import fast_first
 from tests.support.history_models import HistoryModel, make_worker
 from tests.support.history_models import run as decode
-from tests.support.roles import make_runner, make_scheduler, particles_of, request_start, scheduler_of
+from tests.support.roles import make_runner, make_scheduler, request_start, scheduler_of
 from tests.support.tiny_checkpoints import make_checkpoint
 
 WARM = SamplingParams(temperature=0.8, seed=5)
@@ -75,7 +75,7 @@ def test_a_round_runs_on_meta_tensors(plan: PopulationConfig, filters: dict[str,
     worker = make_worker(HistoryModel(6, 1, device="meta"), HistoryModel(6, 2, device="meta"), plan)
     worker.open(request_start([1, 2], replace(WARM, **filters)), (), 12)
     head = worker.round(48, 1)
-    assert head.shape == (1, 3 + 16 + plan.smc_draft_tokens + 1 + 48)
+    assert head.shape == (1, worker.round.header_len + 48)
     with pytest.raises(RuntimeError):
         head.tolist()
 
@@ -135,7 +135,7 @@ def test_particles_without_a_common_prefix_fill_the_cache_and_end_the_request() 
     decode(worker, [0, 1], replace(WARM, temperature=1.0), set(), 16)
     answer = worker.answer()
     assert answer.full and answer.resample_rate == 0 and not answer.stopped
-    assert answer.tokens and all(0 <= token < 5 for token in answer.tokens) and worker.group.used_slots <= 70
+    assert answer.tokens and all(0 <= token < 5 for token in answer.tokens) and worker.group.region.used_slots <= 70
 
 
 def test_rows_are_processed_in_chunks() -> None:
@@ -214,7 +214,7 @@ def test_every_live_slot_holds_the_kv_of_its_path(
                     got, want = mine[:, 0, :, places], true[:, 0, :, : len(places)]
                     torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9)
                 checked += len(places)
-    assert worker.group.compactions > 0 and checked > 400
+    assert worker.group.region.compactions > 0 and checked > 400
 
 
 def test_a_draft_equal_to_its_target_keeps_the_weights_flat(pair: tuple[Path, Path]) -> None:
@@ -262,13 +262,13 @@ def test_a_long_prompt_is_shared(pair: tuple[Path, Path], monkeypatch: pytest.Mo
     move = cache.kv.move
     monkeypatch.setattr(cache.kv, "move", lambda s, slots, first: (moves.append(len(slots)), move(s, slots, first))[1])
     group = smc.admit(request_start([i % 40 for i in range(1000)], WARM), (), 24)
-    assert cache.prefix_len[0] + group.used_slots == 1000 and not moves
+    assert cache.prefix_len[0] + group.region.used_slots == 1000 and not moves
     rounds = []
     while smc.launch():
         smc.collect()
-        rounds.append((cache.prefix_len[0] + group.used_slots - 1000, sum(moves)))
+        rounds.append((cache.prefix_len[0] + group.region.used_slots - 1000, sum(moves)))
     assert all(added <= 64 * 4 * (i + 1) for i, (added, _) in enumerate(rounds))
-    assert int(particles_of(smc).resampled) > group.compactions and sum(moves) == group.moved_slots
+    assert int(smc.round.particles.resampled) > group.region.compactions and sum(moves) == group.region.moved_slots
     assert rounds[-1][0] < 64 * 24, "lineages coalesce"
     assert 1000 + rounds[-1][0] < 64 * 1000 / 20, "a copy for each particle would take 64,000 slots"
 

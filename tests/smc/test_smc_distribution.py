@@ -75,7 +75,7 @@ def sample(
     target = HistoryModel(vocab, 1)
     found = RunResults(target, [])
     worker = make_worker(
-        target, target if same else HistoryModel(vocab, 2, sharpness), plan, slots=1 + 4 * plan.shape.slots_per_round
+        target, target if same else HistoryModel(vocab, 2, sharpness), plan, slots=1 + 4 * plan.slots_per_round
     )
     for seed in range(runs):
         decode(worker, PROMPT, replace(sampling, seed=seed), STOPS, limit)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from swiftspec.backends.reference import resampling
 from swiftspec.backends.reference.noise import counters, noise_bits, row_bits, row_key
-from swiftspec.batching.noise_streams import StreamPurpose, stream_of
 from swiftspec.smc import weights
-from swiftspec.smc.noise_streams import ParticleStreams
+from swiftspec.smc.noise_streams import ParticleStreams, StreamPurpose, stream_of
 from tests.support.cases import examples
 
 POWERS = [0.5, 1.0, 2.0]
@@ -30,8 +29,6 @@ def test_noise_equals_that_of_every_backend(seed: int, clock: int) -> None:
     ):
         want = [noise_bits(seed, stream_of(particle, purpose), [at], range(17)) for particle in range(3)]
         assert torch.equal(row_bits(keys, counters(range(17))), torch.cat(want))
-    plain = torch.cat([*streams.target_keys(torch.tensor([[[clock]] * 3]))])
-    assert torch.equal(row_bits(plain, counters(range(17))), noise_bits(seed, 0, [clock] * 3, range(17)))
     bits = [
         int(noise_bits(seed, stream_of(i, StreamPurpose.COIN), [clock], range(1)).to(torch.int64)) for i in range(3)
     ]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swiftspec.backends.reference import reference
 from swiftspec.cache.model_cache import ModelCache
-from swiftspec.config import BatchConfig, PopulationConfig
+from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.tensor_parallel import TensorParallelGroup
@@ -78,7 +78,7 @@ class HistoryModel:
 def make_worker(
     target: HistoryModel,
     draft: HistoryModel,
-    plan: BatchConfig | PopulationConfig,
+    plan: PopulationConfig,
     *,
     max_tokens: int = 16,
     slots: int = 64,

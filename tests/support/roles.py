@@ -6,12 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from swiftspec.batching.scheduler import BatchScheduler
-from swiftspec.batching.sequence_group import SequenceGroup
 from swiftspec.builder.drafters import build_drafter
-from swiftspec.builder.models import make_group_method
 from swiftspec.builder.roles import TreeRoles
-from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import TreeDecoding
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.messages import RequestStart
@@ -26,8 +23,11 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import LocalVerifier, Verifier
 from swiftspec.sampling.vocab import VocabShard
+from swiftspec.smc.executors import population_executors
 from swiftspec.smc.group_result import GroupResult
 from swiftspec.smc.particles import Particles
+from swiftspec.smc.scheduler import BatchScheduler
+from swiftspec.smc.sequence_group import SequenceGroup
 from swiftspec.tree.rejection import RejectionSampling
 
 
@@ -79,8 +79,8 @@ class SequentialScheduler(BatchScheduler):
 
     @property
     def particles(self) -> Particles:
-        """The rows of all groups, in mode smc."""
-        return particles_of(self)
+        """The particles of all groups."""
+        return self.round.particles
 
     def open(self, start: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
         for group in [*self.groups]:
@@ -89,9 +89,7 @@ class SequentialScheduler(BatchScheduler):
         return self.group
 
     def answer(self) -> GroupResult:
-        answer = self.finish(self.group)
-        assert isinstance(answer, GroupResult)
-        return answer
+        return self.finish(self.group)
 
     def drain(self) -> None:
         """Reads the results of all rounds so far."""
@@ -99,16 +97,10 @@ class SequentialScheduler(BatchScheduler):
             self._read_result()
 
 
-def particles_of(scheduler: BatchScheduler) -> Particles:
-    """The rows of all groups, in mode smc."""
-    assert isinstance(scheduler.method.rows, Particles)
-    return scheduler.method.rows
-
-
 def make_scheduler(
     target: Runner,
     draft: Runner,
-    config: BatchConfig | PopulationConfig,
+    config: PopulationConfig,
     *,
     max_tokens: int,
     lag: int = 0,
@@ -116,9 +108,8 @@ def make_scheduler(
 ) -> SequentialScheduler:
     """A scheduler of sequence groups on two models of this process."""
     made = executor_deps(target, captures[0]), executor_deps(draft, captures[1])
-    method = make_group_method(config, target, draft, max_tokens)
-    steps = available.population_executors(target, draft, *made, method.shape, method.native_params)
-    return SequentialScheduler(target, draft, steps, method, lag=lag)
+    steps = population_executors(target, draft, *made, config)
+    return SequentialScheduler(target, draft, steps, config, max_tokens=max_tokens, lag=lag)
 
 
 def restrict_executors(role: LocalDrafter | LocalVerifier | BatchScheduler, *names: str) -> None:

@@ -183,7 +183,7 @@ def test_an_extension_for_another_gpu_is_built_again(
 def collected() -> str:
     """The tests of tests/gpu, in a process that has imported everything that the steps import, without the front
     end."""
-    modules = "bench.gpu.constants, bench.gpu.kernels, bench.gpu.step, bench.gpu.verify_chains, tools.gpu_queue"
+    modules = "bench.gpu.constants, bench.gpu.kernels, bench.gpu.step, tools.gpu_queue"
     modules += ", bench.gpu.chain, bench.gpu.footprint, bench.gpu.stamps, bench.gpu.stalls, tools.gpu.trial"
     modules += ", bench.gpu.tilings"
     modules += ", bench.gpu.all_reduce, tools.gpu.ranks, swiftspec.engine"

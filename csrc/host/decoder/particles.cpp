@@ -18,10 +18,6 @@ uint32_t Particles::key(int64_t group, int64_t purpose, int64_t row, int64_t dra
   return noise::mix(keys[(group * kPurposes + purpose) * count + row] ^ static_cast<uint32_t>(clock[group] + draw));
 }
 
-double Particles::uniform(int64_t group, int64_t row, int64_t draw) const {
-  return (static_cast<double>(noise::bits(key(group, kCoin, row, draw), 0)) + 0.5) * 0x1p-32;
-}
-
 int64_t Particles::pending_slot(int64_t group, int64_t row) const {
   const Particle p = this->row(group, row);
   return *p.finished != 0 ? slot(group, row, steps) : p.tail_slots[1];
@@ -44,9 +40,8 @@ void Particles::append_round(int64_t group, const int64_t* drafts, const Verdict
     const Particle p = this->row(group, row);
     const auto at = static_cast<size_t>(row);
     const int64_t accepted = verdict.num_accepted[at], bonus = std::max<int64_t>(verdict.bonus[at], 0);
-    double ignored = 0.0;
     append(group, p, drafts, accepted, bonus, verdict.terms.data() + row * (steps + 1),
-           log_weights == nullptr ? ignored : log_weights[group * count + row]);
+           log_weights[group * count + row]);
     if (*p.finished != 0) std::fill_n(p.mask, width(group), uint8_t{0});
     for (int64_t step = 0; step <= steps && *p.finished == 0; ++step) {
       p.mask[slot(group, row, step)] = static_cast<uint8_t>(step < accepted || step == steps);

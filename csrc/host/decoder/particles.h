@@ -1,5 +1,5 @@
-// Sequence groups of particles or chains on the tensors of swiftspec/batching (rows.py, noise_streams.py and round.py
-// document them) and swiftspec/smc/particles.py, and their updates in a round.
+// Sequence groups of particles on the tensors of swiftspec/smc (particles.py, noise_streams.py and group_requests.py
+// document them), and their updates in a round.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,7 @@ struct Verdict {
   std::vector<double> terms;          // [N, K + 1], log-weight of each token
 };
 
-// G groups of N rows, K draft tokens per round. Chains have no weights: log_weights, log_z, ess, resampled, rounds and
-// resampling are null.
+// G groups of N rows, K draft tokens per round.
 struct Particles {
   int64_t groups, count, steps;
   int64_t slots, max_tokens;  // slots of a group's tree region; capacity of a row, in tokens
@@ -38,14 +37,13 @@ struct Particles {
   double *log_z, *ess;            // [G]
   int64_t *resampled, *rounds;    // [G]
   const uint32_t* keys;           // [G, kPurposes, N]
-  const uint32_t* target;         // [G]
   const double* resampling;       // [G, max_rounds]
   int64_t *prefix, *sequences;    // [G]
   const uint8_t* stops;           // [G, vocab]
   const uint8_t* prompts;         // [G, vocab], the tokens of the prompt
   const uint8_t* suppressed;      // [G, vocab], the tokens that `min_tokens` excludes
 
-  static constexpr int64_t kHeaderWords = 7, kPurposes = 3, kDraft = 0, kBonus = 1, kCoin = 2;
+  static constexpr int64_t kHeaderWords = 7, kPurposes = 3, kDraft = 0, kBonus = 1;
 
   Particle row(int64_t group, int64_t row) const;
   int64_t slots_per_round() const { return count * (steps + 1); }  // of one group
@@ -53,7 +51,6 @@ struct Particles {
   int64_t width(int64_t group) const { return base[group] + slots_per_round(); }
   int64_t slot(int64_t group, int64_t row, int64_t step) const { return base[group] + step * count + row; }
   uint32_t key(int64_t group, int64_t purpose, int64_t row, int64_t draw) const;
-  double uniform(int64_t group, int64_t row, int64_t draw) const;  // in (0, 1)
   int64_t pending_slot(int64_t group, int64_t row) const;          // a finished row uses a new slot of its own
 
   // Appends a round to every unfinished row: the accepted prefix of `drafts` [N, K], then the bonus token.

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
-#include <numeric>
 
 #include "common/noise.h"
 #include "kernels_host.h"
@@ -12,9 +11,9 @@
 namespace swiftspec::host {
 
 Population::Population(const ModelWithCache& draft, const ModelWithCache& target, const Particles& particles,
-                       VerifyMode verify_mode, double power, double threshold, bool deferred_bonus)
-    : draft_(draft), target_(target), particles_(particles), verify_mode_(verify_mode), power_(power),
-      threshold_(threshold), deferred_bonus_(deferred_bonus) {
+                       double power, double threshold, bool deferred_bonus)
+    : draft_(draft), target_(target), particles_(particles), power_(power), threshold_(threshold),
+      deferred_bonus_(deferred_bonus) {
   draft_logits_.resize(static_cast<size_t>(particles.steps));
 }
 
@@ -23,9 +22,7 @@ void Population::round(const std::vector<Span>& spans, int64_t* summary, int64_t
   const Particles& p = particles_;
   int64_t groups = 0, group = 0;
   for (const Span& span : spans) groups += span.groups;
-  const bool filtered =
-      std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.filter.has_value(); });
-  keeps_logits_ = verify_mode_ == VerifyMode::reject || (verify_mode_ == VerifyMode::weigh && filtered);
+  keeps_logits_ = std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.filter.has_value(); });
   init_views(groups);
   init_penalties(spans, groups);
   draft(spans, groups, on_forward);
@@ -36,13 +33,11 @@ void Population::round(const std::vector<Span>& spans, int64_t* summary, int64_t
       verdict_.bonus.resize(static_cast<size_t>(p.count));
       verdict_.terms.assign(static_cast<size_t>(p.slots_per_round()), 0.0);
       process_target(span, group);
-      if (verify_mode_ == VerifyMode::weigh && span.filter) weigh_kept_drafts(span, group);
-      if (verify_mode_ == VerifyMode::weigh && !span.filter) weigh_drafts(span, group);
-      if (verify_mode_ == VerifyMode::match) verify_coupled(span, group);
-      if (verify_mode_ == VerifyMode::reject) verify_rejection(span, group);
+      if (span.filter) weigh_kept_drafts(span, group);
+      else weigh_drafts(span, group);
       p.append_round(group, drafts(group), verdict_);
-      if (verify_mode_ == VerifyMode::weigh) p.resample(group, threshold_);
-      write_summary(group, width, summary + group * (3 + p.max_tokens + width));
+      p.resample(group, threshold_);
+      write_summary(group, width, summary + group * (2 + p.max_tokens + width));
     }
   }
 }
@@ -210,31 +205,17 @@ void Population::draw_drafts(const std::vector<Span>& spans, int64_t step, float
     keys_.clear();
     for (const int64_t end = group + span.groups; group < end; ++group) {
       penalise(span, group, step, logits + group * p.count * stride, stride);
-      for (int64_t i = 0; i < p.count; ++i) {
-        keys_.push_back(verify_mode_ == VerifyMode::match ? target_key(group, i, step)
-                                                          : p.key(group, Particles::kDraft, i, step));
-      }
+      for (int64_t i = 0; i < p.count; ++i) keys_.push_back(p.key(group, Particles::kDraft, i, step));
     }
     sampled_.resize(static_cast<size_t>(rows));
     values_.assign(static_cast<size_t>(rows), 0.0f);
-    const ScoreArgs args = scores(span, logits + first * stride, rows, false);
-    draw_rows(args, span, verify_mode_ == VerifyMode::match ? nullptr : values_.data());
-    for (int64_t row = 0; row < rows; ++row) {  // for -1 the weight is not finite, or the token is rejected
+    draw_keyed(scores(span, logits + first * stride, rows, false), keys_.data(), sampled_.data(), values_.data());
+    for (int64_t row = 0; row < rows; ++row) {  // for -1 the weight is not finite
       drafts_[static_cast<size_t>((first + row) * p.steps + step)] =
           std::max<int64_t>(sampled_[static_cast<size_t>(row)], 0);
       log_q_[static_cast<size_t>((first + row) * p.steps + step)] = values_[static_cast<size_t>(row)];
     }
   }
-}
-
-// Draws with `keys_` into `sampled_`. Filters apply here only if draft and target draw with the same noise; otherwise
-// the draft must reach every token of the target, and `process_target` has filtered the target's scores.
-void Population::draw_rows(const ScoreArgs& args, const Span& span, float* log_probs) {
-  if (span.filter && verify_mode_ == VerifyMode::match) {
-    return draw_filtered(args, *span.filter, keys_.data(), sampled_.data());
-  }
-  if (span.temperature > 0) return draw_keyed(args, keys_.data(), sampled_.data(), log_probs);
-  draw(args, sampled_.data(), nullptr);
 }
 
 // ---- the target
@@ -264,7 +245,7 @@ void Population::process_target(const Span& span, int64_t group) {
   const int64_t stride = target_.decoder.model().head->n;
   float* logits = target_logits(group);
   for (int64_t step = 0; step <= p.steps; ++step) penalise(span, group, step, logits + step * p.count * stride, stride);
-  if (!span.filter || verify_mode_ == VerifyMode::match) return;
+  if (!span.filter) return;
   const float* bias = span.penalised() ? nullptr : span.bias;
   const auto temperature = static_cast<float>(span.temperature);
   filter_scores({logits, bias, nullptr, nullptr, temperature, 1.0f, p.slots_per_round(), p.vocab, stride}, *span.filter,
@@ -273,8 +254,8 @@ void Population::process_target(const Span& span, int64_t group) {
 
 // The scores of processed logits. Those that are filtered already have bias and temperature.
 ScoreArgs Population::scores(const Span& span, const float* logits, int64_t rows, bool target, double power) const {
-  const bool filtered = target && span.filter && verify_mode_ != VerifyMode::match;
-  const double temperature = filtered || span.temperature <= 0 ? 1.0 : span.temperature;
+  const bool filtered = target && span.filter;
+  const double temperature = filtered ? 1.0 : span.temperature;
   const float* bias = filtered || span.penalised() ? nullptr : span.bias;
   return {logits, bias, nullptr, nullptr, static_cast<float>(temperature / power), 1.0f, rows, particles_.vocab,
           side(target).decoder.model().head->n};
@@ -289,11 +270,6 @@ const float* Population::draft_logits(int64_t group, int64_t row, int64_t step) 
   return draft_logits_[static_cast<size_t>(step)].data() + at * draft_.decoder.model().head->n;
 }
 
-uint32_t Population::target_key(int64_t group, int64_t row, int64_t draw) const {
-  const int64_t position = particles_.row(group, row).tail_positions[1] + 1 + draw;
-  return noise::mix(particles_.target[group] ^ static_cast<uint32_t>(position));
-}
-
 void Population::write_summary(int64_t group, int64_t width, int64_t* summary) const {
   const Particles& p = particles_;
   bool broken = false;
@@ -303,10 +279,9 @@ void Population::write_summary(int64_t group, int64_t width, int64_t* summary) c
   for (int64_t i = 0; i < p.count; ++i) finished += *p.row(group, i).finished;
   summary[0] = broken ? -1 : p.common_prefix(group);
   summary[1] = finished;
-  summary[2] = std::accumulate(verdict_.num_accepted.begin(), verdict_.num_accepted.end(), int64_t{0});
   const Particle first = p.row(group, 0);
-  std::copy_n(first.tokens, *first.length, summary + 3);
-  p.classify_slots(group, width, summary + 3 + p.max_tokens);
+  std::copy_n(first.tokens, *first.length, summary + 2);
+  p.classify_slots(group, width, summary + 2 + p.max_tokens);
 }
 
 }  // namespace swiftspec::host

@@ -1,5 +1,5 @@
-// A round of particles, or of exact chains, as one call: K draft forwards, one target forward, verification, weights
-// and resampling. Same results as swiftspec/batching/round.py.
+// A round of particles as one call: K draft forwards, one target forward, verification, weights and resampling. Same
+// results as swiftspec/smc/round.py.
 #pragma once
 
 #include <cstdint>
@@ -20,17 +20,12 @@ struct ModelWithCache {
   ModelCache cache;
 };
 
-// How draft tokens are verified (swiftspec/batching/chains.py and swiftspec/smc/verification.py). weigh: all are
-// accepted, and particles are weighted. match: those that equal the draws of autoregressive decoding. reject: rejection
-// sampling.
-enum class VerifyMode : uint8_t { weigh, match, reject };
-
-// Consecutive groups whose requests share these parameters. Temperature 0 draws without noise, and has no filter.
+// Consecutive groups whose requests share these parameters.
 struct Span {
   int64_t groups;
   double temperature;
   const float* bias;                 // [vocab], or null
-  std::optional<FilterArgs> filter;  // of the target; of the draft only if it draws with the target's noise
+  std::optional<FilterArgs> filter;  // of the target
   std::optional<PenaltyArgs> penalties;
   int64_t min_tokens;  // the output has none of the suppressed tokens before this many
 
@@ -47,11 +42,11 @@ class Population {
   // `deferred_bonus`: the last draft token of a round is prefilled together with the bonus token of that round;
   // otherwise immediately, in a forward of its own.
   Population(const ModelWithCache& draft, const ModelWithCache& target, const Particles& particles,
-             VerifyMode verify_mode, double power, double threshold, bool deferred_bonus);
+             double power, double threshold, bool deferred_bonus);
 
-  // Runs a round of the first groups, which the spans cover. `summary` [groups, 3 + max_tokens + width] receives:
-  // length of the common prefix, or -1 if logits or weights are not finite; finished rows; accepted draft tokens; row
-  // 0's tokens; the states of the first `width` slots.
+  // Runs a round of the first groups, which the spans cover. `summary` [groups, 2 + max_tokens + width] receives:
+  // length of the common prefix, or -1 if logits or weights are not finite; finished rows; row 0's tokens; the states
+  // of the first `width` slots.
   void round(const std::vector<Span>& spans, int64_t* summary, int64_t width, const ForwardCallback& on_forward);
 
   const Particles& particles() const { return particles_; }
@@ -70,27 +65,21 @@ class Population {
   void init_penalties(const std::vector<Span>& spans, int64_t groups);
   void penalise(const Span& span, int64_t group, int64_t step, float* logits, int64_t stride);
   void process_target(const Span& span, int64_t group);
-  void draw_rows(const ScoreArgs& args, const Span& span, float* log_probs);
   void score(int64_t groups, const ForwardCallback& on_forward);
   void weigh_drafts(const Span& span, int64_t group);
   void weigh_kept_drafts(const Span& span, int64_t group);
   double log_normaliser(const Span& span, const float* logits);
   double log_mass_inside(const Span& span, const float* target, const float* draft);
   float log_total(const ScoreArgs& args);
-  void verify_coupled(const Span& span, int64_t group);
-  void verify_rejection(const Span& span, int64_t group);
   void log_probs_of_drafts(const Span& span, int64_t group);
-  int64_t residual(const Span& span, int64_t group, int64_t row, int64_t kept);
   void write_summary(int64_t group, int64_t width, int64_t* summary) const;
   ScoreArgs scores(const Span& span, const float* logits, int64_t rows, bool target, double power = 1.0) const;
   float* target_logits(int64_t group);  // [K + 1, N, outputs of the head]
   const float* draft_logits(int64_t group, int64_t row, int64_t step) const;  // only if `keeps_logits_`
   int64_t* drafts(int64_t group) { return drafts_.data() + group * particles_.count * particles_.steps; }
-  uint32_t target_key(int64_t group, int64_t row, int64_t draw) const;
 
   ModelWithCache draft_, target_;
   Particles particles_;
-  VerifyMode verify_mode_;
   double power_, threshold_;
   bool deferred_bonus_;
   // rows of the next forward

@@ -180,10 +180,6 @@ void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, fl
   require_kernel(kernels().draw_keyed)(args, keys, tokens, log_probs);
 }
 
-int64_t draw_residual(const ScoreArgs& p, const ScoreArgs& q, uint32_t key) {
-  return require_kernel(kernels().draw_residual)(p, q, key);
-}
-
 void draw_filtered(const ScoreArgs& args, const FilterArgs& filter, const uint32_t* keys, int64_t* tokens) {
   require_kernel(kernels().draw_filtered)(args, filter, keys, tokens);
 }

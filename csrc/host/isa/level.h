@@ -62,7 +62,6 @@ struct Kernels {
   void (*children)(const ScoreArgs&, int64_t k, int64_t* tokens, float* values, float* totals);
   void (*log_probs)(const ScoreArgs&, const int64_t* tokens, float* out);
   void (*draw_keyed)(const ScoreArgs&, const uint32_t* keys, int64_t* tokens, float* log_probs);
-  int64_t (*draw_residual)(const ScoreArgs& p, const ScoreArgs& q, uint32_t key);
   void (*draw_filtered)(const ScoreArgs&, const FilterArgs&, const uint32_t* keys, int64_t* tokens);
   void (*filter_scores)(const ScoreArgs&, const FilterArgs&, float* out);
 };

@@ -58,7 +58,6 @@ Kernels avx2_kernels() {
           avx2::children,
           avx2::log_probs,
           avx2::draw_keyed,
-          avx2::draw_residual,
           avx2::draw_filtered,
           avx2::filter_scores};
 }

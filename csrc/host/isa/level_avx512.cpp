@@ -58,7 +58,6 @@ Kernels avx512_kernels() {
           avx512::children,
           avx512::log_probs,
           avx512::draw_keyed,
-          avx512::draw_residual,
           avx512::draw_filtered,
           avx512::filter_scores};
 }

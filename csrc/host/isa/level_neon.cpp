@@ -55,7 +55,6 @@ Kernels neon_kernels() {
           neon::children,
           neon::log_probs,
           neon::draw_keyed,
-          neon::draw_residual,
           neon::draw_filtered,
           neon::filter_scores};
 }

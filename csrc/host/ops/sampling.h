@@ -66,8 +66,8 @@ struct ArgMax {
   float value = -kInfinite;
   int64_t at = -1;
 
-  void update(F part, int64_t v, int64_t vocab, unsigned allowed = 0xffff) {
-    unsigned better = not_less_equal(part, broadcast(value)) & lane_mask(vocab - v) & allowed;
+  void update(F part, int64_t v, int64_t vocab) {
+    unsigned better = not_less_equal(part, broadcast(value)) & lane_mask(vocab - v);
     if (better == 0) return;
     float lanes[kLanes];
     store(lanes, part);
@@ -183,22 +183,6 @@ struct ScoreRow {
     }
     return nan_lanes != 0 ? std::numeric_limits<float>::quiet_NaN() : scores[token] - top - std::log(reduce_add(total));
   }
-
-  // Replaces the scores by their softmax. Returns false if one of them is NaN.
-  bool normalise(int64_t vocab) {
-    const F top = broadcast(reduce_max(best));
-    F total = zeros();
-    unsigned nan_lanes = 0;
-    for (int64_t v = 0; v < vocab; v += kLanes) {
-      const F score = load(scores + v), weight = exponential(sub(score, top));
-      nan_lanes |= not_less_equal(score, score);
-      total = add(total, weight);
-      store(scores + v, weight);
-    }
-    const F inverse = broadcast(1.0f / reduce_add(total));
-    for (int64_t v = 0; v < vocab; v += kLanes) store(scores + v, mul(load(scores + v), inverse));
-    return nan_lanes == 0;
-  }
 };
 
 constexpr int64_t kWorkPerScore = 16;  // cost of a score, its noise and its exponential, in multiply-adds
@@ -255,29 +239,4 @@ inline void draw_keyed(const ScoreArgs& a, const uint32_t* keys, int64_t* tokens
     log_probs[row] =
         tokens[row] < 0 ? std::numeric_limits<float>::quiet_NaN() : score_row.log_prob(tokens[row], a.vocab);
   });
-}
-
-inline int64_t draw_residual(const ScoreArgs& p, const ScoreArgs& q, uint32_t key) {
-  constexpr float kMinProb = 1e-37f;  // smaller differences count as 0: the range of `exponential` and `logarithm`
-  const int64_t padded = (p.vocab + kLanes - 1) / kLanes * kLanes;
-  ScoreRow p_row{score_buffer(2 * padded)}, q_row{p_row.scores + padded};
-  for (int64_t v = 0; v < p.vocab; v += kLanes) {
-    p_row.set(scores_at(p, p.logits, nullptr, v), v, p.vocab);
-    q_row.set(scores_at(q, q.logits, nullptr, v), v, p.vocab);
-  }
-  if (!p_row.normalise(p.vocab) || !q_row.normalise(p.vocab)) return -1;
-  ArgMax best;
-  I at = counters(key, 0);
-  for (int64_t v = 0; v < p.vocab; v += kLanes) {
-    const F difference = sub(load(p_row.scores + v), load(q_row.scores + v));
-    const unsigned positive = greater(difference, broadcast(kMinProb)) & lane_mask(p.vocab - v);
-    const I bits = noise_bits(key, at);
-    at = add(at, broadcast_int(noise::kGolden * static_cast<uint32_t>(kLanes)));
-    if (positive == 0) continue;
-    const F score = logarithm(max(difference, broadcast(kMinProb)));
-    if ((may_win(score, best.value, bits) & positive) != 0) {
-      best.update(add(score, gumbel_lanes(bits)), v, p.vocab, positive);
-    }
-  }
-  return best.token();
 }

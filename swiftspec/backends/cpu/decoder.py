@@ -29,7 +29,7 @@ from swiftspec.model.packed_model import (
 )
 
 if TYPE_CHECKING:
-    from swiftspec.config import NativeRoundParams
+    from swiftspec.config import PopulationConfig
     from swiftspec.model.batch import Batch
 
 
@@ -73,7 +73,7 @@ class HostDecoder:
         draft: HostDecoder,
         draft_cache: LayerCaches,
         tensors: Sequence[Tensor],
-        params: NativeRoundParams,
+        config: PopulationConfig,
     ) -> _C.Population:
         """Returns native rounds of a population with this model as target. `tensors`: `GroupRound.tensors`."""
         return _C.Population(
@@ -82,11 +82,10 @@ class HostDecoder:
             target=self._native,
             target_cache=_cache_args(cache),
             tensors=[*tensors],
-            steps=params.draft_tokens,
-            verify_mode=params.verify_mode,
-            power=params.power,
-            threshold=params.ess_threshold,
-            deferred_bonus=params.deferred_bonus,
+            steps=config.smc_draft_tokens,
+            power=config.power,
+            threshold=config.ess_threshold,
+            deferred_bonus=config.deferred_bonus,
         )
 
     def hidden_states(self, rows: int) -> Tensor | None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from swiftspec.backends.cuda import attention, chains, large_m, linear, sampling, tree
+from swiftspec.backends.cuda import attention, large_m, linear, sampling, tree
 from swiftspec.backends.cuda.devices import require_usable
 from swiftspec.backends.cuda.linear import CudaLinear, ProjectionTiling
 from swiftspec.backends.cuda.norm import pack_norm
@@ -38,9 +38,6 @@ class CudaBackend(Backend):
     PERMUTED_INT4 = False
     PREFILL_CHUNK_ROWS = 1024  # enough for a library GEMM to be compute-bound, and for unpacking weights rarely
     TILINGS = True
-
-    match_chains = staticmethod(chains.match_chains)
-    reject_chains = staticmethod(chains.reject_chains)
 
     pack_norm = staticmethod(pack_norm)
     mask_outputs = staticmethod(linear.mask_outputs)

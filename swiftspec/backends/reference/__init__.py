@@ -45,11 +45,7 @@ class Backend:
     PREFILL_CHUNK_ROWS: int = 256  # of a prefill chunk without logits: compute-bound, and soon interrupted
     TILINGS: bool = False  # `tilings_of` returns tilings of a packed projection, among which a GPU is tuned
 
-    # optional operators: None where batches use the functions of reference/chains.py, and particles those of
-    # reference/resampling.py
-    match_chains: Callable[..., Any] | None = None
-    reject_chains: Callable[..., Any] | None = None
-    resample: Callable[..., None] | None = None
+    resample: Callable[..., None] | None = None  # None: particles use reference/resampling.py
 
     pack = staticmethod(packing.pack)
     pack_norm = staticmethod(packing.pack_norm)

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from swiftspec.batching.scheduler import BatchScheduler
-from swiftspec.batching.sequence_group import SequenceGroup
 from swiftspec.config import MAX_TREE_NODES
 from swiftspec.distributed.transport.codec import (
     Words,
@@ -23,6 +21,8 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.prefix_caching import with_cached_lengths
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.smc.scheduler import BatchScheduler
+from swiftspec.smc.sequence_group import SequenceGroup
 
 Action = Callable[[], object]
 
@@ -99,9 +99,9 @@ class FollowerDispatcher:
                 ends = start.sampling
                 if ends.max_tokens is None:
                     raise ValueError("the request start of a sequence group lacks max_tokens")
-                if not scheduler.has_room(ends):
+                if not scheduler.has_room:
                     raise ValueError("the scheduler has no room for another sequence group")
-                most = self._bounds.max_model_len - len(start.tokens) - self._group.extra_negative_tokens
+                most = self._bounds.max_model_len - len(start.tokens)
                 in_range(ends.max_tokens, 1, max(most, 1), "max_tokens of a sequence group")
                 return partial(scheduler.admit, start, ends.stop_token_ids, ends.max_tokens)
             case Opcode.POPULATION_ROUND:

@@ -13,8 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from swiftspec.batching.scheduler import BatchScheduler
-from swiftspec.batching.sequence_group import GroupAnswer, SequenceGroup
 from swiftspec.distributed.group.command_stream import CommandStream
 from swiftspec.distributed.group.follower_dispatch import Action
 from swiftspec.distributed.launch.supervision import Heartbeat
@@ -23,7 +21,6 @@ from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.transport import Transport
 from swiftspec.errors import NonFiniteLogits, RankLost, RequestFailed
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
-from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.coroutines import has_ended
 from swiftspec.runtime.drafter import DrafterWrapper
@@ -32,6 +29,9 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.prefix_caching import with_cached_lengths
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.smc.group_result import GroupResult
+from swiftspec.smc.scheduler import BatchScheduler
+from swiftspec.smc.sequence_group import SequenceGroup
 
 T = TypeVar("T")
 
@@ -203,15 +203,12 @@ class LeaderScheduler:
         return self.scheduler.groups
 
     @property
-    def exact(self) -> bool:
-        return self.scheduler.exact
-
-    @property
     def max_requests(self) -> int:
         return self.scheduler.max_requests
 
-    def has_room(self, sampling: SamplingParams) -> bool:
-        return self.scheduler.has_room(sampling)
+    @property
+    def has_room(self) -> bool:
+        return self.scheduler.has_room
 
     def admit(self, start: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
         ends = replace(
@@ -220,7 +217,7 @@ class LeaderScheduler:
             max_tokens=limit,
             min_tokens=min(start.sampling.min_tokens, limit),
         )
-        start = replace(start, sampling=ends, executor=self.scheduler.select_executor(start).name)
+        start = replace(start, sampling=ends, executor=self.scheduler.executor.name)
         start = with_cached_lengths(start, self.scheduler.target, self.scheduler.draft)
         return self._team.run(Opcode.POPULATION_OPEN, start, partial(self.scheduler.admit, start, stops, limit))
 
@@ -229,10 +226,10 @@ class LeaderScheduler:
         self._team.end_round()
         return more
 
-    def finish(self, group: SequenceGroup) -> GroupAnswer:
+    def finish(self, group: SequenceGroup) -> GroupResult:
         return self.scheduler.finish(group)  # runs no forward
 
-    def cancel(self, group: SequenceGroup) -> GroupAnswer | None:
+    def cancel(self, group: SequenceGroup) -> GroupResult | None:
         with contextlib.suppress(NonFiniteLogits):
             self.scheduler.finish(group)
         if group in self.groups:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends.reference import Backend
-from swiftspec.config import EngineConfig, GroupShape, NativeRoundParams
-from swiftspec.runtime.executors import Executor, TreeExecutor
+from swiftspec.config import EngineConfig
+from swiftspec.runtime.executors import TreeExecutor
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.graph import (
     CAPTURED_ROWS,
@@ -29,14 +29,8 @@ from swiftspec.runtime.executors.graph import (
 from swiftspec.runtime.executors.graph_expansions import DeviceTreeLike, GraphExpansionExecutor
 from swiftspec.runtime.executors.graph_verifications import GraphVerificationExecutor
 from swiftspec.runtime.executors.native import NativeExecutor, NativeModel
-from swiftspec.runtime.executors.native_population import NativePopulationExecutor
 from swiftspec.runtime.executors.native_tree import NativeTree
-from swiftspec.runtime.executors.population_rounds import (
-    EagerPopulationExecutor,
-    GraphPopulationExecutor,
-    PopulationExecutor,
-)
-from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS, Runner
+from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.vocab import TOP_CANDIDATES
 from swiftspec.tree.tree import DraftTree
 
@@ -62,7 +56,7 @@ def target_executors(runner: Runner, deps: ExecutorDeps) -> list[TreeExecutor]:
     graphs = _forward_graphs(runner, deps)
     if graphs is not None:
         guided = deps.ops.MAX_CAPTURED_SEQUENCES > 1
-        if _captures(runner, CAPTURED_ROWS[-1], TOP_CANDIDATES + 1):  # largest message of `VocabShard.apply_filters`
+        if can_capture(runner, CAPTURED_ROWS[-1], TOP_CANDIDATES + 1):  # largest message of `VocabShard.apply_filters`
             executors.append(GraphVerificationExecutor(runner, graphs, guided))
         executors.append(GraphForwardExecutor(runner, graphs, guided))
     return [*executors, EagerExecutor(runner)]
@@ -83,7 +77,7 @@ def draft_executors(runner: Runner, deps: ExecutorDeps, config: EngineConfig) ->
             "tree", lambda: deps.ops.device_tree(slots, children, leaves, runner.vocab, device)
         )
         # message of `VocabShard.log_top_k`: per leaf the children, their scores and one sum
-        if on_device is not None and _captures(runner, leaves, 2 * children + 1, dtype=torch.float64):
+        if on_device is not None and can_capture(runner, leaves, 2 * children + 1, dtype=torch.float64):
             tree = NativeTree(1 + slots * children, slots, on_device.host_tree)
             executors.append(GraphExpansionExecutor(runner, graphs, on_device))
         executors.append(GraphForwardExecutor(runner, graphs))
@@ -125,49 +119,19 @@ def draft_captures(executors: Sequence[TreeExecutor], config: EngineConfig, slot
     return found
 
 
-def graph_captures(executors: Sequence[Executor]) -> int:
+def graph_captures(executors: Sequence[TreeExecutor]) -> int:
     """Returns the number of CUDA graphs that the executors of a role have captured."""
-    kinds = GraphForwardExecutor, GraphPopulationExecutor
-    return next((kind.graphs.captures for kind in executors if isinstance(kind, kinds)), 0)
-
-
-def population_executors(
-    target: Runner,
-    draft: Runner,
-    deps: ExecutorDeps,
-    draft_deps: ExecutorDeps,
-    shape: GroupShape,
-    native_params: NativeRoundParams | None,
-) -> list[PopulationExecutor]:
-    """Returns the executors that can run rounds of sequence groups, the fastest first.
-
-    `deps`: of the target. `draft_deps`: of the draft.
-    `shape`: shape of the sequence groups.
-    `native_params`: parameters of native rounds; None if native rounds do not support what the groups do.
-    """
-    executors: list[PopulationExecutor] = []
-    alone, groups = target.model.group is None, shape.max_groups
-    fused = deps.fused, draft_deps.fused
-    if alone and fused[0] is not None and fused[1] is not None and native_params is not None:
-        executors.append(NativePopulationExecutor(target, draft, (fused[0], fused[1]), native_params))
-    sequences = min(deps.ops.MAX_CAPTURED_SEQUENCES, draft_deps.ops.MAX_CAPTURED_SEQUENCES)
-    if groups <= max(sequences, 1) and deps.graphs is not None and draft_deps.graphs is not None:
-        rows = min(
-            groups * shape.slots_per_round, PREFILL_CHUNK_TOKENS
-        )  # largest number of rows of a forward; the ranks of a group gather its logits
-        if all(_captures(runner, rows, runner.vocab) for runner in (target, draft)):
-            executors.append(GraphPopulationExecutor(deps.graphs))
-    return [*executors, EagerPopulationExecutor()]
+    return next((kind.graphs.captures for kind in executors if isinstance(kind, GraphForwardExecutor)), 0)
 
 
 def _forward_graphs(runner: Runner, deps: ExecutorDeps) -> GraphCache | None:
     """Returns the graphs of a model's forwards, or None if it has none."""
     sequences = len(runner.cache.buffer_kv_len())
-    fits = sequences <= deps.ops.MAX_CAPTURED_SEQUENCES and _captures(runner, 1)
+    fits = sequences <= deps.ops.MAX_CAPTURED_SEQUENCES and can_capture(runner, 1)
     return deps.graphs if fits else None
 
 
-def _captures(runner: Runner, *message: int, dtype: torch.dtype = torch.float32) -> bool:
+def can_capture(runner: Runner, *message: int, dtype: torch.dtype = torch.float32) -> bool:
     """Returns whether a CUDA graph can contain the collectives of a forward and an all-gather of a tensor of shape
     `message`. Always True without a group."""
     group = runner.model.group

@@ -18,14 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.config import NativeRoundParams
+from swiftspec.config import PopulationConfig
 from swiftspec.messages import Proposal
 from swiftspec.model.packed_model import FusedModel, LayerCaches
 from swiftspec.params import FILTERS, PENALTIES
 from swiftspec.runtime.coroutines import EXPANSION, VERIFICATION
 from swiftspec.runtime.executors import Accepted, ExecutorRequest
 from swiftspec.runtime.executors.eager import EagerExecutor
-from swiftspec.runtime.executors.native_population import NativePopulation
 from swiftspec.runtime.executors.native_tree import NativeTree, NativeTreeHandle
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.noise import TARGET_STREAM
@@ -95,9 +94,19 @@ class NativeTreeRounds(Protocol):
     def logits(self, rows: Sequence[int], out: Tensor, /) -> None: ...
 
 
+class NativePopulation(Protocol):
+    """Rounds of particles in native code, on tensors at fixed addresses. csrc/bind/population.cpp implements and
+    documents them."""
+
+    def round(
+        self, spans: Sequence[tuple[Any, ...]], out: NDArray, on_forward: Callable[[bool, int, float], None] | None, /
+    ) -> tuple[float, float]: ...
+    def compact(self, group: int, promoted: int, keep: Sequence[int], /) -> None: ...
+
+
 class NativeModel(FusedModel, Protocol):
-    """A model in native code that also implements the phases of a round, a draft tree and the rounds of a population
-    (native_population.py)."""
+    """A model in native code that also implements the phases of a round, a draft tree and the rounds of a
+    population."""
 
     @property
     def num_logits(self) -> int:
@@ -123,11 +132,11 @@ class NativeModel(FusedModel, Protocol):
         draft: Any,
         draft_cache: LayerCaches,
         tensors: Sequence[Tensor],
-        params: NativeRoundParams,
+        config: PopulationConfig,
         /,
     ) -> NativePopulation:
         """Returns the native rounds of a population, with this model as the target, on the caches of both models.
-        `tensors`: `RoundProgram.tensors`."""
+        `tensors`: `GroupRound.tensors` (smc/round.py)."""
         ...
 
 

@@ -121,7 +121,7 @@ def test_guided_requests_are_answered_in_a_batch() -> None:
 
 
 def test_choices_of_one_request(server: ServerProcess) -> None:
-    """With `smc` texts of its particles, all cut at the stop string; chains have none."""
+    """With `smc` texts of its particles, all cut at the stop string; trees have none."""
     body = {"prompt": "def add(a, b):\n    return", "temperature": 0.9, "max_tokens": 12, "smc": {}, "n": 3}
     with httpx.Client(base_url=server.url, timeout=120) as client:
         answers = [client.post("/v1/completions", json=body | {"seed": seed}).json() for seed in range(6)]

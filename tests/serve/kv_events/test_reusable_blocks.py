@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.prefix_caching import PrefixCachingRunner
 from swiftspec.serve.kv_events.events import KvEvent, KvEventBatch
 from swiftspec.serve.kv_events.reusable_blocks import ReusableBlocks
+from swiftspec.smc.scheduler import BatchScheduler
 from tests.support.kv_events import ClearedEvent, EventBatch, KvIndex, StoredEvent
 from tests.support.tiny_checkpoints import make_pair
 
@@ -33,7 +33,7 @@ PLANS = {
     "ar": EngineConfig("ar"),
     "serial": EngineConfig("serial"),
     "smc": EngineConfig("smc", population=PopulationConfig(3, 2)),
-    "chains": EngineConfig("serial", draft_steps=3, max_num_seqs=3, chains=True),
+    "several": EngineConfig("serial", draft_steps=3, max_num_seqs=3),
 }
 Pair = tuple[Path, Path]
 

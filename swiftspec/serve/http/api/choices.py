@@ -81,10 +81,7 @@ def _check_best_of(n: int, best_of: int, stream: bool | None, info: EngineInfo, 
         raise unsupported("best_of", 'only supported by /v1/completions, or in mode smc with "smc": {}; omit it')
     if best_of < n:
         raise ApiError(400, f"best_of: must be at least n, which is {n}", "best_of")
-    chains = ["chains"] if info.plan.get("chains") else []
-    check_request_fields(
-        "best_of", "best_of", f"mode {info.plan.get('mode')}", *chains, *(["stream"] if stream else [])
-    )
+    check_request_fields("best_of", "best_of", f"mode {info.plan.get('mode')}", *(["stream"] if stream else []))
 
 
 def sampled_requests(request: GenerationRequest, count: int, seeded: bool) -> list[GenerationRequest]:

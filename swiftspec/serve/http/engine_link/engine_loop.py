@@ -20,7 +20,7 @@ from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.http.engine_link.frames import FrontEndLost
 
 if TYPE_CHECKING:
-    from swiftspec.batching.decoding import BatchRequest
+    from swiftspec.batching.batch_request import BatchRequest
     from swiftspec.cache.prefix_cache import TokenText
     from swiftspec.engine import Stats, TokenChunk
     from swiftspec.messages import SampledLogprob

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from swiftspec.backends.reference import reference
-from swiftspec.batching.decoding import decode_groups
-from swiftspec.batching.rows import DEAD
-from swiftspec.batching.sequence_group import SequenceGroup
 from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
+from swiftspec.smc.decoding import decode_groups
+from swiftspec.smc.particles import DEAD
+from swiftspec.smc.sequence_group import SequenceGroup
 from tests.smc.test_smc_distribution import RunResults, check_unbiased
 from tests.support.cases import examples
 from tests.support.fake_cuda_graphs import Rerun
@@ -61,7 +61,7 @@ def decode_together(worker: SequentialScheduler, requests: Sequence[RequestSpec]
     answers: dict[int, Any] = {}
 
     def admit() -> bool:
-        if not waiting or not worker.has_room(waiting[0][1].sampling):
+        if not waiting or not worker.has_room:
             return False
         number, spec = waiting.popleft()
         numbers[spec.admit(worker)] = number
@@ -127,7 +127,7 @@ def test_several_groups_follow_the_distribution() -> None:
     sequence, with another prompt and penalties."""
     plan, limit = PopulationConfig(48, 2, 0.7, 2.0, smc_groups=3), 4
     target, draft = HistoryModel(3, 1), HistoryModel(3, 2, 0.6)
-    worker = make_worker(target, draft, plan, slots=1 + 4 * plan.shape.slots_per_round)
+    worker = make_worker(target, draft, plan, slots=1 + 4 * plan.slots_per_round)
     specs = [((0, 1), replace(WARM, temperature=0.7)), ((0, 1), replace(WARM, **FILTERED))]
     specs.append(((2, 0), replace(WARM, **PENALISED)))
     found = [RunResults(target, []) for _ in specs]
@@ -144,7 +144,7 @@ def test_several_groups_follow_the_distribution() -> None:
         while worker.launch():
             worker.collect()
         for group, each in zip(groups, found, strict=True):
-            each.distributions.append(population(worker, worker.round.order.index(group.sequence)))
+            each.distributions.append(population(worker, worker.round.requests.order.index(group.sequence)))
             worker.evict_group(group)
     for (prompt, sampling), each in zip(specs, found, strict=True):
         check_unbiased(each, global_power(target, prompt, sampling, 2.0, {2}, limit))
@@ -179,7 +179,7 @@ class SequenceGroups(RuleBasedStateMachine):
     )  # fmt: skip
     def admit(self, prompt: list[int], seed: int, shaped: dict[str, Any], stops: frozenset[int], limit: int) -> None:
         spec = RequestSpec(tuple(prompt), replace(WARM, seed=seed, **shaped), stops, limit)
-        assert self.worker.has_room(WARM)
+        assert self.worker.has_room
         self.admitted[spec.admit(self.worker)] = spec
 
     @rule()
@@ -187,7 +187,7 @@ class SequenceGroups(RuleBasedStateMachine):
         going = {group: group.rounds for group in self.admitted if not group.is_finished}
         assert self.worker.launch() == bool(going)
         self.worker.collect()
-        assert all(group.rounds == rounds + 1 for group, rounds in going.items() if not group.full)
+        assert all(group.rounds == rounds + 1 for group, rounds in going.items() if not group.region.full)
         for group in [group for group in self.admitted if group.is_finished]:
             spec, answer = self.admitted.pop(group), self.worker.finish(group)
             self.worker.evict_group(group)
@@ -204,18 +204,19 @@ class SequenceGroups(RuleBasedStateMachine):
     @invariant()
     def no_place_is_lost(self) -> None:
         worker, p = self.worker, self.worker.particles
-        assert worker.groups == [*self.admitted] and worker.has_room(WARM) == (len(self.admitted) < self.G)
-        assert sorted(worker.round.order) == [*range(self.G)] == sorted(worker.round._sequences.tolist())
+        assert worker.groups == [*self.admitted] and worker.has_room == (len(self.admitted) < self.G)
+        requests = worker.round.requests
+        assert sorted(requests.order) == [*range(self.G)] == sorted(requests.sequences.tolist())
         assert len({group.sequence for group in self.admitted}) == len(self.admitted)
-        used = {group.sequence: group.used_slots for group in self.admitted}
-        for at, sequence in enumerate(worker.round.order):
+        used = {group.sequence: group.region.used_slots for group in self.admitted}
+        for at, sequence in enumerate(requests.order):
             state = p.slot_states(self.SLOTS)[at]
             if sequence not in used:
                 assert (state == DEAD).all() and p.finished[at].all(), "a slot is leaked"
                 continue
             assert int(p.slots_used[at]) == used[sequence] <= self.SLOTS and (state[used[sequence] :] == DEAD).all()
             prefix = worker.target.cache.prefix_len[sequence]
-            assert worker.draft.cache.prefix_len[sequence] == prefix == int(worker.round._prefix[at])
+            assert worker.draft.cache.prefix_len[sequence] == prefix == int(requests.prefix[at])
 
 
 SequenceGroups.TestCase.settings = settings(max_examples=examples(10), stateful_step_count=20)

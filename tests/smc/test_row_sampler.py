@@ -1,4 +1,4 @@
-"""Rows of sequence groups have the bits of tree nodes, and their filters rank as many tokens as they need."""
+"""Rows of particles have the bits of tree nodes, and their filters rank as many tokens as they need."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from swiftspec.backends.reference import reference
 from swiftspec.params import FILTERS, PENALTIES, SamplingParams
 from swiftspec.sampling import filters
 from swiftspec.sampling.logits_params import LogitsParams
-from swiftspec.sampling.row_sampler import RowSampler
 from swiftspec.sampling.sampler import Sampler
+from swiftspec.smc.row_sampler import RowSampler
 
 VOCAB = 500
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_as_many_tokens_as_needed_are_ranked(
 
 
 @pytest.mark.parametrize("name", ["", *FILTERS, *PENALTIES, "logit_bias", "allowed_token_ids"])
-def test_rows_of_groups_have_the_logits_of_tree_nodes(name: str) -> None:
+def test_rows_of_particles_have_the_logits_of_tree_nodes(name: str) -> None:
     other: dict[str, Any] = {"top_k": 9, "top_p": 0.7, "min_p": 0.1, "logit_bias": {3: -4.0, 5: 2.0}}
     values = {name: other.get(name, (7, 3, 8, 21) if name == "allowed_token_ids" else 1.5)} if name else {}
     sampling, prompt, output = SamplingParams(temperature=0.7, **values), [1, 7], [[5, 5], [3]]

@@ -13,7 +13,7 @@ import torch
 from swiftspec import _C
 from swiftspec.backends.cpu import cpu
 from swiftspec.backends.reference import reference
-from swiftspec.batching.decoding import BatchDecoding, BatchRequest
+from swiftspec.batching.batch_request import BatchRequest
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Stats, StopCriteria
@@ -21,6 +21,7 @@ from swiftspec.errors import NonFiniteLogits, UserError
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.params import SamplingParams
+from swiftspec.smc.decoding import PopulationDecoding
 from tests.model.test_loader import quantise
 from tests.support.history_models import HistoryModel, make_worker
 from tests.support.roles import request_start, scheduler_of
@@ -122,7 +123,7 @@ def test_logits_that_are_not_finite_end_only_their_request(lag: int) -> None:
     """A prompt may end with that token; the other requests avoid it."""
     plan = PopulationConfig(3, 2, smc_groups=3)
     worker = make_worker(NonFiniteModel(4, 1), HistoryModel(4, 2), plan, max_tokens=12, slots=64, lag=lag)
-    decoding = BatchDecoding(worker)
+    decoding = PopulationDecoding(worker)
     bias = {3: -1e9}  # no request generates it
     ends = StopCriteria(9, ())
     requests = [
@@ -161,7 +162,7 @@ def test_each_capture_counts_for_one_request_of_the_batch() -> None:
         ) for i in range(3)
     ]  # fmt: skip
     waiting = iter(requests)
-    decoding = BatchDecoding(worker, captured_graphs=lambda: captured[0])
+    decoding = PopulationDecoding(worker, captured_graphs=lambda: captured[0])
     assert [*decoding.batch(lambda: next(waiting, None), lambda request: False)]
     found = [request.stats.graph_captures for request in requests]
     assert sum(found) == captured[0] - 5 > 2 and found[0] > 0

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from swiftspec.batching.scheduler import EITHER_MODEL
-from swiftspec.batching.sequence_group import GroupAnswer, SequenceGroup
+from swiftspec.batching.batch_request import BatchRequest, IsCancelled, NextRequest
 from swiftspec.decode import Observer, no_observer
 from swiftspec.engine import Stats, StopCriteria, TokenChunk
-from swiftspec.errors import NonFiniteLogits, UserError
-from swiftspec.messages import RequestStart, VerifiedRound
-from swiftspec.params import SamplingParams
+from swiftspec.errors import NonFiniteLogits
+from swiftspec.messages import RequestStart
 from swiftspec.runtime.cancellation import Cancelled
+from swiftspec.smc.group_result import GroupResult
+from swiftspec.smc.scheduler import EITHER_MODEL
+from swiftspec.smc.sequence_group import SequenceGroup
 
 
 class Scheduler(Protocol):
@@ -28,14 +27,13 @@ class Scheduler(Protocol):
     @property
     def groups(self) -> Sequence[SequenceGroup]: ...
     @property
-    def exact(self) -> bool: ...
-    @property
     def max_requests(self) -> int: ...
-    def has_room(self, sampling: SamplingParams) -> bool: ...
+    @property
+    def has_room(self) -> bool: ...
     def admit(self, start: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup: ...
     def step(self) -> bool: ...
-    def finish(self, group: SequenceGroup) -> GroupAnswer: ...
-    def cancel(self, group: SequenceGroup) -> GroupAnswer | None: ...
+    def finish(self, group: SequenceGroup) -> GroupResult: ...
+    def cancel(self, group: SequenceGroup) -> GroupResult | None: ...
     def evict_group(self, group: SequenceGroup) -> None: ...
 
 
@@ -45,8 +43,8 @@ def decode_groups(
     """Decodes the requests of a scheduler round by round, until the last one is evicted. Yields (group, new tokens)
     pairs.
 
-    After each round it yields for every group the new tokens that all its rows share, with particles often none: only
-    these are certain to be part of the answer. When a group is finished, its answer is picked (`SequenceGroup.answer`),
+    After each round it yields for every group the new tokens that all its particles share, often none: only these
+    are certain to be part of the answer. When a group is finished, its answer is picked (`SequenceGroup.answer`),
     the group is evicted, and the rest of the answer is yielded. A group whose logits are not finite is evicted without
     an answer (`SequenceGroup.not_finite`); the other groups continue.
 
@@ -78,7 +76,7 @@ def decode_groups(
 
 
 def _last(scheduler: Scheduler, group: SequenceGroup) -> Sequence[int]:
-    """Returns all tokens of a finished group: its answer, or the tokens that its rows share if logits are not
+    """Returns all tokens of a finished group: its answer, or the tokens that its particles share if logits are not
     finite."""
     try:
         return scheduler.finish(group).tokens
@@ -86,40 +84,11 @@ def _last(scheduler: Scheduler, group: SequenceGroup) -> Sequence[int]:
         return group.tokens
 
 
-@dataclass(slots=True, eq=False)
-class BatchRequest:
-    """A request of a batch with its statistics. Its times begin with its prefill: they do not include the wait before
-    it."""
+class PopulationDecoding:
+    """Decoding in mode smc, for one request or for a batch.
 
-    start: RequestStart
-    stop_criteria: StopCriteria
-    stats: Stats
-    error: UserError | None = None  # set if its finish reason is "error"
-    started_at: float = 0.0  # start of its prefill, in seconds of `time.perf_counter`
-    admitted_at: float = 0.0  # end of its prefill
-    busy_before: tuple[float, float] = (0.0, 0.0)  # `Scheduler.busy` at `admitted_at`
-
-    @property
-    def number(self) -> int:
-        return self.start.request
-
-    def ended_chunk(self, reason: str) -> TokenChunk:
-        """Returns the last chunk of a request that ends early: no tokens and the finish reason, which is also recorded
-        in `stats`."""
-        self.stats.finish_reason = reason
-        return TokenChunk((), 0, reason)
-
-
-UNGUIDED = SamplingParams()  # the parameters of a request that needs a single cache sequence
-NextRequest = Callable[[], BatchRequest | None]  # returns the next waiting request, or None
-IsCancelled = Callable[[BatchRequest], bool]  # returns whether a request is to end early
-
-
-class BatchDecoding:
-    """Decoding with sequence groups, for one request or for a batch.
-
-    A chunk contains only the new tokens that all rows of the group share, so with particles it is often empty; the last
-    chunk contains the rest of the answer.
+    A chunk contains only the new tokens that all particles of the group share, so it is often empty; the last chunk
+    contains the rest of the answer.
     """
 
     def __init__(
@@ -162,7 +131,7 @@ class BatchDecoding:
         """Decodes requests concurrently, at most one per sequence group. Yields (request, chunk) pairs.
 
         `next_request`: called while a cache sequence is free; the batch ends once it returns None and all admitted
-        requests have ended. A guided request waits until two are free, and later requests wait behind it.
+        requests have ended.
         `cancelled`: called before a request is admitted and after each round.
 
         The finish reason of a request's last chunk is "stop", "length", "abort" if `cancelled` returned True for it, or
@@ -171,20 +140,14 @@ class BatchDecoding:
         self._evict_all()
         self._counted_graphs = self.captured_graphs()
         active = dict[SequenceGroup, BatchRequest]()
-        waiting = deque[BatchRequest]()  # the next request, if there is no room for it yet
         gone = list[BatchRequest]()  # cancelled before they had a group
 
         def admit() -> bool:
-            if not waiting and self.scheduler.has_room(UNGUIDED) and (request := next_request()) is not None:
-                waiting.append(request)
-            if not waiting:
+            if not self.scheduler.has_room or (request := next_request()) is None:
                 return False
-            if cancelled(waiting[0]):
-                gone.append(waiting.popleft())
+            if cancelled(request):
+                gone.append(request)
                 return True
-            if not self.scheduler.has_room(waiting[0].start.sampling):
-                return False
-            request = waiting.popleft()
             try:
                 active[self._admit(request)] = request
             except Cancelled:  # during its prefill
@@ -231,40 +194,20 @@ class BatchDecoding:
     def _chunk(self, group: SequenceGroup, tokens: tuple[int, ...], stats: Stats) -> TokenChunk:
         answer = group.answer
         stats.tokens += len(tokens)
-        accepted = 0
-        if self.scheduler.exact:
-            new = group.accepted[len(stats.verified) :]
-            accepted = min(sum(new), len(tokens))
-            stats.verified += [
-                VerifiedRound(chain_parents(self.scheduler.draft_tokens_per_round), tuple(range(count + 1)))
-                for count in new
-            ]
-            stats.accepted += sum(new)
-            stats.rounds = len(stats.verified)
-            stats.drafted = stats.rounds * self.scheduler.draft_tokens_per_round
-            if answer is not None:  # the last round may be cut
-                stats.keep_tokens(stats.tokens)
-        else:
-            stats.rounds, stats.drafted = group.rounds, group.rounds * self.scheduler.draft_tokens_per_round
-            stats.population = answer
+        stats.rounds, stats.drafted = group.rounds, group.rounds * self.scheduler.draft_tokens_per_round
+        stats.population = answer
         stats.finish_reason = None if answer is None else "stop" if answer.stopped else "length"
-        return TokenChunk(tokens, accepted, stats.finish_reason)
+        return TokenChunk(tokens, 0, stats.finish_reason)
 
     def _cancel(self, group: SequenceGroup, stats: Stats) -> None:
         """Evicts a group, finished or not, and records its answer in `stats`."""
-        answer = self.scheduler.cancel(group)
-        stats.population = None if self.scheduler.exact else answer
+        stats.population = self.scheduler.cancel(group)
 
     def _evict_all(self) -> None:
         """Evicts all groups left over from earlier requests."""
         self._group = None
         for group in [*self.scheduler.groups]:
             self.scheduler.evict_group(group)
-
-
-def chain_parents(steps: int) -> tuple[int, ...]:
-    """Returns the parents of the nodes of a chain: -1 for the root, then 0, 1, ... for its `steps` draft tokens."""
-    return tuple(range(-1, steps))
 
 
 def _aborted(request: BatchRequest) -> tuple[BatchRequest, TokenChunk]:

@@ -1,4 +1,4 @@
-"""Sampling of the rows of sequence groups, without device synchronisation."""
+"""Sampling of the rows of particles, without device synchronisation."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class RowSampler(LogitsProcessor):
 
     def raw_scores(self, power: float = 1.0) -> Scores:
         """Returns the bias and the temperature that operators apply to raw logits. `power`: see `draw`."""
-        return Scores(1.0 if self.greedy else self.params.temperature / power, self._late_bias)
+        return Scores(self.params.temperature / power, self._late_bias)
 
 
 def row_sampler_key(params: SamplingParams) -> Hashable:

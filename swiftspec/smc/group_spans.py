@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from swiftspec.params import FILTERS, PENALTIES
-from swiftspec.runtime.executors.population_rounds import SamplingSpan
-from swiftspec.sampling.row_sampler import RowSampler
+from swiftspec.smc.row_sampler import RowSampler
+
+
+class SamplingSpan(NamedTuple):
+    """The sampling parameters of consecutive groups, as native rounds take them."""
+
+    groups: int
+    temperature: float
+    bias: Tensor | None  # [vocab]
+    filters: Mapping[str, float] | None  # by their names in SamplingParams; likewise penalties
+    penalties: Mapping[str, float] | None
+    min_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
