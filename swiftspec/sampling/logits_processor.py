@@ -1,6 +1,6 @@
 """Logits processing: bias, penalties, temperature and filters on rows of logits, under one set of sampling parameters.
 
-The nodes of a tree (`Sampler`) and the rows of sequence groups (`RowSampler`) go through the same steps. Letters: n
+The nodes of a tree (`Sampler`) and the rows of particles (`RowSampler`) go through the same steps. Letters: n
 rows of logits, V tokens of the base vocabulary, m of them on this rank (V without a tensor-parallel group).
 """
 

@@ -1,4 +1,5 @@
-"""Executors run the phases of a round on a model: expansions, verifications, rounds of sequence groups.
+"""Executors run the phases of a round on a model: expansions and verifications (rounds of particles:
+smc/executors.py).
 
 The eager executor (eager.py) supports every request. The others are faster and support some requests: the native one
 (native.py) runs a phase as one C++ call, the graph executors run a forward (graph.py) or a whole phase (graph_*.py) as
