@@ -134,7 +134,6 @@ def test_settings_determine_the_plan() -> None:
     ("flags", "code", "message"),
     [
         (["--temperature", "0"], 1, "temperature 0 is not supported in mode smc"),
-        (["--particles", "900", "--smc-draft-tokens", "40"], 1, "use at most 399 particles"),
         (["--guidance-scale", "2", "--negative-prompt", "a"], 1, "guidance is not supported in mode smc"),
         (["--draft-leaves", "2"], 2, "--draft-leaves is not supported in mode smc"),
     ],

@@ -127,8 +127,9 @@ def graph_captures(executors: Sequence[TreeExecutor]) -> int:
 def _forward_graphs(runner: Runner, deps: ExecutorDeps) -> GraphCache | None:
     """Returns the graphs of a model's forwards, or None if it has none."""
     sequences = len(runner.cache.buffer_kv_len())
-    fits = sequences <= deps.ops.MAX_CAPTURED_SEQUENCES and can_capture(runner, 1)
-    return deps.graphs if fits else None
+    if deps.graphs is None or sequences > deps.ops.MAX_CAPTURED_SEQUENCES or not can_capture(runner, 1):
+        return None
+    return deps.graphs
 
 
 def can_capture(runner: Runner, *message: int, dtype: torch.dtype = torch.float32) -> bool:

@@ -45,13 +45,18 @@ def draft(pair: tuple[Path, Path]) -> Iterator[StartedWorker]:
         yield worker
 
 
+REJECTION: dict[str, Any] = {
+    "mode": "serial", "verify": "reject", "draft_steps": 3, "verify_batch": 6, "draft_leaves": 2,
+}  # fmt: skip
+
+
 @functools.cache
 def plain(target: Path, sampling: str, verify: str = "match") -> list[int]:
     """The text of one process, by autoregressive decoding or, where the text depends on the tree, in serial mode."""
     params = GREEDY if sampling == "greedy" else SAMPLED
     if verify == "match":
         return LLMEngine(target, None, **OPTIONS).generate(PROMPT, params).token_ids
-    config = EngineConfig(mode="serial", verify=verify, draft_steps=3)
+    config = EngineConfig(**REJECTION)
     return LLMEngine(target, target.parent / "draft", config, **OPTIONS).generate(PROMPT, params).token_ids
 
 
@@ -142,9 +147,7 @@ def test_rejection_sampling_has_the_same_rounds(
     pair: tuple[Path, Path], target: StartedWorker, draft: StartedWorker
 ) -> None:
     """The draft probabilities are transferred bitwise."""
-    with client_on_workers(
-        target.client_address(), draft.client_address(), mode="serial", verify="reject", draft_steps=3
-    ) as running:
+    with client_on_workers(target.client_address(), draft.client_address(), **REJECTION) as running:
         assert running.generate(PROMPT, SAMPLED).token_ids == plain(pair[0], "sampled", "reject")
 
 
