@@ -27,8 +27,8 @@ from bench.prediction import network, predictor
 from bench.prediction.network_link import Link
 from bench.prediction.simulation import RecordedAcceptance, SimulatedTimes
 from bench.workers import LEAVES, NODES, PACES, SHAPE, started, workers
-from swiftspec.serve.cli.arguments import parse_command
-from swiftspec.serve.terminal import StartupProgress
+from swiftspec.cli.arguments import parse_command
+from swiftspec.cli.terminal import StartupProgress
 from swiftspec.startup.remote_session import open_local_or_remote
 
 if TYPE_CHECKING:

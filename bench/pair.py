@@ -16,6 +16,7 @@ from bench.prediction.machine import PredictedMachine, this_machine
 from bench.prediction.predictor import Row, demo_acceptance, modelled_step_times, predict
 from bench.prediction.simulation import RecordedAcceptance
 from swiftspec import file_io
+from swiftspec.cli.arguments import CommandParser
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.config import ModelConfig
@@ -23,7 +24,6 @@ from swiftspec.model.gguf.file import is_gguf
 from swiftspec.model.spec import AttentionSpec, GatedDeltaSpec, LayerSpec
 from swiftspec.model.vocabulary import Vocabulary, describe_masked
 from swiftspec.serve.__main__ import run_guarded
-from swiftspec.serve.cli.arguments import CommandParser
 from swiftspec.text.codec import TextCodec, has_tokenizer
 from swiftspec.text.hub import locate_model
 

@@ -77,9 +77,9 @@ def answer_here(flags: list[str]) -> None:
 
     Prints an `Answer` as JSON for each line.
     """
+    from swiftspec.cli.arguments import parse_command
+    from swiftspec.cli.terminal import StartupProgress
     from swiftspec.params import SamplingParams
-    from swiftspec.serve.cli.arguments import parse_command
-    from swiftspec.serve.terminal import StartupProgress
     from swiftspec.startup.session import open_session
     from swiftspec.text.stream import TextStream
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.workload import COMMON_SAMPLING, WARM_UP, Measured, Task, answer, peak_of
+from swiftspec.cli.terminal import StartupProgress
 from swiftspec.errors import UserError
 from swiftspec.llm import llm_settings
 from swiftspec.params import SamplingParams
-from swiftspec.serve.terminal import StartupProgress
 from swiftspec.startup.session import Session, open_session
 
 QUIET, LONGEST = 3.0, 300.0  # seconds without a change after which a folder counts as complete, and the timeout

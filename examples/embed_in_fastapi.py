@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from swiftspec import AsyncEngine, SamplingParams
-from swiftspec.serve.http.app import create_app
+from swiftspec.serve.app import create_app
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="demo")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from swiftspec.llm import LLM
     from swiftspec.params import SamplingParams, StructuredOutputsParams
     from swiftspec.serve.async_engine import AsyncEngine
-    from swiftspec.serve.http.engine_link.engine_client import (
+    from swiftspec.serve.link.engine_client import (
         GenerationFailedError,
         InvalidRequestError,
         RequestRejectedError,
@@ -42,10 +42,10 @@ _MODULES = {
     "AsyncEngine": "swiftspec.serve.async_engine",
     "CompletionOutput": "swiftspec.text.outputs",
     "EngineConfig": "swiftspec.config",
-    "GenerationFailedError": "swiftspec.serve.http.engine_link.engine_client",
-    "InvalidRequestError": "swiftspec.serve.http.engine_link.engine_client",
+    "GenerationFailedError": "swiftspec.serve.link.engine_client",
+    "InvalidRequestError": "swiftspec.serve.link.engine_client",
     "RequestOutput": "swiftspec.text.outputs",
-    "RequestRejectedError": "swiftspec.serve.http.engine_link.engine_client",
+    "RequestRejectedError": "swiftspec.serve.link.engine_client",
     "SamplingParams": "swiftspec.params",
     "StructuredOutputsParams": "swiftspec.params",
     "TextChunk": "swiftspec.text.outputs",

@@ -31,6 +31,7 @@ from swiftspec.capabilities import (
     conflict_text,
     conflicts,
 )
+from swiftspec.cli.config_sources import load_settings
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.decode import decode
 from swiftspec.drafter_kinds import GRAFTED, SUFFIX_LOOKUP
@@ -40,7 +41,6 @@ from swiftspec.model.loader import load_model
 from swiftspec.model.spec import traits
 from swiftspec.params import SamplingParams, StructuredOutputsParams
 from swiftspec.runtime.drafter import NoDrafter
-from swiftspec.serve.cli.config_sources import load_settings
 from swiftspec.settings.flags import flag_name
 from swiftspec.settings.settings import UsageError
 from tests.support.draft_heads import make_eagle3

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftspec import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams, UserError
-from swiftspec.serve.http.app import create_app
+from swiftspec.serve.app import create_app
 from swiftspec.text.outputs import TextChunk
 from tests.support.cases import examples
 from tests.support.smollm2 import smollm2

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.params import FILTERS, PENALTIES, SamplingParams
-from swiftspec.serve.http.api.sampling import PASSED_THROUGH
-from swiftspec.serve.http.schema import SamplingFields
+from swiftspec.serve.api.sampling import PASSED_THROUGH
+from swiftspec.serve.schema import SamplingFields
 from tests.support.cases import examples
 
 

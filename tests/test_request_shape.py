@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from swiftspec import answer_stats
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.control.round_stats import RoundStats
 from swiftspec.errors import UserError
@@ -19,7 +20,6 @@ from swiftspec.messages import NodeSource
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import ThreadedVerifier
-from swiftspec.serve import answer_stats
 from tests.support.cases import fast_first
 from tests.support.roles import drafter_of, make_drafter, replace_roles, verifier_of
 from tests.support.tiny_checkpoints import make_pair

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from swiftspec.serve.cli.chat import Chat
-from swiftspec.serve.cli.config_sources import load_settings
-from swiftspec.serve.terminal import StartupProgress
+from swiftspec.cli.chat import Chat
+from swiftspec.cli.config_sources import load_settings
+from swiftspec.cli.terminal import StartupProgress
 from swiftspec.startup.session import open_session
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "chat.svg"

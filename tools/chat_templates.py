@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftspec.errors import UserError
-from swiftspec.serve.http.format.template_format import (
+from swiftspec.serve.format.template_format import (
     Render,
     TemplateFormat,
     check_calls,

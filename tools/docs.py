@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from swiftspec import capabilities
+from swiftspec.cli.arguments import PRECEDENCE, add_run_flags
 from swiftspec.runtime.executors.graph import CAPTURED_ROWS, MAX_JOINT_ROWS
 from swiftspec.sampling.noise import PositionNoise
-from swiftspec.serve.cli.arguments import PRECEDENCE, add_run_flags
 from swiftspec.settings.flags import GROUPS, SETTINGS, Flag, flag_name
 from swiftspec.settings.json_flags import FIELDS, JSON_FLAGS
 from swiftspec.settings.kv_events_config import KvEventsConfig

@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None, first: bool) -> int:
     from swiftspec.capabilities import features_in
-    from swiftspec.serve.cli.arguments import CommandParser, parse_command
-    from swiftspec.serve.cli.generate import read_prompt
+    from swiftspec.cli.arguments import CommandParser, parse_command
+    from swiftspec.cli.generate import read_prompt
     from swiftspec.settings.settings import UsageError, check_usage
 
     parser = CommandParser(
@@ -85,7 +85,7 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
     from rich.progress import Progress
 
     from bench.exactness.trial import CountingEngine
-    from swiftspec.serve.terminal import StartupProgress
+    from swiftspec.cli.terminal import StartupProgress
     from swiftspec.settings.settings import UsageError
     from swiftspec.startup.session import open_session
 

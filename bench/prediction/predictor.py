@@ -16,13 +16,13 @@ from bench.prediction import batching, latency_model, network, simulation
 from bench.prediction.latency_model import Constants
 from bench.prediction.network_link import Link
 from bench.prediction.simulation import RecordedAcceptance, SimulatedTimes
+from swiftspec.cli.arguments import FlagParser
 from swiftspec.config import MAX_CONCURRENT_REQUESTS, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
 from swiftspec.profiles import emulation, store
 from swiftspec.serve.__main__ import run_guarded
-from swiftspec.serve.cli.arguments import FlagParser
 
 ACCEPTANCE = Path(__file__).with_name("acceptance.json")
 ASSUMED = {"verify": 30e-6, "settle": 20e-6, "expand": 30e-6, "answer": 60e-6, "link": 10e-6}  # s, see `SimulatedTimes`

@@ -13,15 +13,15 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from swiftspec.cli.config_sources import load_settings
+from swiftspec.cli.terminal import StartupProgress
 from swiftspec.distributed.launch.world import World
 from swiftspec.errors import RankLost, UserError
 from swiftspec.llm import LLM
+from swiftspec.serve.app import create_app
 from swiftspec.serve.async_engine import AsyncEngine
-from swiftspec.serve.cli.config_sources import load_settings
-from swiftspec.serve.http.app import create_app
-from swiftspec.serve.http.engine_link.frames import QUEUE_TIMEOUT_S
-from swiftspec.serve.http.engine_link.frontend_process import sampling_defaults
-from swiftspec.serve.terminal import StartupProgress
+from swiftspec.serve.link.frames import QUEUE_TIMEOUT_S
+from swiftspec.serve.link.frontend_process import sampling_defaults
 from swiftspec.settings.settings import Settings, UsageError
 from swiftspec.signals import DRAIN_TIMEOUT_S
 from swiftspec.startup.built_in_models import served_model_names

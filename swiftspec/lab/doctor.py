@@ -229,7 +229,7 @@ def plan_lines(argv: Sequence[str]) -> list[str]:
     """Returns the lines of the plan that `swiftspec serve` with the flags `argv` would run. Reads the configurations of
     the models. Raises UserError as that command does."""
     from swiftspec.builder.plan import Plan
-    from swiftspec.serve.cli.arguments import parse_command
+    from swiftspec.cli.arguments import parse_command
     from swiftspec.startup.built_in_models import requested_ranks_of
     from swiftspec.startup.model_resolution import ResolvedModels
     from swiftspec.startup.reporter import LogReporter
@@ -245,7 +245,7 @@ def plan_lines(argv: Sequence[str]) -> list[str]:
 
 
 def _run(argv: Sequence[str], prog: str) -> int:
-    from swiftspec.serve.cli.arguments import CommandParser
+    from swiftspec.cli.arguments import CommandParser
 
     if argv[:1] == ["--plan"]:
         print("\n".join(plan_lines(argv[1:])))

@@ -62,7 +62,7 @@ def _run(argv: list[str], prog: str) -> int:
 
 def build_profile_parser(prog: str = "python -m swiftspec.profile") -> argparse.ArgumentParser:
     """Builds the parser of the flags of a sweep."""
-    from swiftspec.serve.cli.arguments import FlagParser
+    from swiftspec.cli.arguments import FlagParser
 
     made = FlagParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.positional = "model"
@@ -93,9 +93,9 @@ def sweep(args: argparse.Namespace) -> int:
 
     Raises UserError if a flag is invalid, there is no draft model, or nothing could be measured.
     """
+    from swiftspec.cli.config_sources import load_settings
+    from swiftspec.cli.terminal import StartupProgress
     from swiftspec.lab.worker_pool import Pair, RankPool
-    from swiftspec.serve.cli.config_sources import load_settings
-    from swiftspec.serve.terminal import StartupProgress
     from swiftspec.settings.settings import check_usage
     from swiftspec.startup.model_resolution import ResolvedModels
     from swiftspec.startup.session import load_options

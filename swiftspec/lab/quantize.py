@@ -270,8 +270,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "swiftspec quantize") ->
 
 
 def _run(argv: Sequence[str], prog: str) -> int:
-    from swiftspec.serve.cli.arguments import CommandParser
-    from swiftspec.serve.terminal import StartupProgress
+    from swiftspec.cli.arguments import CommandParser
+    from swiftspec.cli.terminal import StartupProgress
     from swiftspec.startup.reporter import DOWNLOAD
     from swiftspec.startup.session import WeightProgress
     from swiftspec.text.hub import locate_model

@@ -1,7 +1,7 @@
 """Conversion of output constraints to llguidance grammars, and the process in which untrusted ones are converted.
 
 The conversion is unbounded in time, memory and depth of recursion, so servers run this file as a process that they can
-kill (`serve/http/grammar_compiler.py`, `sampling/grammar.py`). It imports nothing from swiftspec, so that this process
+kill (`serve/grammar_compiler.py`, `sampling/grammar.py`). It imports nothing from swiftspec, so that this process
 loads only llguidance.
 """
 

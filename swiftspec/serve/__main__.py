@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from swiftspec.distributed.launch.launcher import LaunchedRank, launched, own_rank
 from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST, JobEnded
 from swiftspec.errors import RankLost, UserError
-from swiftspec.serve.stdio import command_streams, warn
 from swiftspec.signals import SIGNAL_GRACE_S, TERMINATION_SIGNALS, TerminationGuard, ignore_signals
+from swiftspec.stdio import command_streams, warn
 
 if TYPE_CHECKING:
+    from swiftspec.cli.arguments import ParsedCommand
     from swiftspec.distributed.launch.control_socket import SupervisorClient
     from swiftspec.distributed.launch.supervision import SupervisorLink
     from swiftspec.distributed.launch.world import World
-    from swiftspec.serve.cli.arguments import ParsedCommand
 
 
 # Delay before a rank other than 0 reports an error and exits. Rank 0 must report first: the launcher ends all ranks as
@@ -121,7 +121,7 @@ def _in_process_group() -> bool:
 
 def _warn_of_unknown_variables() -> None:
     if any(name.startswith("SWIFTSPEC_") for name in os.environ):  # checking them takes slow imports
-        from swiftspec.serve.cli.config_sources import unknown_variable_warnings
+        from swiftspec.cli.config_sources import unknown_variable_warnings
 
         for line in unknown_variable_warnings():
             warn(line)
@@ -147,7 +147,7 @@ def _dispatch(argv: Sequence[str], first: bool) -> int:
     `first`: whether this process is rank 0."""
     here = launched()
     if argv[:1] == ["worker"]:
-        from swiftspec.serve.cli import worker
+        from swiftspec.cli import worker
 
         return worker.run_worker_command(argv[1:], join_launched_world)
     if argv[:1] == ["generate"]:
@@ -158,10 +158,10 @@ def _dispatch(argv: Sequence[str], first: bool) -> int:
 
         return supervise_rank(here, argv)
     if argv[:1] == ["replay"]:
-        from swiftspec.serve.http import replay
+        from swiftspec.serve import replay
 
         return replay.replay_main(argv[1:])
-    from swiftspec.serve.cli.arguments import parse_command
+    from swiftspec.cli.arguments import parse_command
     from swiftspec.startup.built_in_models import requested_ranks_of
 
     command = parse_command(argv)
@@ -180,7 +180,7 @@ def _dispatch(argv: Sequence[str], first: bool) -> int:
 def _run_subcommand(name: str, argv: Sequence[str], first: bool) -> int:
     """Runs `swiftspec chat|serve|generate` like `python -m swiftspec.serve` with the same flags. Raises UsageError if
     the flags or the terminal do not fit the sub-command."""
-    from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
+    from swiftspec.cli.arguments import HELP_PAGES, parse_command
     from swiftspec.settings.settings import UsageError, check_usage
 
     command = parse_command(argv, page=HELP_PAGES[name])
@@ -198,8 +198,8 @@ def _run_subcommand(name: str, argv: Sequence[str], first: bool) -> int:
 
 
 def _supervise_server(command: ParsedCommand, here: LaunchedRank | None, ranks: int, argv: Sequence[str]) -> int:
-    from swiftspec.serve.http.engine_link import frontend_process
     from swiftspec.serve.job import supervise_server
+    from swiftspec.serve.link import frontend_process
     from swiftspec.settings.settings import check_usage
 
     if command.has_prompt_flags:
@@ -228,17 +228,17 @@ def run_rank(command: ParsedCommand, first: bool, supervisor: SupervisorClient |
         run_follower_rank(command.settings, world)
         return 0
     if serving:
-        from swiftspec.serve.http.engine_link import engine_server
+        from swiftspec.serve.link import engine_server
 
         assert supervisor is not None
         return engine_server.run_engine_server(command.settings, supervisor, join_launched_world)
-    from swiftspec.serve.cli import generate
+    from swiftspec.cli import generate
 
     keeping = None if supervisor is None else supervisor.supervision()
     prompt = generate.read_prompt(command)
     if prompt is not None:
         return generate.run_generate(command, prompt, join_launched_world(keeping))
-    from swiftspec.serve.cli import chat
+    from swiftspec.cli import chat
 
     return chat.run_chat(command.settings, join_launched_world(keeping))
 

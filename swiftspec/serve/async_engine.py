@@ -21,11 +21,11 @@ from swiftspec.llm import LLM, Conversation, Prompt
 from swiftspec.messages import SampledLogprob
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.current_device import set_current_device
-from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.engine_client import EngineRequest, InvalidRequestError
-from swiftspec.serve.http.engine_link.engine_loop import EngineLoop, engine_info
-from swiftspec.serve.http.engine_link.pending_request import PendingGroup
-from swiftspec.serve.http.engine_link.request_queue import RequestQueue
+from swiftspec.serve.link import frames
+from swiftspec.serve.link.engine_client import EngineRequest, InvalidRequestError
+from swiftspec.serve.link.engine_loop import EngineLoop, engine_info
+from swiftspec.serve.link.pending_request import PendingGroup
+from swiftspec.serve.link.request_queue import RequestQueue
 from swiftspec.text.outputs import OutputBuilder, TextChunk, TextRequest
 
 LOG = logging.getLogger("swiftspec.serve")
@@ -39,7 +39,7 @@ class AsyncEngine(RequestQueue):
             async for chunk in engine.generate("Hello", SamplingParams(temperature=0.0)):
                 print(chunk.text, end="")
 
-    The engine owns its `LLM` and closes it in `close`. `swiftspec.serve.http.app.create_app` serves an engine over
+    The engine owns its `LLM` and closes it in `close`. `swiftspec.serve.app.create_app` serves an engine over
     HTTP.
 
     Requests raise RequestRejectedError if the queue is full, its timeout has passed or the engine is closed,

@@ -21,7 +21,7 @@ def main() -> NoReturn:
     supervisor = SupervisorClient(socket.socket(fileno=int(control)), int(incarnation))
 
     def run(first: bool) -> int:
-        from swiftspec.serve.cli.arguments import parse_command
+        from swiftspec.cli.arguments import parse_command
 
         return run_rank(parse_command(argv), first, supervisor)
 

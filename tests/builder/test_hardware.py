@@ -15,11 +15,11 @@ from swiftspec.backends.cpu import cpu
 from swiftspec.backends.reference import reference
 from swiftspec.builder import hardware
 from swiftspec.builder.rules import resolve_config
+from swiftspec.cli.terminal import StartupProgress
 from swiftspec.config import EngineConfig
 from swiftspec.drafter_kinds import GRAFTED, SUFFIX_LOOKUP
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
-from swiftspec.serve.terminal import StartupProgress
 from swiftspec.settings.settings import Settings
 from swiftspec.startup.built_in_models import DEMO_DIR
 from swiftspec.startup.session import open_session

@@ -129,7 +129,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (forbidden_knowledge, "model/transformer.py", "import swiftspec.runtime.sampler"),
     (forbidden_knowledge, "smc/scheduler.py", "from swiftspec.model.transformer import Transformer"),
     (forward_calls, "builder/models.py", "logits = runner.model.forward(batch, cache)"),
-    (forward_calls, "serve/cli/chat.py", "model.forward(batch)"),
+    (forward_calls, "cli/chat.py", "model.forward(batch)"),
 ]
 
 
@@ -145,7 +145,7 @@ GOOD = [
     ("model/weights.py", "from safetensors import safe_open\nfrom .config import ModelConfig"),
     ("runtime/drafter.py", "from swiftspec.model.loader import load\nlogits = self.model.forward(batch)"),
     ("distributed/transport/grpc/client.py", "import grpc"),
-    ("serve/cli/chat.py", "from swiftspec import demo\nimport typer"),
+    ("cli/chat.py", "from swiftspec import demo\nimport typer"),
     (
         "__init__.py",
         "import importlib\nif TYPE_CHECKING:\n    from swiftspec.llm_engine import LLMEngine\n__version__ = '1'",

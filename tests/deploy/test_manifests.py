@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from swiftspec.cli.arguments import parse_command
+from swiftspec.cli.config_sources import VARIABLES
 from swiftspec.deploy.ray import ray_application
-from swiftspec.serve.cli.arguments import parse_command
-from swiftspec.serve.cli.config_sources import VARIABLES
-from swiftspec.serve.http.engine_link.frontend_process import requested_kv_events
-from swiftspec.serve.http.middleware.security import PUBLIC_PATHS
+from swiftspec.serve.link.frontend_process import requested_kv_events
+from swiftspec.serve.middleware.security import PUBLIC_PATHS
 from swiftspec.settings.settings import env_name
 from swiftspec.signals import DRAIN_TIMEOUT_S
 from swiftspec.startup.built_in_models import served_model_names

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from swiftspec.cli.arguments import parse_command
+from swiftspec.cli.terminal import StartupProgress
 from swiftspec.errors import UserError
 from swiftspec.lab import calibration, measurement, profile, trials
 from swiftspec.lab import sweep as sweeps
@@ -17,8 +19,6 @@ from swiftspec.lab.measurement import RequestProgress
 from swiftspec.lab.profile import main
 from swiftspec.lab.worker_pool import EngineBuild, Pair, RankPool
 from swiftspec.llm_engine import LLMEngine
-from swiftspec.serve.cli.arguments import parse_command
-from swiftspec.serve.terminal import StartupProgress
 from swiftspec.startup import model_resolution as serve_found
 from swiftspec.text.codec import TextCodec
 from tests.support.ranks import Pool

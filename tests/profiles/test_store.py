@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from swiftspec import file_io
+from swiftspec.cli.config_sources import load_settings as load_settings
 from swiftspec.errors import UserError
 from swiftspec.lab import results
 from swiftspec.profiles import store
-from swiftspec.serve.cli.config_sources import load_settings as load_settings
 from tests.support.profiles import KEY, profile, run
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from swiftspec.sampling.grammar import check_untrusted_grammar
 from swiftspec.sampling.grammar_process import build_grammar
-from swiftspec.serve.http.grammar_compiler import SandboxedGrammarCompiler
+from swiftspec.serve.grammar_compiler import SandboxedGrammarCompiler
 from tests.support.grammars import accepts
 
 

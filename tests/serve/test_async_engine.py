@@ -17,13 +17,13 @@ import pytest
 from swiftspec import LLM, AsyncEngine, SamplingParams, TextChunk
 from swiftspec.engine import Completion, Stats
 from swiftspec.errors import UserError
-from swiftspec.serve.http.engine_link.engine_client import (
+from swiftspec.serve.link.engine_client import (
     EngineRequest,
     GenerationFailedError,
     InvalidRequestError,
     RequestRejectedError,
 )
-from swiftspec.serve.http.engine_link.frames import DoneFrame, TokensFrame
+from swiftspec.serve.link.frames import DoneFrame, TokensFrame
 from tests.support.toy_pair import make_pair
 
 Options = dict[str, Any]

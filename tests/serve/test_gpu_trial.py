@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from swiftspec import llm_engine
+from swiftspec.cli.terminal import StartupProgress
 from swiftspec.errors import UserError
-from swiftspec.serve.terminal import StartupProgress
 from swiftspec.settings.settings import Settings
 from swiftspec.startup import session
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from swiftspec import answer_stats
+from swiftspec.cli import generate
+from swiftspec.cli.arguments import parse_command
 from swiftspec.config import EngineConfig
 from swiftspec.engine import Stats
-from swiftspec.serve import answer_stats
 from swiftspec.serve.__main__ import main
-from swiftspec.serve.cli import generate
-from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.settings.settings import Settings, env_name
 from swiftspec.startup.built_in_models import DEMO_MODELS
 from swiftspec.text.template import TemplateRenderer

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from swiftspec.answer_stats import population_stats, summary_line
 from swiftspec.backends.cpu import cpu as host
+from swiftspec.cli.config_sources import load_settings
+from swiftspec.cli.terminal import StartupProgress
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError
 from swiftspec.serve.__main__ import main
-from swiftspec.serve.answer_stats import population_stats, summary_line
-from swiftspec.serve.cli.config_sources import load_settings
-from swiftspec.serve.terminal import StartupProgress
 from swiftspec.settings.settings import Settings, UsageError, env_name
 from swiftspec.smc.group_result import GroupResult
 from swiftspec.startup.session import open_session

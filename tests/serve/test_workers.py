@@ -24,6 +24,7 @@ import httpx
 import pytest
 
 from swiftspec.builder.load_options import WorkerAddress as Named
+from swiftspec.cli.worker import run_worker
 from swiftspec.distributed.remote.worker import Worker
 from swiftspec.distributed.transport.grpc.endpoint import RpcSecurity
 from swiftspec.distributed.transport.grpc.server import RpcServer
@@ -31,7 +32,6 @@ from swiftspec.errors import UserError
 from swiftspec.model.vocabulary import Vocabulary
 from swiftspec.params import SamplingParams
 from swiftspec.serve.__main__ import main
-from swiftspec.serve.cli.worker import run_worker
 from swiftspec.settings.settings import Settings
 from swiftspec.startup.worker_endpoints import load_security
 from tests.support.clients import openai
@@ -257,7 +257,7 @@ def test_a_worker_that_cannot_listen_shuts_down_its_other_ranks(monkeypatch: pyt
     model = SimpleNamespace(side="draft", path=Path("model"), rank=rank)
     codec = SimpleNamespace(vocabulary=Vocabulary("model", "", {0: "a"}, {}))
     worker = SimpleNamespace(serve=None, model_info=SimpleNamespace(to_json=lambda: "{}"))
-    monkeypatch.setattr("swiftspec.serve.cli.worker._load", lambda *args: (model, codec))
+    monkeypatch.setattr("swiftspec.cli.worker._load", lambda *args: (model, codec))
     monkeypatch.setattr("swiftspec.builder.worker_model.make_worker", lambda *args: worker)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen"):
         run_worker("draft", Settings(listen=f"127.0.0.1:{taken.getsockname()[1]}"), lambda: None)
@@ -315,7 +315,7 @@ def test_a_draft_head_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_tokens_and_certificates_are_read(tmp_path: Path) -> None:
-    from swiftspec.serve.cli.arguments import parse_command
+    from swiftspec.cli.arguments import parse_command
 
     (tmp_path / "token").write_text("secret\n")
     (tmp_path / "ca.pem").write_text("-----BEGIN CERTIFICATE-----\n")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from swiftspec.cli.config_sources import load_settings
 from swiftspec.deploy.replica import replica_settings
 from swiftspec.errors import UserError
 from swiftspec.serve.__main__ import main
-from swiftspec.serve.cli.config_sources import load_settings
-from swiftspec.serve.http.engine_link.frontend_process import requested_kv_events
+from swiftspec.serve.link.frontend_process import requested_kv_events
 from swiftspec.settings.kv_events_config import KvEventsConfig
 from swiftspec.settings.settings import Settings, UsageError
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from swiftspec.cli import generate
+from swiftspec.cli.arguments import HELP_PAGES, build_parser, parse_command
+from swiftspec.cli.config_sources import load_settings, unknown_variable_warnings
+from swiftspec.cli.terminal import StartupProgress
 from swiftspec.config import EngineConfig
 from swiftspec.drafter_kinds import GRAFTED
 from swiftspec.errors import UserError
-from swiftspec.serve.cli import generate
-from swiftspec.serve.cli.arguments import HELP_PAGES, build_parser, parse_command
-from swiftspec.serve.cli.config_sources import load_settings, unknown_variable_warnings
-from swiftspec.serve.terminal import StartupProgress
 from swiftspec.settings.flags import FLAGS, SETTINGS, flag_name
 from swiftspec.settings.other_flags import OTHER_FLAGS, flag_hint
 from swiftspec.settings.settings import Settings, UsageError, env_name

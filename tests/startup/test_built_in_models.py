@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from swiftspec.cli.terminal import StartupProgress
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
-from swiftspec.serve.terminal import StartupProgress
 from swiftspec.settings.settings import Settings
 from swiftspec.startup import built_in_models
 from swiftspec.startup.built_in_models import (

@@ -11,11 +11,11 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from swiftspec.builder.load_options import Side
+from swiftspec.cli.terminal import StartupProgress
+from swiftspec.cli.worker import run_worker
 from swiftspec.distributed.launch.startup_barrier import Timeouts
 from swiftspec.distributed.launch.world import World
 from swiftspec.errors import UserError
-from swiftspec.serve.cli.worker import run_worker
-from swiftspec.serve.terminal import StartupProgress
 from swiftspec.settings.settings import Settings
 from swiftspec.startup.session import open_session, run_follower_rank
 from tests.builder.test_memory_estimate import AWQ, LLAMA_8B

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from swiftspec.cli.terminal import StartupProgress
 from swiftspec.errors import UserError
 from swiftspec.profiles import store
-from swiftspec.serve.terminal import StartupProgress
 from swiftspec.settings.settings import Settings, UsageError
 from swiftspec.startup.built_in_models import DEMO_DIR
 from swiftspec.startup.model_resolution import apply_profile

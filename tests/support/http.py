@@ -18,9 +18,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp
 
 from swiftspec.sampling.grammar_process import build_grammar
-from swiftspec.serve.http.app import create_app
-from swiftspec.serve.http.engine_link.engine_client import EngineRequest, EngineState, RequestFrame
-from swiftspec.serve.http.engine_link.frames import (
+from swiftspec.serve.app import create_app
+from swiftspec.serve.link.engine_client import EngineRequest, EngineState, RequestFrame
+from swiftspec.serve.link.frames import (
     Choice,
     DoneFrame,
     EngineInfo,
@@ -28,8 +28,8 @@ from swiftspec.serve.http.engine_link.frames import (
     TokenLogprob,
     TokensFrame,
 )
-from swiftspec.serve.http.engine_link.trace_events import TraceEventBuffer
-from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
+from swiftspec.serve.link.trace_events import TraceEventBuffer
+from swiftspec.serve.middleware.request_id import RequestIdMiddleware
 from swiftspec.text.codec import TextCodec
 
 TIMINGS = {

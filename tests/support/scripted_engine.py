@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from swiftspec import answer_stats
 from swiftspec.config import EngineConfig
 from swiftspec.engine import Stats
-from swiftspec.serve import answer_stats
-from swiftspec.serve.http.engine_link.engine_client import EngineRequest, EngineState
-from swiftspec.serve.http.engine_link.frames import DoneFrame, EngineInfo, RankState, TokensFrame
-from swiftspec.serve.http.engine_link.trace_events import TraceEventBuffer
-from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine
+from swiftspec.serve.link.engine_client import EngineRequest, EngineState
+from swiftspec.serve.link.frames import DoneFrame, EngineInfo, RankState, TokensFrame
+from swiftspec.serve.link.trace_events import TraceEventBuffer
+from swiftspec.serve.metrics.request_metrics import InstrumentedEngine
 
 PLAN = {"mode": "serial", "target_tp": 1, "verify_batch": 8}
 RANKS = [RankState(0, "target", 7, "up", 0)]

@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
-from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.engine_client import EngineRequest
-from swiftspec.serve.http.engine_link.frame_socket import AsyncFrameSocket, FrameDecoder, encode_frame
-from swiftspec.serve.http.engine_link.frames import FrontendConfig, ToEngine
-from swiftspec.serve.http.engine_link.remote_engine_client import RemoteEngineClient
+from swiftspec.serve.link import frames
+from swiftspec.serve.link.engine_client import EngineRequest
+from swiftspec.serve.link.frame_socket import AsyncFrameSocket, FrameDecoder, encode_frame
+from swiftspec.serve.link.frames import FrontendConfig, ToEngine
+from swiftspec.serve.link.remote_engine_client import RemoteEngineClient
 
 READY = frames.EngineInfo("m", None, 100, 50, [1], {}, {"mode": "ar"}, 1.0)
 

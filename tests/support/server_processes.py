@@ -49,7 +49,7 @@ class ServerProcesses:
 
     def front_end(self) -> int:
         """The front end's process; 0 if it does not exist."""
-        return next((process for process, argv in self.snapshot().items() if "swiftspec.serve.http" in argv), 0)
+        return next((process for process, argv in self.snapshot().items() if "swiftspec.serve.frontend" in argv), 0)
 
     def supervisors(self) -> list[int]:
         """The supervisor process of each rank."""

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from swiftspec.capabilities import TABLE
+from swiftspec.cli import generate
+from swiftspec.cli.config_sources import load_settings, unknown_variable_warnings
+from swiftspec.cli.terminal import StartupProgress
 from swiftspec.config import DRAFT, LOOKAHEAD, MODES, POPULATION, TREE
 from swiftspec.errors import UserError
 from swiftspec.profiles import store
 from swiftspec.serve.__main__ import main
-from swiftspec.serve.cli import generate
-from swiftspec.serve.cli.config_sources import load_settings, unknown_variable_warnings
-from swiftspec.serve.terminal import StartupProgress
 from swiftspec.settings.flags import SETTINGS, flag_name
 from swiftspec.settings.settings import UsageError, env_name
 from swiftspec.startup.model_resolution import ResolvedModels

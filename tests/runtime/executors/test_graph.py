@@ -209,7 +209,7 @@ def test_rounds_are_captured_for_each_power_of_two_of_slots(
         worker.open(request_start(noise_tokens(5), SamplingParams(temperature=0.8, seed=3)), set(), 50)
         while worker.launch():
             worker.collect()
-        found.append((worker.group.executor.name, worker.answer().tokens))
+        found.append((worker.executor.name, worker.answer().tokens))
     assert [name for name, _ in found] == ["graph", "eager"] and found[0][1] == found[1][1]
     assert 3 <= capture.captures < capture.replays
 
@@ -268,7 +268,7 @@ def test_rounds_of_a_group_of_ranks_equal_those_of_one(checkpoint: Path, tmp_pat
             while worker.launch():
                 worker.collect()
             answer = worker.answer()
-            found.append((worker.group.executor.name, answer.tokens, f"{answer.log_z:.9f}"))
+            found.append((worker.executor.name, answer.tokens, f"{answer.log_z:.9f}"))
         assert capture is None or (capture.captures > 1) == (found[0][0] == "graph")
         return found
 

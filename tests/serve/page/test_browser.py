@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from swiftspec.serve.http import replay
-from swiftspec.serve.http.middleware.security import SecurityMiddleware
+from swiftspec.serve import replay
+from swiftspec.serve.middleware.security import SecurityMiddleware
 from swiftspec.text.codec import TextCodec
 from swiftspec.text.template import TemplateRenderer
 from tests.support import synthetic_traces

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from swiftspec.serve.http import replay
-from swiftspec.serve.http.page import PAGE_FOLDER
+from swiftspec.serve import replay
+from swiftspec.serve.page_routes import PAGE_FOLDER
 
 HERE = Path(__file__).resolve().parent
 MODULES = sorted(PAGE_FOLDER.glob("*.js"))

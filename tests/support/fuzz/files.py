@@ -19,6 +19,7 @@ from bench import timeline
 from bench.prediction import latency_model
 from bench.prediction.simulation import RecordedAcceptance
 from swiftspec.backends.reference import reference
+from swiftspec.cli import config_sources
 from swiftspec.config import EngineConfig
 from swiftspec.lab import results, round_costs
 from swiftspec.lab.profile import read_prompts
@@ -30,7 +31,6 @@ from swiftspec.model.gguf.file import GgufFile, GgufStrings
 from swiftspec.model.gguf.tokenizer import end_token_ids, has_vocabulary, tokenizer_json, tokenizer_settings
 from swiftspec.params import SamplingParams
 from swiftspec.profiles import emulation, store
-from swiftspec.serve.cli import config_sources
 from swiftspec.settings.settings import Settings
 from swiftspec.startup.model_resolution import generation_defaults
 from swiftspec.text.codec import TextCodec

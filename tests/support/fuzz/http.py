@@ -13,7 +13,7 @@ import msgspec
 from fastapi.testclient import TestClient
 from hypothesis import strategies as st
 
-from swiftspec.serve.http.errors import MAX_MESSAGE_CHARS
+from swiftspec.serve.errors import MAX_MESSAGE_CHARS
 from swiftspec.text.codec import TextCodec
 from swiftspec.text.template import TemplateRenderer
 from tests.support.fuzz import Target

@@ -1,0 +1,1 @@
+"""Adapters to other systems: OpenTelemetry and KV cache events."""
