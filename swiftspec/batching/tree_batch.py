@@ -3,7 +3,8 @@
 Every request runs as a coroutine, on its own drafter and verifier (runtime/coroutines.py). The loop resumes all of them
 until each waits for a forward, and then runs one forward for all: expansions as long as any request expands its tree,
 then the verification of all proposals under one row budget, then one prefill chunk of one new request. A long prompt
-therefore delays the other requests by one chunk per round, and the next prompt by one chunk.
+therefore delays the other requests by one chunk per round, and the next prompt by one chunk. A request whose prompt
+begins like one that is being prefilled waits for it, and then begins with its states.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 
+import numpy as np
+
 from swiftspec.batching.batch_request import BatchRequest, IsCancelled, NextRequest
+from swiftspec.cache.prefix_cache import MIN_CACHED_TOKENS, common_prefix_len
 from swiftspec.engine import Stats, StopCriteria, TokenChunk, TreeDecoding, decode_request
 from swiftspec.errors import UserError
 from swiftspec.messages import RequestStart
@@ -35,6 +39,7 @@ class RunningRequest(RequestCoroutine):
         super().__init__(self._decode)
         self.request, self.decoding, self._is_current = request, decoding, True
         self.num_sequences = _num_sequences(request.start.sampling)
+        self.prefilled = False  # whether its prompt is in the caches
 
     def end(self) -> bool:
         ended = super().end()
@@ -90,33 +95,52 @@ class TreeBatchDecoding:
         """Decodes requests concurrently. Yields (request, chunk) pairs.
 
         `next_request`: called while there is room; the batch ends once it returns None and all requests have ended. A
-        guided request waits until two sequences are free, and later requests wait behind it.
+        guided request waits until two sequences are free, and later requests wait behind it. A request whose prompt
+        begins like one that is being prefilled waits until that is done.
         `cancelled`: called before a request is admitted, after each round and before each prefill chunk.
 
         The finish reason of a request's last chunk is "stop", "length", "abort" if `cancelled` returned True for it, or
         "error" if the request has failed (`BatchRequest.error`); the other requests are not affected.
         """
         self._end_all()
-        waiting: BatchRequest | None = None
+        waiting = list[BatchRequest]()
         try:
             while True:
-                while waiting is not None or (self._has_room(1) and (waiting := next_request())):
-                    if cancelled(waiting):
-                        yield waiting, waiting.ended_chunk("abort")
-                    elif not self._has_room(_num_sequences(waiting.start.sampling)):
-                        break
+                for request in [each for each in waiting if cancelled(each)]:
+                    waiting.remove(request)
+                    yield request, request.ended_chunk("abort")
+                while self._has_room(1, waiting) and (request := next_request()):
+                    if cancelled(request):
+                        yield request, request.ended_chunk("abort")
                     else:
-                        self._admit(waiting)
-                    waiting = None
+                        waiting.append(request)
+                for request in list(waiting):
+                    if not self._has_room(_num_sequences(request.start.sampling)):
+                        break
+                    if not self._shares_prefill(request):
+                        waiting.remove(request)
+                        self._admit(request)
                 if not self._running:
                     return
                 yield from self._advance(cancelled)
         finally:
             self._end_all()
 
-    def _has_room(self, sequences: int) -> bool:
-        """Returns whether a decoding and enough sequences are free for a request that takes `sequences`."""
-        return sum([running.num_sequences for running in self._running]) + sequences <= self.max_requests
+    def _has_room(self, sequences: int, before: Sequence[BatchRequest] = ()) -> bool:
+        """Returns whether a decoding and enough sequences are free for a request that takes `sequences`. `before`: the
+        requests that wait for theirs."""
+        in_use = sum([running.num_sequences for running in self._running])
+        return in_use + sum([_num_sequences(each.start.sampling) for each in before]) + sequences <= self.max_requests
+
+    def _shares_prefill(self, request: BatchRequest) -> bool:
+        """Returns whether the prompt of a running request is being prefilled that begins like that of a new one, for
+        more tokens than the caches hold."""
+        prefilling = [running.request.start.tokens for running in self._running if not running.prefilled]
+        if not prefilling or not self.pools[0].reuses_prefixes or request.start.num_cached_tokens is not None:
+            return False
+        wanted = np.array(request.start.tokens[:-1], np.int64)
+        shared = max(common_prefix_len(np.array(tokens, np.int64), wanted) for tokens in prefilling)
+        return shared >= MIN_CACHED_TOKENS and shared > self.pools[0].cached_len(request.start.tokens)
 
     def _admit(self, request: BatchRequest) -> None:
         in_use = [running.decoding for running in self._running]
@@ -144,6 +168,7 @@ class TreeBatchDecoding:
             raise UserError("these requests run in another thread: read all of a batch in one thread")
         try:
             value = running.resume()
+            running.prefilled |= isinstance(value, TokenChunk) or value.priority != PREFILL
             if not isinstance(value, TokenChunk):
                 running.waiting = value
                 return None

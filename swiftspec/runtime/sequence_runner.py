@@ -62,6 +62,11 @@ class SequencePool:
         self._in_use: set[int] = set()
 
     @property
+    def reuses_prefixes(self) -> bool:
+        """Whether a prompt begins with the states of earlier ones."""
+        return self.prefix_cache.budget > 0
+
+    @property
     def num_free(self) -> int:
         """Number of sequences that no request has taken."""
         return len(self.runner.cache.prefix_len) - len(self._in_use)

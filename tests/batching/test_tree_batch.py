@@ -210,6 +210,24 @@ def test_a_short_prompt_behind_a_long_one_waits_for_two_chunks(
 
 
 @NATIVE
+def test_a_request_waits_for_the_prefill_of_a_prompt_that_it_shares(
+    pair_of: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own prefill is then that of its last tokens. A request with another prompt does not wait behind it."""
+    llm = engine(pair_of("dense"), None, 3, dtype=torch.float32)
+    pool = decoding_of(llm).pools[0]
+    monkeypatch.setattr(pool.runner.ops, "PREFILL_CHUNK_ROWS", 8)
+    rows = list[int]()
+    pool.runner.hooks.append(lambda began, count: rows.append(count))
+    prompts = [[*[5] * 80, last] for last in (6, 7)]
+    begun, chunks = list[int](), llm.stream_batch([*prompts, [9] * 5], SamplingParams(max_tokens=2, ignore_eos=True))
+    for index, _ in chunks:
+        begun += [] if index in begun else [index]
+    assert begun == [2, 0, 1] and sum(rows) < 81 + 5 + 20
+    assert_idle(llm)
+
+
+@NATIVE
 def test_a_cancelled_request_does_not_end_one_that_is_prefilled(
     pair_of: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,8 +82,7 @@ def test_a_batch_prefills_only_new_tokens(pair: tuple[Path, Path], plan: EngineC
         return found
 
     first = ask(questions)
-    if plan is SMC:  # trees that arrive together are prefilled together
-        assert [each.stats.cached_tokens for each in first] == [0, 40, 40]
+    assert [each.stats.cached_tokens for each in first] == [0, 40, 40]
     turns = [[*questions[i], *first[i].token_ids, 9, 9] for i in (2, 0)]
     next_turn = ask([*turns, [60] * 50])
     least = len(questions[0]) + (
