@@ -32,10 +32,10 @@ HIDING = str(Path(__file__).parent / "support" / "hidden")
 sys.path.insert(0, HIDING)
 os.environ["PYTHONPATH"] = os.pathsep.join([HIDING, *filter(None, [os.environ.get("PYTHONPATH")])])
 
-# `make test-slow` runs all property tests again, with --hypothesis-profile=full.
+# --hypothesis-profile=fast runs a fifth of the examples of every property test.
 settings.register_profile("fast", max_examples=20, deadline=None)
 settings.register_profile(FULL_PROFILE, deadline=None)
-settings.load_profile("fast")
+settings.load_profile(FULL_PROFILE)
 
 # A shell ignores SIGINT in jobs that it starts in the background, and processes inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -44,7 +44,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 LONGEST = ("test_emulated_gpu", "test_group", "test_restarts_end_to_end", "test_serve_ranks",
            "test_chaos", "test_sanitized")  # fmt: skip
 SUITES = ("slow", "long", "gpu")  # whose tests may start processes
-SLOW_FOLDERS = ("bench",)  # of what only a benchmark needs
 PROCESS_EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 SANDBOXES = (grammar_process.__file__, template_process.__file__)  # which the package itself starts
 LOOKUPS = ("/sbin/ldconfig", "uname")  # with which libraries find out where they are, when they are imported
@@ -83,10 +82,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on ranks and of benchmarks are slow ones. The longest files run first."""
+    """Tests on ranks are slow ones. The longest files run first."""
     for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        if folder in SLOW_FOLDERS or "pool" in getattr(item, "fixturenames", ()):
+        if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
     if config.pluginmanager.hasplugin("xdist"):  # not on a bare machine with a GPU
         items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))

@@ -36,7 +36,7 @@ from tests.support.ranks import Pool
 from tests.support.roles import drafter_of, request_start, verifier_of
 from tests.support.tiny_checkpoints import chain, make_checkpoint
 
-GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.7, seed=11)
 REQUESTS = {
     "greedy": GREEDY,

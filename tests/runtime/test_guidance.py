@@ -32,7 +32,7 @@ LONG = [1 + (11 * i) % 62 for i in range(300)]  # without 0, which pads in trans
 NEGATIVE = (9, 4, 40)
 SAMPLED = {
     "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "logit_bias": {7: 1.5},
-    "seed": 1234, "max_tokens": 40,
+    "seed": 1234, "max_tokens": 80,
 }  # fmt: skip
 TREES: dict[str, dict[str, Any]] = {
     "serial": {},

@@ -26,7 +26,7 @@ from tests.support.roles import replace_roles, request_start, tree_of
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
-GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.7, seed=11)
 GUIDED = replace(SEEDED, guidance_scale=1.5, negative_prompt_ids=(9, 4, 40))
 CODE = "def read_lines(path):\n    with open(path) as file:\n        return file.read()\n\n\n"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-FULL_PROFILE = "full"  # hypothesis profile of the slow suite
+FULL_PROFILE = "full"  # hypothesis profile with all examples
 
 
 def fast_first(values: Iterable[Any], count: int, *, unpack: bool = False) -> list[Any]:
@@ -23,5 +23,5 @@ def fast_first(values: Iterable[Any], count: int, *, unpack: bool = False) -> li
 
 
 def examples(full: int) -> int:
-    """Returns the number of examples of a property test: `full` in the slow suite, a fifth of them in the fast one."""
+    """Returns the number of examples of a property test: `full`, or a fifth of them with the profile `fast`."""
     return full if settings.get_current_profile_name() == FULL_PROFILE else max(full // 5, 4)

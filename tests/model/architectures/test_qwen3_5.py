@@ -39,7 +39,7 @@ from tests.support.workers import client_on_workers, started
 
 FAMILY = "qwen3_5_text"
 PROMPT = [5, 17, 3, 29, 11, 8, 2]
-GREEDY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=110, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.9, seed=3)
 GUIDED = replace(SEEDED, guidance_scale=1.5, negative_prompt_ids=(4, 9, 11, 3))
 OPTIONS: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 160}
@@ -324,7 +324,7 @@ def test_workers(pair: tuple[Path, Path], texts: Texts, mode: str) -> None:
     ):
         for sampling in (replace(GREEDY, max_tokens=80), replace(SEEDED, max_tokens=80)):
             answer = running.generate(PROMPT, sampling)
-            assert answer.token_ids == texts[sampling]
+            assert answer.token_ids == texts[replace(sampling, max_tokens=110)][:80]
             assert answer.stats.drafter_lost is None and answer.stats.accepted > 10
 
 
