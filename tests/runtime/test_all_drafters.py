@@ -29,7 +29,7 @@ from tests.support.token_constraints import OneHalf
 from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
 
 OPTIONS: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 160}
-GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.9, seed=3)
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30] * 3
 VOCAB = 300
