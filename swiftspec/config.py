@@ -198,7 +198,6 @@ class EngineConfig:
         "Requests decoded concurrently in modes ar and serial, each with its own tree, guided ones counted twice.",
         SPECULATION,
         "G",
-        "1; a server on a CPU: up to 4, as `swiftspec doctor --plan` shows",
         ge=1,
         le=MAX_CONCURRENT_REQUESTS,
     )

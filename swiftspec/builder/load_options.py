@@ -108,7 +108,6 @@ class LoadOptions(TypedDict, total=False):
     sessions: int  # maximum number of a worker's sessions, each with its own KV cache; default 1
     draft_worker: WorkerAddress | None  # the worker that runs the draft, if it is remote
     prefix_cache_memory: int  # MiB for the prefix cache of both models on all ranks; default 1024
-    serves: bool  # whether clients may send several requests at once, so that max_num_seqs has another default
 
 
 class LoadModel(Protocol):

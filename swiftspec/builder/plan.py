@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import get_args
@@ -78,7 +78,6 @@ from swiftspec.tree.sampled_children import MAX_REROOTS
 INT8_NUMBERS = {"native": 0, "int8": 1, "int16": 2}  # to which an activation is quantised; --activations
 # hidden size up to which a target's activations are int16 by default (docs/decisions/cpu-kernels.md)
 MAX_INT16_HIDDEN_SIZE = 1024
-SERVER_REQUESTS = 4  # that a server on a CPU decodes concurrently; more rows of a forward hardly share its price
 ROPE_TABLES_SHARE = 32  # of a CPU's memory, if the context is not given; decides only for small models
 
 
@@ -259,31 +258,7 @@ class Plan:
         # the ranks of a job must have the same context, but may have different amounts of free memory
         adjust = options.get("max_model_len") is None and (ranks is None or ranks.size == 1)
         plan = plan.fit_memory(engine, adjust=adjust, note=plan.loading.note)
-        if options.get("serves") and ranks is None and not resolution.is_given("max_num_seqs"):
-            chosen = resolution.choices.features(engine.mode)
-            plan = plan.with_concurrent_requests({*chosen} | ({"draft head"} if head else set()))
         return plan.explained(options, model)
-
-    def with_concurrent_requests(self, features: Collection[str]) -> Plan:
-        """Returns a copy that decodes several requests concurrently, if a single one is no slower then. `features`:
-        those that do not follow from the engine's configuration."""
-        most, why = self._concurrent_requests(features)
-        reasons = {**self.reasons, "max_num_seqs": Reason(most, "server", why)}
-        return replace(self, engine=replace(self.engine, max_num_seqs=most), reasons=reasons)
-
-    def _concurrent_requests(self, features: Collection[str]) -> tuple[int, str]:
-        """Returns the default number of concurrent requests of a server, and the reason."""
-        if self.device.type != "cpu" or self.engine.verify == "reject":
-            return 1, "measured on a CPU with match verification only"
-        try:
-            check_features(self.engine.features | {"several requests", *features})
-        except UserError:
-            return 1, "these settings or models do not support several requests"
-        context = self.max_model_len * self._token_bytes(self.engine)
-        room = (hardware.memory_bytes() - self.prefix_cache_memory * 2**20) // max(context, 1)
-        if room < SERVER_REQUESTS:
-            return max(room, 1), "the keys and values of so many contexts fit the memory"
-        return SERVER_REQUESTS, "clients share forwards, and one alone is no slower"
 
     @property
     def vocab_size(self) -> int:

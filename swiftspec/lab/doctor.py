@@ -239,7 +239,7 @@ def plan_lines(argv: Sequence[str]) -> list[str]:
     ranks = requested_ranks_of(settings)
     found = ResolvedModels.resolve(settings, ranks, LogReporter())
     options = load_options(settings)
-    options |= {"gpu_trial": "off", "serves": True}
+    options["gpu_trial"] = "off"
     layout = None if ranks == 1 else OneMachine(ranks)
     return Plan.create(found.target, found.draft, found.choices, layout, options).describe()
 

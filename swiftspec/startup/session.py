@@ -320,7 +320,6 @@ def load_options(settings: Settings) -> LoadOptions:
         "threads": settings.threads,
         "max_model_len": settings.max_model_len,
         "prefix_cache_memory": settings.prefix_cache_memory,
-        "serves": settings.port is not None,
         "share_device": settings.share_gpus,
         "ops": settings.ops,
         "activations": settings.activations,
