@@ -83,7 +83,7 @@ def make_models(folder: Path, kind: str) -> tuple[Path, Path | str]:
         make_eagle3(folder / "head", layers=(1, 2, 3), vocab=VOCAB, draft_vocab=VOCAB)
         return target, folder / "head"
     if kind == "dflash":
-        make_dflash(folder / "head", vocab=VOCAB)
+        make_dflash(folder / "head", vocab=VOCAB, num_target_layers=3, ids=(0, 1))
         return target, folder / "head"
     if kind == "mtp":
         add_mtp(target)

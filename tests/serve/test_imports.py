@@ -13,6 +13,6 @@ FRONT = (
 
 @pytest.mark.slow
 def test_the_commands_without_a_port_import_no_server() -> None:
-    code = f"import sys, {FRONT}; print(*sorted({SERVER!r} & set(sys.modules)), 'swiftspec.serve' in sys.modules)"
+    code = f"import sys, {FRONT}; print(*sorted({SERVER!r} & set(sys.modules)), 'swiftspec.serve.app' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]

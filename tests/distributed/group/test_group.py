@@ -193,15 +193,15 @@ def test_pausing_and_resuming_the_draft_changes_no_token(pool: Pool, pairs: Pair
     assert all(answer["lost"] is None and answer["plain_rounds"] > 2 for answer in answers)
 
 
+REJECT = {"verify": "reject", "verify_batch": 8, "draft_leaves": 8}  # defaults depend on the mode
+
+
 @pytest.mark.parametrize(
     ("mode", "x", "y", "how"),
     [
-        ("async", 1, 1, {"verify": "reject"}),
+        ("async", 1, 1, REJECT),
         slow("async", 1, 2, {"calibration": 1.3}),
-        *(
-            slow(mode, x, y, {"verify": "reject"})
-            for mode, x, y in (("async", 2, 1), ("serial", 2, 2), ("async", 2, 2))
-        ),
+        *(slow(mode, x, y, REJECT) for mode, x, y in (("async", 2, 1), ("serial", 2, 2), ("async", 2, 2))),
     ],
 )
 def test_rounds_are_the_same_in_groups(

@@ -286,8 +286,11 @@ def group_rounds(path: Path, ranks: Ranks, sampling: SamplingParams, steps: str,
     seen: list[Any] = []
     for _ in range(12):
         proposal = drafter.propose()
-        tree, result = drafter.tree, verifier.verify(proposal)
-        seen.append((proposal, result, tree.token[: tree.count].tolist(), tree.logprob[: tree.count].copy()))
+        result = verifier.verify(proposal)
+        logprob = drafter.tree.logprob[: drafter.tree.count].copy()
+        # Nodes that a filter has excluded may hold any token.
+        tokens = np.where(np.isfinite(logprob), drafter.tree.token[: len(logprob)], -1)
+        seen.append((proposal, result, tokens.tolist(), logprob))
         verifier.settle()
         drafter.observe(result)
     return seen
