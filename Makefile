@@ -45,7 +45,7 @@ test: $(VENV)/.installed $(VENV)/.test
 
 # pytest leaves with 5 when it finds no test to run; having no slow tests is no failure.
 test-slow: $(VENV)/.installed $(VENV)/.test $(VENV)/.smollm2
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "slow and not gpu" --timeout $(SLOW_TIMEOUT) $(ARGS); rc=$$?; \
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "slow and not long and not gpu" --timeout $(SLOW_TIMEOUT) $(ARGS); rc=$$?; \
 	if [ $$rc -eq 5 ]; then echo "no slow tests"; else exit $$rc; fi
 
 lint: $(VENV)/.lint

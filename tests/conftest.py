@@ -16,7 +16,7 @@ from swiftspec import _C
 from swiftspec.builder import hardware
 from swiftspec.sampling import grammar_process
 from swiftspec.text import template_process
-from tests.support.cases import FULL_PROFILE
+from tests.support.cases import FULL_PROFILE, spread
 from tests.support.ranks import Pool
 from tests.support.renderers import shared_renderer
 
@@ -82,9 +82,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on ranks are slow ones. The longest files run first."""
+    """Tests on ranks are slow ones, and so are cases of a `sampled` test beyond its number. The longest files run
+    first."""
+    sampled = dict[tuple[Path, str, int], list[pytest.Item]]()
     for item in items:
+        mark = item.get_closest_marker("sampled")
+        if any(item.get_closest_marker(suite) for suite in SUITES):
+            continue
         if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
+        elif mark is not None:
+            sampled.setdefault((item.path, item.nodeid.partition("[")[0], *mark.args), []).append(item)
+    for (_, _, count), cases in sampled.items():
+        for item in {*cases} - {*spread(cases, count)}:
             item.add_marker("slow")
     if config.pluginmanager.hasplugin("xdist"):  # not on a bare machine with a GPU
         items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))

@@ -61,6 +61,7 @@ def plain_text(target: Path, temperature: float, count: int = TOKENS) -> list[in
     return answer.token_ids
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "rope"), [*product(FAMILIES, ROPES)])
 def test_ar_equals_transformers(tmp_path: Path, family: str, rope: str) -> None:
     tie = (FAMILIES.index(family) + [*ROPES].index(rope)) % 2 == 0  # with each family and with each rope
@@ -104,6 +105,7 @@ def test_a_prompt_of_several_chunks(pair: tuple[Path, Path]) -> None:
     assert make_llm(*pair).generate(prompt, sampling).token_ids == plain.token_ids
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "plan",
@@ -128,6 +130,7 @@ def test_serial_equals_ar(pair: tuple[Path, Path], sampling: SamplingParams, pla
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_serial_equals_ar_with_an_unrelated_draft(tmp_path: Path, family: str) -> None:
     """Padded vocabularies of unequal sizes, and a draft whose tokens are mostly rejected."""
@@ -176,6 +179,7 @@ class Failing:
 FAILURES = [(calls, sampling) for sampling in (SAMPLED, GREEDY) for calls in (0, 1, 2, 3, 40)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("calls", "sampling"), fast_first(FAILURES, 5, unpack=True))
 def test_a_drafter_that_fails_midway_changes_nothing(
     pair: tuple[Path, Path], sampling: SamplingParams, calls: int
@@ -230,6 +234,7 @@ def test_rounds_equal_the_reference_algorithm(
     assert count < 30
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ahead", fast_first([True, False], 1))
 @pytest.mark.parametrize("shape", fast_first([{}, {"verify_batch": 3, "draft_leaves": 1, "draft_steps": 6}], 1))
 def test_rejection_sampling_over_many_trees(pair: tuple[Path, Path], ahead: bool, shape: dict[str, Any]) -> None:

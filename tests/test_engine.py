@@ -51,6 +51,7 @@ def test_generation_stops_cleanly_at_the_end_of_the_context(llm: LLMEngine, path
     assert plain.token_ids == answer.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bs", "w", "d"), fast_first([(8, 2, 16), (3, 1, 8), (4, 1, 8)], 1, unpack=True))
 def test_a_deep_tree_is_limited_by_the_context(path: Path, bs: int, w: int, d: int) -> None:
     """A narrow tree of a draft that is always accepted extends far beyond the last token that fits."""
@@ -192,6 +193,7 @@ def test_an_interrupt_inside_a_forward_does_not_affect_the_next_request(
     assert longest(llm) == text
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("after", [1, 2, 7])
 @pytest.mark.parametrize("failure", [RuntimeError("out of memory"), MemoryError("no memory")])
 def test_a_failing_draft_model_is_lost_without_changing_the_text(

@@ -60,6 +60,7 @@ def posted(pair: tuple[Path, Path], *bodies: tuple[str, dict[str, Any]]) -> list
     return asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_outputs_equal_the_servers(llm: LLM, pair: tuple[Path, Path]) -> None:
     """Texts, token ids, reasons and log-probabilities of several choices, with a stop string, and of a chat."""
     (plain,) = llm.generate("def f", SAMPLED)

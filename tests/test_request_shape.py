@@ -69,6 +69,7 @@ def engine(pair: Pair, name: str) -> LLMEngine:
     return llm
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("request_", fast_first(REQUESTS, 1))
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_shape_has_the_same_text(pair: Pair, name: str, request_: str) -> None:
@@ -105,6 +106,7 @@ def test_rounds_have_the_d_of_the_request(pair: Pair, name: str, monkeypatch: py
         assert max(counts) == (d or 4)
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_the_next_request_has_the_default_shape(pair: Pair, name: str) -> None:
     llm = engine(pair, name)
@@ -153,6 +155,7 @@ def test_a_request_with_its_own_shape_is_not_measured(pair: Pair, monkeypatch: p
     assert seen[-1] is ordinary
 
 
+@pytest.mark.slow
 def test_nothing_is_grafted_in_a_request_with_its_own_shape(pair: Pair) -> None:
     """Its rounds do not depend on earlier requests, and later requests find its text."""
     llm = engine(pair, "serial, grafted")

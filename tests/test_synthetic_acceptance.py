@@ -58,6 +58,7 @@ def scheduled(length: float, answer: Completion, params: SamplingParams) -> list
     return [schedule.num_accepted(round_) for round_ in range(len(answer.stats.verified) - 1)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("request_", "length"), [*zip(REQUESTS, (1.0, 2.0, 2.7))])
 def test_rounds_have_the_tokens_of_the_schedule(pair: Pair, request_: str, length: float) -> None:
     params = sampling(request_)

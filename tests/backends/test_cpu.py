@@ -99,6 +99,7 @@ def check_linear(both: Both, rows: int, k: int, n: int, dtype: torch.dtype) -> N
     close(logits if dtype == F32 else logits.to(BF16), reference.norm_head(wide, both.exact_norm, both.exact))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 16), (34, 7), (130, 33), (272, 200), (640, 384)])
 def test_dense(level: str, dtype: torch.dtype, n: int, k: int) -> None:
@@ -108,6 +109,7 @@ def test_dense(level: str, dtype: torch.dtype, n: int, k: int) -> None:
         check_linear(biased, rows, k, n, dtype)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k", "group"), [(8, 32, 32), (72, 128, 64), (160, 384, 128), (304, 96, 32)])
 def test_int4(level: str, dtype: torch.dtype, n: int, k: int, group: int) -> None:
@@ -201,6 +203,7 @@ def check_attention(
     assert (normed > heads + kv_heads or torch.equal(ours.v, theirs.v)) and torch.equal(ours.k[0], theirs.k[0])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
 @pytest.mark.parametrize(
@@ -229,6 +232,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("options", "normed", "sinks"), OPTIONS)
 @pytest.mark.parametrize(("rows", "length", "window"), [(1, 1, 8), (5, 41, 16), (20, 100, 64), (80, 120, 90)])
@@ -288,6 +292,7 @@ def test_a_sink_far_above_the_scores_takes_the_whole_softmax(level: str, dtype: 
     assert (out[:, :32] == 0).all() and out[:, 32:].isfinite().all() and (out[:, 32:] != 0).any()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_row_of_attention_depends_only_on_its_own_keys(level: str, dtype: torch.dtype, seed: int) -> None:
@@ -352,6 +357,7 @@ def test_unsupported_models_are_refused_with_the_reason(monkeypatch: pytest.Monk
         check(BF16, architectures=["Qwen3ForCausalLM"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_model_is_as_accurate_as_on_the_reference(tmp_path: Path, level: str, family: str) -> None:
     make_checkpoint(tmp_path, family=family, vocab=97, layers=3, dtype=F32, seed=6, **SHAPE)
@@ -387,6 +393,7 @@ def test_the_engine_uses_native_operators_if_possible(tmp_path: Path, options: L
     assert len(answer.token_ids) == 24 and answer.stats.rounds < 24 and answer.stats.drafter_lost is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("temperature", fast_first([1.0, 0.0], 1))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_speculation_changes_no_token_of_an_int4_model(dtype: torch.dtype, temperature: float) -> None:

@@ -111,6 +111,7 @@ def error(ours: Tensor, exact: Tensor) -> float:
     return float((ours.double() - exact.double()).norm() / exact.double().norm())
 
 
+@pytest.mark.sampled(3)
 @native
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])

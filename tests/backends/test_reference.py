@@ -172,6 +172,7 @@ def tree_batch(rows: int, length: int, window: int, seed: int) -> Batch:
     return Batch(slots * 3, positions, slots, mask, torch.zeros_like(slots), torch.tensor([length]))
 
 
+@pytest.mark.sampled(6)
 @dtypes
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (6, 1)])
 @pytest.mark.parametrize(("rows", "length", "window"), [(1, 1, 1), (8, 8, 8), (5, 40, 12), (8, 40, 40), (3, 9, 16)])

@@ -95,6 +95,7 @@ def random_scores(rows: int, vocab: int, seed: int, noisy: bool, biased: bool) -
     return logits, Scores(1.3, bias, block, torch.randint(0, 3, (rows,), generator=dice), 0.7)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("vocab", [1, 5, 16, 33, 4096, 5003])
@@ -172,6 +173,7 @@ def test_invalid_arguments_are_refused() -> None:
             _C.children(**(good | {"tau": 1.0, "tokens": tokens, "values": values}))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("vocab", [1, 15, 16, 33, 4097])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
 def test_keyed_draws_equal_draws_with_precomputed_noise(level: str, vocab: int, spread: float) -> None:
@@ -211,6 +213,7 @@ FILTER_CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("vocab", [1, 15, 16, 33, 4097])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
 def test_filtered_draws_equal_draws_from_filtered_logits(level: str, vocab: int, spread: float) -> None:

@@ -162,6 +162,7 @@ def test_host_reads_of_the_reference_are_detected() -> None:
         reference.prepare(batch, cache, torch.zeros(64, 16), torch.zeros(64, 16), 1)
 
 
+@pytest.mark.slow
 def test_the_demo_models_decode_the_same_text() -> None:
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompt = list(range(50, 90))

@@ -123,6 +123,7 @@ def count_forward(model: Transformer, capacity: int, kv_len: int) -> Counts:
     return counts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shape", "size", "int4"),
     [

@@ -86,6 +86,7 @@ def test_equals_the_reference(count: int) -> None:
         assert sequences[0].delta.folded_on_device.tolist() == sequences[1].delta.folded.tolist()
 
 
+@pytest.mark.slow
 def test_a_recorded_forward_follows_the_folds() -> None:
     """A graph that was captured before a fold replays correctly after it."""
     eager, captured = Sequence(unfused), Sequence(unfused)

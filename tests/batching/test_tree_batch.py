@@ -111,6 +111,7 @@ def assert_idle(llm: LLMEngine) -> None:
         assert pool.num_free == llm.max_num_seqs, "a sequence was not given back"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "dtype", "draft", "counts"),
     [
@@ -147,6 +148,7 @@ def test_requests_decoded_together_equal_each_alone(
             assert_idle(together)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "dtype", "counts"),
     [
@@ -383,6 +385,7 @@ class Arrivals(RuleBasedStateMachine):
             self.chunks.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("draft", "dtype"),
     [("model", torch.float64), pytest.param("model", torch.float32, marks=NATIVE), ("suffix", torch.float64)],

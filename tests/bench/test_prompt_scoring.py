@@ -12,6 +12,7 @@ from bench.prompt_scoring import KINDS
 from tests.support.openai_server import openai_server
 
 
+@pytest.mark.slow
 def test_requests_alternate_and_no_prompt_is_sent_twice(capsys: pytest.CaptureFixture[str]) -> None:
     with openai_server(lambda _: (200, b"{}")) as server:
         prompt_scoring.main(["--url", server.url, "--lengths", "20,30", "--requests", "2"])

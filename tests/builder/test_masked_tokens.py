@@ -68,6 +68,7 @@ def options(dtype: torch.dtype, ops: Any, **more: Any) -> LoadOptions:
     return cast("LoadOptions", made)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("plan", "sampling"),
     [

@@ -86,6 +86,7 @@ def stored_bytes(weight: Weight) -> float:
     return weight.weight.nbytes
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", range(1, 9))
 @pytest.mark.parametrize("fields", [LLAMA_8B, LLAMA_70B], ids=["8B", "70B"])
 @pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "awq"])

@@ -151,6 +151,7 @@ def covered(parts: Iterable[torch.Tensor], count: int) -> bool:
     return torch.equal(rows[rows >= 0].unique(), torch.arange(count))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shards_cover_the_model(name: str, folder: Path) -> None:
     model = read_config(folder / name)

@@ -56,6 +56,7 @@ def texts(pair: tuple[Path, Path], plan: EngineConfig, context: int, prefix_cach
     return [answer.token_ids for answer in answers]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(8), derandomize=True)
 @given(
     family=st.sampled_from(FAMILIES),

@@ -329,6 +329,7 @@ NativeDeltaMachine.TestCase.settings = settings(max_examples=examples(10), state
 TestNativeDeltaCache = native(NativeDeltaMachine.TestCase)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [31, 32, 33, 63, 64, 65, 95, 96, 97])
 def test_trees_and_chunks_around_a_fold(count: int) -> None:
     """A tree from each position around a multiple of the fold, whose paths cross it; then the accepted path, and
@@ -347,6 +348,7 @@ def test_trees_and_chunks_around_a_fold(count: int) -> None:
     assert sequences.delta.folded.tolist() == [fold_point(count + 4)] * 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ops", OPS, ids=["reference", "cpu"])
 def test_a_path_deeper_than_the_fold(ops: Any) -> None:
     """Its rows would fold unverified slots; a branch hides some of them."""

@@ -67,6 +67,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_pair(tmp_path_factory.mktemp("pair"), head_dim=16, intermediate_size=64)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", [SMC, TREES], ids=["smc", "trees"])
 def test_a_batch_prefills_only_new_tokens(pair: tuple[Path, Path], plan: EngineConfig) -> None:
     """A shared prefix in one batch, the next turns of two texts, and an unknown text."""

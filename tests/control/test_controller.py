@@ -274,6 +274,7 @@ def test_decisions_are_within_the_limits(
             measured.apply(decision)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "tenths", [(8, 7, 6, 5, 4, 3, 2, 1), (9,) * 8, (5,) * 8, (3, 2, 1, 0, 0, 0, 0, 0), (10,) * 8], ids=str
 )

@@ -40,6 +40,7 @@ def sources(answer: Any) -> set[NodeSource]:
     return {source for each in answer.stats.verified for source in each.sources}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED, GUIDED], ids=["greedy", "seeded", "guided"])
 def test_the_text_equals_plain_decoding(sampling: SamplingParams) -> None:
     prompt = TextCodec(DEMO[0]).encode(LINES)

@@ -124,6 +124,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, draft
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", fast_first([True, False], 1))
 @pytest.mark.parametrize("sampling", fast_first([SAMPLED, GREEDY], 1), ids=["sampled", "greedy"])
 def test_no_decision_changes_a_token(pair: tuple[Path, Path], ahead: bool, sampling: SamplingParams) -> None:

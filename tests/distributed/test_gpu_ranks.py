@@ -66,6 +66,7 @@ def run_rank(world: World, pair: tuple[Path, Path], config: EngineConfig, act: C
     return ranks.run_until_shutdown(ranks.start_engine_rank(world, plan.engine, Models.of(plan), None), traced=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "draft"), fast_first([(3, 1), (1, 1), (6, 2)], 1, unpack=True))
 def test_every_rank_uses_its_own_gpu(
     pair: tuple[Path, Path], text: list[int], monkeypatch: pytest.MonkeyPatch, target: int, draft: int

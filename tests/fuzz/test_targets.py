@@ -33,6 +33,7 @@ def draw(target: Target, examples: int) -> Counter[str]:
     return outcomes
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_each_input_is_accepted_or_refused_in_one_line(target: Target) -> None:
     assert draw(target, 5).total() > 0

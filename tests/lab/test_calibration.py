@@ -38,6 +38,7 @@ def synthetic_rounds(calibration: float, count: int, seed: int = 1) -> list[dict
     return lines
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("calibration", "count"), [(0.4, 500), (1.0, 1000), (1.6, 2000)])
 def test_the_calibration_of_synthetic_rounds_is_found(calibration: float, count: int) -> None:
     """The larger it is, the fewer draws are children of the tree, and the more rounds are needed."""

@@ -42,6 +42,7 @@ def runner_of(path: Path, dtype: torch.dtype, *, moved: bool) -> Runner:
     return make_runner(model, reference, context=48, tree_slots=8)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", ["int4", "qwen2", "qwen3"])
 def test_rescaled_weights_give_bitwise_identical_logits(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
@@ -93,6 +94,7 @@ def test_no_key_with_a_norm_can_overflow(tmp_path: Path) -> None:
         assert LARGEST / 4 < largest <= LARGEST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", fast_first([EngineConfig("serial"), EngineConfig("serial", verify_batch=4, draft_leaves=2)], 1)
 )

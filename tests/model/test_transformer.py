@@ -57,6 +57,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(v) for v in case.values())[:60])
 def test_float64_equals_transformers(tmp_path: Path, case: dict[str, Any]) -> None:
     theirs = make_checkpoint(tmp_path, dtype=torch.float64, **case)

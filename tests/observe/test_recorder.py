@@ -37,6 +37,7 @@ class Listener(list[dict[str, Any]]):
         self.extend(map(to_record, noted))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", ["ar", "serial", "smc"])
 def test_a_listener_does_not_affect_the_output_or_later_requests(mode: str, dtype: torch.dtype) -> None:

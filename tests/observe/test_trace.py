@@ -195,6 +195,7 @@ def test_an_unwritable_trace_file_is_refused(pair: tuple[Path, Path], tmp_path: 
         traced(pair, EngineConfig("ar"), tmp_path / "nowhere" / "t.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 @pytest.mark.parametrize("mode", fast_first(["serial", "ar", "smc"], 1))
 def test_a_full_disk_does_not_affect_the_answer(pair: tuple[Path, Path], mode: str, tmp_path: Path) -> None:

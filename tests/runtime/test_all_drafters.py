@@ -34,7 +34,7 @@ SEEDED = replace(GREEDY, temperature=0.9, seed=3)
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30] * 3
 VOCAB = 300
 SHAPE: dict[str, Any] = {"vocab": VOCAB, "tie": False}
-KINDS = ("suffix", "model+suffix", "eagle3", "mtp", "dflash", "model", "hybrid model")
+KINDS = ("model+suffix", "suffix", "eagle3", "mtp", "dflash", "model", "hybrid model")
 HYBRIDS = ("mtp", "hybrid model")  # the kinds whose target is a hybrid
 Answers = dict[tuple[tuple[int, ...], str], Completion]  # by prompt and sampling parameters
 
@@ -62,7 +62,7 @@ def answers() -> dict[bool, Answers]:
     return {True: {}, False: {}}
 
 
-@pytest.fixture(scope="module", params=fast_first(KINDS, 3))
+@pytest.fixture(scope="module", params=fast_first(KINDS, 1))
 def engines(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, answers: Any) -> Engines:
     kind: str = request.param
     target, draft = make_models(tmp_path_factory.mktemp("models"), kind)
@@ -192,6 +192,7 @@ def test_stops_and_limits_within_a_run(engines: Engines) -> None:
             assert got.stats.tokens == len(got.token_ids) == got.stats.rounds + got.stats.accepted
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [0, 3])
 def test_log_probabilities(engines: Engines, count: int) -> None:
     sampling = replace(SEEDED, logprobs=count)
@@ -206,6 +207,7 @@ def test_log_probabilities(engines: Engines, count: int) -> None:
         assert values == pytest.approx([theirs.logprob, *(value for _, value in theirs.top)], abs=1e-9)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "rules",
     [

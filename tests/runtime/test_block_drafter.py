@@ -107,6 +107,7 @@ def check_cache(target: Path, llm: LLMEngine, text: Sequence[int], ids: tuple[in
         torch.testing.assert_close(mine[:, 0, :, :count], theirs[:, 0, :, :count], rtol=0, atol=1e-9)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("window", "name"), fast_first(product((None, 6), REQUESTS), len(REQUESTS) + 1, unpack=True))
 def test_the_text_equals_plain_decoding(tmp_path: Path, pair: tuple[Path, Path], name: str, window: int | None) -> None:
     target, head = pair
@@ -138,6 +139,7 @@ def test_accepted_paths(pair: tuple[Path, Path], name: str, missed: int) -> None
     check_cache(target, llm, [*PROMPT, *answer.token_ids])
 
 
+@pytest.mark.slow
 def test_prefixes_are_reused(pair: tuple[Path, Path]) -> None:
     """By target and head alike, from the live cache and from the prefix cache."""
     target, head = pair
@@ -152,6 +154,7 @@ def test_prefixes_are_reused(pair: tuple[Path, Path]) -> None:
         assert answer.stats.cached_tokens >= cached
 
 
+@pytest.mark.slow
 def test_hybrids(tmp_path: Path) -> None:
     """A target with gated delta layers, whose prefix cache keeps snapshots."""
     target, head = tmp_path / "target", tmp_path / "head"
@@ -231,6 +234,7 @@ def test_native_operators(tmp_path: Path, dtype: torch.dtype) -> None:
             assert answer.stats.drafted > answer.stats.rounds
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("drafter", ["model", "model+suffix"])
 def test_adaptation_keeps_the_depth(pair: tuple[Path, Path], drafter: str) -> None:
     target, head = pair

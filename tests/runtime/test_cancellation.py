@@ -47,6 +47,7 @@ def after(polls: int) -> tuple[Callable[[], bool], list[int]]:
 CASES = [("ar", 1, 0), ("serial", 2, 1), ("smc", 2, 1), ("ar", 1, 1), ("serial", 2, 0), ("smc", 2, 0)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mode", "models", "cache_memory"), fast_first(CASES, 3, unpack=True))
 def test_a_cancelled_prefill_ends_at_the_next_chunk(
     pair: tuple[Path, Path], mode: str, models: int, cache_memory: int

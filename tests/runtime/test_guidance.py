@@ -113,6 +113,7 @@ def test_penalties_come_after_guidance(pair: Pair) -> None:
     assert LLMEngine(target, draft, dtype=torch.float64).generate(PROMPT, sampling).token_ids == output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", fast_first([2.0, 0.7], 1))
 def test_sampled_trees_equal_autoregressive_decoding(pair: Pair, scale: float) -> None:
     target, draft, _ = pair

@@ -68,6 +68,7 @@ TEXTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pair", "config"), fast_first(TEXTS, 1, unpack=True), indirect=["pair"])
 def test_the_text_equals_plain_decoding(pair: Pair, config: EngineConfig) -> None:
     plain, head = LLMEngine(pair[0], **OPTIONS), LLMEngine(*pair, config, **OPTIONS)
@@ -82,6 +83,7 @@ def test_the_text_equals_plain_decoding(pair: Pair, config: EngineConfig) -> Non
         assert config is not WIDE or answer.stats.accepted > 0
 
 
+@pytest.mark.slow
 def test_the_last_token_of_the_context(pair: Pair) -> None:
     for length in (40, 41, 47):
         options: dict[str, Any] = OPTIONS | {"max_model_len": length}
@@ -229,6 +231,7 @@ def test_ranks(tmp_path: Path, pool: Pool, kind: str) -> None:
         assert answer["lost"] is None and answer["rounds"] < 50
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(cpu.level() == "none", reason="there are no native operators here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_native_operators(tmp_path: Path, dtype: torch.dtype) -> None:

@@ -80,6 +80,7 @@ def one_fails_the_next_is_sound(damaged: LLMEngine, sound: LLMEngine, sampling: 
         assert damaged.generate(GOOD, sampling).token_ids == want
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("request_", fast_first(REQUESTS.values(), 1), ids=list(REQUESTS))
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["plain torch", "native"])

@@ -158,6 +158,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("hybrid"), vocab=VOCAB, family="qwen3_5_text")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "examples", [2, pytest.param(25, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.long)]
 )
@@ -192,6 +193,7 @@ def conversation(answer: Callable[[list[int], SamplingParams, int | None], list[
     return answers
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_alternating_conversations(pair: Pair, plan: str) -> None:
     caching, fresh, counts = set_budget(make(pair, **PLANS[plan]), 200), make(pair, cache_memory=0, **PLANS[plan]), []
@@ -230,6 +232,7 @@ def test_a_repeated_prompt_is_prefilled_once(pair: Pair) -> None:
         assert llm.stats.cached_tokens == (0 if sampling is GREEDY else len(A) - 1)
 
 
+@pytest.mark.slow
 def test_a_hybrid_continues_where_texts_branch_off(hybrid: Pair) -> None:
     """Snapshots are at the end of each prompt and where it first differs from an earlier one; the last few tokens
     before a snapshot can be replaced, too."""

@@ -98,6 +98,7 @@ SHAPES = {
 CASES = [*((name, "eager") for name in SHAPES), ("d 4", "native"), ("the paper's rule", "native")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "steps"), fast_first(CASES, 3, unpack=True))
 def test_with_fixed_d_the_rounds_equal_those_of_a_local_drafter(
     pairs: dict[str, tuple[Path, Path]], name: str, steps: str

@@ -109,6 +109,7 @@ def check_drafter(drafter: LocalDrafter, oracle: Oracle, verified: list[int]) ->
                 oracle.check(drafter.runner, prefix + slot, [*text, *path], sequence)
 
 
+@pytest.mark.sampled(1)
 @settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_the_draft_cache_equals_a_recomputation(checkpoint: Path, data: st.DataObject) -> None:
@@ -146,6 +147,7 @@ def answer(proposal: Proposal, data: st.DataObject) -> list[int]:
     return tokens + extra
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sampling", [GREEDY, GUIDED], ids=["alone", "guided"])
 @settings(max_examples=examples(8), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

@@ -46,6 +46,7 @@ def proposals_equal_plain(target: Path, prompt: list[int], kinds: list[SamplingP
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ops", fast_first(["auto", "reference"], 1))
 def test_the_text_equals_plain_decoding(ops: Any) -> None:
     lines = "".join(f"    self.value_{name} = value_{name}\n" for name in "abcdefgh")
@@ -54,6 +55,7 @@ def test_the_text_equals_plain_decoding(ops: Any) -> None:
     assert greedy > 1.5, "the answer repeats lines of the prompt"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 def test_the_text_of_random_models_equals_plain_decoding(tmp_path: Path, family: str) -> None:
     make_checkpoint(tmp_path, family=family, dtype=torch.float64)

@@ -68,6 +68,7 @@ def check(found: tuple[SampledLogprob, ...] | None, tokens: list[int], rows: Ten
         assert [value for _, value in likelihood.top] == pytest.approx(values.tolist(), abs=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["ar", "serial", "ahead"])
 @pytest.mark.parametrize("sampling", REQUESTS, ids=["greedy", "shaped"])
 def test_log_probabilities_equal_those_of_transformers(

@@ -74,6 +74,7 @@ def rules_of(llm: LLMEngine) -> dict[str, SamplingParams]:
     }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["serial", "ahead", "batch"])
 def test_every_mode_gives_the_text_of_autoregressive_decoding(pair: Pair, mode: str) -> None:
     plain, other = engine(pair, "ar"), engine(pair, mode)

@@ -81,6 +81,7 @@ def test_draws(kind: str, vocab: int, size: int, extra: int, p: SamplingParams, 
         assert torch.equal(got, want) and got.dtype == want.dtype
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_filters(kind: str, size: int) -> None:

@@ -100,6 +100,7 @@ def tokens(chunks: list[TextChunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", [TREE, TREES, PARTICLES], ids=["tree", "trees", "particles"])
 def test_concurrent_requests_have_the_text_of_an_llm(pair: tuple[Path, Path], config: Options) -> None:
     llm = load(pair, config)
@@ -133,6 +134,7 @@ def test_a_stream_has_the_chunks_of_an_llm(pair: tuple[Path, Path]) -> None:
     run(llm, scene)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("abandon", [False, True])
 def test_a_closed_or_abandoned_stream_cancels_its_request(pair: tuple[Path, Path], abandon: bool) -> None:
     llm = load(pair)

@@ -140,6 +140,7 @@ def test_stored_responses(player: Player, plain_url: str) -> None:
         list(client.responses.create(model="toy", input="hello", stream=True))
 
 
+@pytest.mark.slow
 def test_anthropic_messages(thinker: Player, hermes_url: str) -> None:
     client = anthropics(hermes_url)
     answer = client.messages.create(
@@ -191,6 +192,7 @@ def test_langchain(player: Player, plain_url: str) -> None:
     assert [player.codec.token_text(request.prompt) for request in player.requests] == ["a", "b", "c"]
 
 
+@pytest.mark.slow
 def test_errors_have_the_types_of_the_libraries(player: Player, plain_url: str) -> None:
     client = theirs(plain_url, max_retries=0)
     with pytest.raises(openai.NotFoundError, match="The model 'gpt' does not exist: use toy, other"):

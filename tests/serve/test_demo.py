@@ -52,6 +52,7 @@ def test_the_models_are_small_and_document_their_origin() -> None:
     assert target.spec.vocab_size == draft.spec.vocab_size == 4096 and draft.dtype == "bfloat16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -116,6 +116,7 @@ def test_acceptance_is_counted_for_output_tokens_only(pair: tuple[Path, Path]) -
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_synthetic_acceptance_is_stated_in_every_answer(pair: tuple[Path, Path]) -> None:
     """Not in that of a request without the draft, which has the target's text. A grammar is refused."""
     marks = {"exact": False, "synthetic_acceptance_length": 2.0}
@@ -176,6 +177,7 @@ def test_the_openai_client(url: str, engine: AsyncEngine) -> None:
         client.completions.create(model=model.id, prompt=[5] * 5000)
 
 
+@pytest.mark.slow
 def test_the_anthropic_client_and_errors_in_its_schema(url: str) -> None:
     client = anthropic.Anthropic(base_url=url, api_key="-")
     message = client.messages.create(model="target", messages=HELLO, max_tokens=5)

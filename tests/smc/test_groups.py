@@ -122,6 +122,7 @@ def test_captured_rounds_do_not_change_idle_groups(slots: int, lag: int) -> None
     assert any(answer.full for answer in found[0].values()) == (slots == 64)
 
 
+@pytest.mark.slow
 def test_several_groups_follow_the_distribution() -> None:
     """By enumeration: two requests with different logits parameters, one that soon leaves, and one that then takes its
     sequence, with another prompt and penalties."""

@@ -53,6 +53,7 @@ class Shapes(TorchDispatchMode):
         return out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_a_round_has_constant_shapes_and_no_host_reads(plan: PopulationConfig, filters: dict[str, Any]) -> None:
@@ -68,6 +69,7 @@ def test_a_round_has_constant_shapes_and_no_host_reads(plan: PopulationConfig, f
     assert all(seen == shapes[0] for seen in shapes) and len(shapes[0]) > 100
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_a_round_runs_on_meta_tensors(plan: PopulationConfig, filters: dict[str, Any]) -> None:
@@ -88,6 +90,7 @@ def test_the_guards_detect_what_they_forbid() -> None:
             read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("exact", "filters"), fast_first([(2, {}), (0, {}), (0, FILTERS[1])], 1, unpack=True), ids=str)
 def test_slot_layout_and_host_lag_do_not_change_the_answer(exact: int, filters: dict[str, Any]) -> None:
     """A region with room for few rounds is compacted repeatedly; the tokens are those of a large one."""
@@ -183,6 +186,7 @@ POPULATIONS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("models", "before", "exact"), fast_first(POPULATIONS, 2, unpack=True))
 def test_every_live_slot_holds_the_kv_of_its_path(
     request: pytest.FixtureRequest, models: str, before: int, exact: int

@@ -101,6 +101,7 @@ def check_unbiased(found: RunResults, exact: TextDistribution) -> None:
         assert abs(float(seen.mean()) - sum(exact[text] for text in group)) < 4 * error + 1e-6 * whole, group
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("temperature", fast_first([0.7, 1.0], 1))
 @pytest.mark.parametrize("power", [1.0, 2.0])
 @pytest.mark.parametrize("steps", fast_first([2, 1], 1))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
 
 FULL_PROFILE = "full"  # hypothesis profile with all examples
+T = TypeVar("T")
 
 
 def fast_first(values: Iterable[Any], count: int, *, unpack: bool = False) -> list[Any]:
@@ -20,6 +21,12 @@ def fast_first(values: Iterable[Any], count: int, *, unpack: bool = False) -> li
     each = iter(values)
     rest = ((value if unpack else (value,)) for value in each)
     return [*islice(each, count), *(pytest.param(*value, marks=pytest.mark.slow) for value in rest)]
+
+
+def spread(values: Sequence[T], count: int) -> list[T]:
+    """Returns at most `count` of the values, evenly spaced, with the first one."""
+    taken = min(count, len(values))
+    return [values[i * len(values) // taken] for i in range(taken)]
 
 
 def examples(full: int) -> int:

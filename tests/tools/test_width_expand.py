@@ -189,6 +189,7 @@ def test_shapes(tmp_path: Path) -> None:
         read_shape("Llama-4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", fast_first([2, 3], 1))
 def test_shards_compute_the_function_of_the_whole_model(size: int) -> None:
     """Each rank builds its shard by itself, with a quantised head as the draft of an engine has it."""

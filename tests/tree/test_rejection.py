@@ -77,6 +77,7 @@ def verified_distribution(p: Tensor, q: Tensor, places: Tensor) -> Tensor:
     return distribution + torch.where(over, 0, mass * left)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", fast_first(KINDS, 2))
 @pytest.mark.parametrize(("vocab", "count"), [(3, 1), (3, 2), (4, 3), (6, 2), (8, 1), (5, 4)])
 def test_the_token_follows_p_for_any_children(kind: str, vocab: int, count: int) -> None:
@@ -229,6 +230,7 @@ def halve(most: float, true: Callable[[float], bool]) -> float:
     return high
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sampling", fast_first(PARAMS, 2), ids=range(len(PARAMS)))
 @pytest.mark.parametrize("seed", [1, 6, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
 def test_a_whole_tree_has_the_distribution_of_the_definition(

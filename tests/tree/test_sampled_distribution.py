@@ -53,6 +53,7 @@ def check(case: tuple[str, int, int, int, int, int, int], sampling: SamplingPara
     assert apart < 1e-12 and runs > 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_texts_follow_the_target(case: tuple[str, int, int, int, int, int, int]) -> None:
     check(case, PLAIN, 1)
@@ -72,6 +73,7 @@ def test_texts_follow_the_target_over_more_rounds(case: tuple[str, int, int, int
     check(case, PLAIN, 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -106,6 +108,7 @@ def test_texts_of_requests_with_a_smaller_shape(
     check(case, SamplingParams(temperature=0.8, verify_batch=bs, draft_steps=d), 1)
 
 
+@pytest.mark.slow
 def test_ties_are_broken_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
     """A uniform draft: all weights of a depth are equal, except for rounding of their sums."""
     pair = Pair(3, 5, plan_of("serial", 4, 2, 2), PLAIN, sharpness=0.0)
@@ -117,11 +120,13 @@ def test_ties_are_broken_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (first[:, 0] == first[0, 0]).all()
 
 
+@pytest.mark.slow
 def test_a_restarted_tree_follows_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampled_children, "MAX_REROOTS", 0)
     check(("async", 2, 1, 1, 2, 3, 4), PLAIN, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", fast_first(["async", "serial"], 1))
 def test_rounds_without_the_draft_keep_the_distribution(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """After a first round the drafter pauses for one round, then receives the tokens of the meantime."""

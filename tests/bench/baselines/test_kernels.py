@@ -57,6 +57,7 @@ def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch, processor
         rivals.product_calls(product, torch.randn(2, 256).bfloat16(), [random_int4(64, 256, 128, "cpu")])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_every_attention_kernel_computes_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """SDPA, FlashInfer by its documented arguments, and FlexAttention uncompiled, each compared with float64."""

@@ -113,6 +113,7 @@ def test_configurations_of_a_grown_pair_allow_the_context() -> None:
         assert [read_config(path).max_position_embeddings for path in paths] == [40_000, 40_000]
 
 
+@pytest.mark.slow
 def test_particles_are_measured_after_a_warm_up_on_shared_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """At temperature 0 nothing would be sampled, and mode smc refuses it."""
     made: list[object] = []

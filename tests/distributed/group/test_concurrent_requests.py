@@ -54,6 +54,7 @@ def assert_equal_caches(roles: list[LocalRoles]) -> None:
         assert all(pool.num_free == len(pool.runner.cache.prefix_len) for pool in pools)
 
 
+@pytest.mark.sampled(1)
 @NATIVE
 @pytest.mark.parametrize(
     ("family", "dtype", "draft", "ranks", "counts"),

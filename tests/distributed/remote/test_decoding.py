@@ -67,6 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", fast_first(["both", "target", "draft"], 1))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_text_equals_that_of_one_process(
@@ -151,6 +152,7 @@ def test_rejection_sampling_has_the_same_rounds(
         assert running.generate(PROMPT, SAMPLED).token_ids == plain(pair[0], "sampled", "reject")
 
 
+@pytest.mark.slow
 def test_sessions_are_independent(pair: tuple[Path, Path]) -> None:
     """Two clients alternate on workers with room for two sessions, then for one: then each round evicts the session of
     the other client, which is prefilled again."""

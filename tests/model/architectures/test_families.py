@@ -141,6 +141,7 @@ MULTIMODAL = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("old", [False, True], ids=["transformers 5", "transformers 4"])
 @pytest.mark.parametrize("architecture", MULTIMODAL)
 def test_the_text_model_of_a_multimodal_checkpoint(tmp_path: Path, architecture: str, old: bool) -> None:

@@ -147,6 +147,7 @@ FORMS: dict[str, dict[str, Any]] = {  # of Qwen3-MoE, unless a family is named
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_equal_those_of_transformers(tmp_path: Path, form: str) -> None:
     """On two and three ranks, which may divide the heads unequally, too. `joined`: the tensors of all experts in one,
@@ -167,6 +168,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, form: str) -> None:
         torch.testing.assert_close(ranks[0], want, rtol=0, atol=1e-9)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [("qwen3_moe", "awq"), ("qwen2_moe", "pack-quantized"), ("glm4_moe", "awq")],

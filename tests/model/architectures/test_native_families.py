@@ -81,6 +81,7 @@ def logits(
     return local if group is None else torch.cat(group.all_gather(local).unbind(0), -1)[:, : model.spec.vocab_size]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", NATIVE)
 def test_a_model_is_as_accurate_as_on_the_reference_and_its_rows_are_independent(tmp_path: Path, family: str) -> None:
     path, whole = checkpoint(tmp_path, family), [70]

@@ -61,6 +61,7 @@ def texts(pair: tuple[Path, Path]) -> Texts:
     return {sampling: llm.generate(PROMPT, sampling).token_ids for sampling in (GREEDY, SEEDED, GUIDED)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chunks", [[150], [*range(7, 150, 13), 150], [63, 64, 65, 95, 96, 97, 150], [*range(1, 151)]])
 def test_logits_equal_those_of_transformers_however_a_text_is_cut(tmp_path: Path, chunks: list[int]) -> None:
     theirs = make_checkpoint(tmp_path, family=FAMILY, dtype=torch.float64)
@@ -93,6 +94,7 @@ PLANS: dict[str, dict[str, Any]] = {
 DRAFTS = [(FAMILY, "default"), (FAMILY, "deep"), (FAMILY, "wide"), *((other, "default") for other in OTHERS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pair", "plan"), fast_first(DRAFTS, 1, unpack=True), indirect=["pair"])
 def test_a_draft_does_not_change_the_text(pair: tuple[Path, Path], texts: Texts, plan: str) -> None:
     assert all(len({*text}) > 20 for text in texts.values())
@@ -239,6 +241,7 @@ INT4_SHAPE: dict[str, Any] = {
 EXPERT_SHAPE = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_int4_weights_are_those_of_the_checkpoint(tmp_path: Path, family: str) -> None:
     """Rows that are reordered, of queries with their gates, of a delta layer and of a shard, keep their codes."""
@@ -297,6 +300,7 @@ def test_batches_on_the_native_operators(tmp_path: Path, dtype: str) -> None:
     assert [answer.token_ids for answer in llm.generate_batch([PROMPT] * len(kinds), kinds)] == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=[NATIVE, pytest.mark.slow])])
 def test_a_grammar_that_forbids_every_draft(tmp_path: Path, native: bool) -> None:
     """The draft proposes only tokens that the target's grammar forbids: no state of a rejected node remains."""

@@ -85,6 +85,7 @@ def written(
     return built
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["Q8_0", pytest.param("F32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_those_of_transformers(tmp_path: Path, name: str, kind: str) -> None:
@@ -103,6 +104,7 @@ def test_every_architecture_is_tested() -> None:
 FAMILIES_OF_PARTS = ["phi3", "glm4", "glm4moe", "qwen3moe", "qwen2moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES_OF_PARTS)
 def test_joined_matrices_on_two_ranks(tmp_path: Path, family: str) -> None:
     """Each rank has rows of each part of a joined matrix."""
@@ -112,6 +114,7 @@ def test_joined_matrices_on_two_ranks(tmp_path: Path, family: str) -> None:
         torch.testing.assert_close(found, want, rtol=0, atol=1e-9)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 @pytest.mark.parametrize("family", ["gemma3", *FAMILIES_OF_PARTS])
 def test_native_operators(tmp_path: Path, family: str) -> None:
@@ -155,6 +158,7 @@ def test_a_dense_matrix_of_float4_blocks(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(path, reference), expected(built, TOKENS), rtol=0, atol=1e-9)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "width"), [("Q8_0", 64), ("Q8_0", 16), ("Q4_K", 64)])
 def test_the_order_of_value_heads(tmp_path: Path, kind: str, width: int) -> None:
     """Rows and whole blocks of columns change places in packed form. A block that heads divide becomes codes in int8,

@@ -194,6 +194,7 @@ def test_a_graph_is_captured_for_each_power_of_two_of_slots(checkpoint: Path, mo
     assert capture.captures == 3 and capture.replays == 19
 
 
+@pytest.mark.slow
 def test_rounds_are_captured_for_each_power_of_two_of_slots(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

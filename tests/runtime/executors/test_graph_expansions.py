@@ -148,6 +148,7 @@ ROUNDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("sampling", "mode", "proposal"), fast_first(ROUNDS[::-1], 1, unpack=True))
 def test_rounds_equal_those_that_synchronise_with_the_host(
     checkpoint: Path, sampling: SamplingParams, mode: Any, proposal: Any, monkeypatch: pytest.MonkeyPatch
@@ -175,6 +176,7 @@ def test_a_hybrid_expands_the_same_tree_without_the_host(
     assert ours.executor.name == "graph" and grown(ours) and capture.captures > 0 and {0, 32} <= folded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "sampling"), fast_first(product((2, 3), SAMPLING[1::-1]), 1, unpack=True))
 def test_a_group_expands_the_same_tree_without_the_host(checkpoint: Path, size: int, sampling: SamplingParams) -> None:
     """On every rank, and as a group with the host does; all ranks capture equally often."""
@@ -202,6 +204,7 @@ def test_a_group_whose_messages_are_too_long_runs_phase_by_phase(checkpoint: Pat
     assert on_ranks(2, work) == [["graph forwards", "graph"]] * 2
 
 
+@pytest.mark.slow
 def test_requests_capture_no_graph_after_the_start(checkpoint: Path) -> None:
     """Over a mix of temperatures, biases and numbers of expansions. The calibration is the configuration's."""
     config = EngineConfig(verify_batch=K, draft_leaves=W, draft_steps=7, calibration=1.7)

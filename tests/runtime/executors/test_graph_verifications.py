@@ -87,6 +87,7 @@ SAMPLING = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", fast_first(SAMPLING, 2))
 def test_one_graph_samples_the_same_tokens(checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every row, also in requests with another seed. Rows whose top candidates do not suffice for a filter are
@@ -100,6 +101,7 @@ def test_one_graph_samples_the_same_tokens(checkpoint: Path, name: str, monkeypa
     assert capture.captures <= 4, "1, 2, 4 and 8 rows, all of one width, and nothing for the forwards alone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", fast_first(["all", "greedy", "flat"], 1))
 def test_synthetic_acceptance_has_the_same_rounds(checkpoint: Path, name: str) -> None:
     steps, graphed, _ = verifiers(checkpoint, synthetic_length=2.5)
@@ -111,6 +113,7 @@ def test_synthetic_acceptance_has_the_same_rounds(checkpoint: Path, name: str) -
         assert verifier.verify(proposal).tokens[:-1] in ((4,), (4, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", fast_first(["flat", "top_k"], 1))
 def test_graphs_of_several_lengths_sample_the_same_tokens(
     checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -122,6 +125,7 @@ def test_graphs_of_several_lengths_sample_the_same_tokens(
     assert in_one_graph(graphed) and capture.captures > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", fast_first([3, 2, 6], 1))
 @pytest.mark.parametrize("name", fast_first(["all", "greedy", "sampled", "top_p", "flat"], 1))
 def test_a_group_samples_the_same_tokens(checkpoint: Path, size: int, name: str) -> None:
@@ -208,6 +212,7 @@ def test_rejection_in_one_graph(checkpoint: Path, name: str) -> None:
     assert not in_one_graph(steps) and in_one_graph(graphed) and capture.replays == 20
 
 
+@pytest.mark.slow
 def test_all_ranks_of_a_group_reject_the_same_nodes(checkpoint: Path) -> None:
     def work(group: ThreadGroup) -> int:
         steps, graphed, capture = verifiers(checkpoint, peers(group, 1 << 16), method="reject")
@@ -218,6 +223,7 @@ def test_all_ranks_of_a_group_reject_the_same_nodes(checkpoint: Path) -> None:
     assert len(set(on_ranks(2, work))) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", fast_first(["sampled", "greedy", "flat", "all"], 1))
 def test_guided_requests_in_one_graph(checkpoint: Path, size: int, name: str) -> None:
@@ -254,6 +260,7 @@ def mixed_sampling(dice: np.random.Generator) -> SamplingParams:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_requests_capture_no_graph_after_the_start(checkpoint: Path) -> None:
     """Over a mix of all sampling parameters, in proposals of all sizes."""
     steps, graphed, capture = verifiers(checkpoint)

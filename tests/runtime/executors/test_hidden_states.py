@@ -44,6 +44,7 @@ def verifier_on(path: Path, executor: str, ops: Any, dtype: torch.dtype) -> Loca
     return verifier
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("executor", ["graph", "graph forwards"])
 @pytest.mark.parametrize(
     "sampling", [GREEDY, SAMPLED, SamplingParams(temperature=30.0, top_p=0.95)], ids=["greedy", "sampled", "top-p"]

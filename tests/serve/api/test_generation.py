@@ -191,6 +191,7 @@ MISTRAL = (
 )
 
 
+@pytest.mark.slow
 def test_markers_that_are_special_tokens_are_detected(tmp_path: Path) -> None:
     """A detokenizer drops special tokens, which would hide the call."""
     tokenizer = byte_level_tokenizer((*SPECIAL, "[TOOL_CALLS]", "<think>", "</think>"))

@@ -75,6 +75,7 @@ def test_channels_in_each_endpoint(writer: Player, client: httpx.Client, path: s
     assert "<|" not in shown and "functions." not in shown
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("path", PATHS)
 def test_an_answer_that_is_cut_anywhere(writer: Player, client: httpx.Client, path: str) -> None:
     """A call that is cut is a call in chat completions, as OpenAI returns it, and otherwise text."""
