@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from swiftspec.backends.cpu.packed_weight_cache import CACHE_FOLDER, PackedWeightCache
@@ -20,7 +20,13 @@ from swiftspec.builder.plan import Plan, rank_count
 from swiftspec.builder.verdict_file import VerdictRecord
 from swiftspec.config import EngineConfig
 from swiftspec.control.measurement_file import M, MeasurementFile
-from swiftspec.control.row_times import PairTimes, RowTimes, measure_pair_times, measure_target_times
+from swiftspec.control.row_times import (
+    PairTimes,
+    RowTimes,
+    measure_pair_times,
+    measure_target_times,
+    one_row_seconds,
+)
 from swiftspec.control.trial_budget import StoredBudgets, TrialBudgets
 from swiftspec.distributed.collectives.join import RankGroup
 from swiftspec.file_io import one_line
@@ -47,6 +53,8 @@ from swiftspec.sampling.vocab import VocabShard
 from swiftspec.smc.executors import population_executors
 from swiftspec.smc.scheduler import BatchScheduler
 from swiftspec.tree.rejection import RejectionSampling
+
+T = TypeVar("T", PairTimes, RowTimes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,17 +204,19 @@ class Models:
         """Returns the row times of the pair; see `_stored_times`."""
         leaves = plan.leaves_per_expansion
         return self._stored_times(
-            plan, PairTimes, lambda: measure_pair_times(verifier, drafter, leaves, plan.max_nodes)
+            plan, PairTimes, verifier, lambda: measure_pair_times(verifier, drafter, leaves, plan.max_nodes)
         )
 
     def target_times(self, plan: EngineConfig, verifier: LocalVerifier) -> RowTimes | None:
         """Returns the times of the verifications of `verifier`, on the target of this process, by their number of rows;
         see `_stored_times`."""
         return self._stored_times(
-            plan, RowTimes, lambda: measure_target_times(verifier, plan.max_nodes, self.options.vocab_size)
+            plan, RowTimes, verifier, lambda: measure_target_times(verifier, plan.max_nodes, self.options.vocab_size)
         )
 
-    def _stored_times(self, plan: EngineConfig, kind: type[M], measure: Callable[[], M | None]) -> M | None:
+    def _stored_times(
+        self, plan: EngineConfig, kind: type[T], verifier: LocalVerifier, measure: Callable[[], T | None]
+    ) -> T | None:
         """Returns row times if `plan` requires them: those of an earlier start, from the folder of packed weights, or
         else those that `measure` returns. Returns None if the models are too slow for the measurement."""
         if not plan.time_rows:
@@ -215,9 +225,12 @@ class Models:
         if file is None:
             return measure()
         times = file.read()
-        if times is None and (times := measure()) is not None:
-            file.write(times)
-        return times
+        if times is not None and not times.slowed_down(one_row_seconds(verifier)):
+            return times
+        measured = measure()
+        if measured is not None:
+            file.write(measured)
+        return measured or times
 
     def trial_budgets(self, plan: EngineConfig) -> StoredBudgets:
         """Returns what the draft has gained in earlier starts, by kind of request."""

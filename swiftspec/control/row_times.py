@@ -1,7 +1,8 @@
 """Row times: seconds of a forward of each model by its number of rows, measured at the start of the engine.
 
 They predict the time of a round of any shape (d, bs) before a round has been measured. They are kept in a file, so that
-later starts with the same models on the same machine do not measure again.
+later starts with the same models on the same machine do not measure again, unless another process slowed the
+measurement down.
 
 The measured rows are proposals of the draft, because the price of a row of a mixture of experts is that of the experts
 that no other row uses: equal tokens would be routed to the same experts.
@@ -31,6 +32,9 @@ MEASURED_TOKEN_STRIDE = 7919  # between the tokens of a measured chain, a prime,
 REPEATS = 3  # forwards with each number of rows, while the budget lasts
 # More of them for fast models, whose forwards take less time than another process may run before them.
 MAX_REPEATS, REPEAT_BUDGET_S = 12, 0.1
+# A kept forward of one row that took this many times as long as one takes now was slowed down by another process.
+SLOWED_RATIO = 1.15
+CHECKED_FORWARDS, CHECK_BUDGET_S = 8, 0.05  # least of them: 2
 ROOT = RequestStart(0, (0,), GREEDY, 1)  # a request without a prefill: the prompt is its root
 
 
@@ -60,6 +64,10 @@ class RowTimes:
         slope = (last - self.seconds[-2]) / (most - self.rows[-2])
         return last + slope * (rows - most)
 
+    def slowed_down(self, one_row_s: float) -> bool:
+        """Returns whether another process slowed the measurement down. `one_row_s`: time of one row now."""
+        return self.at(1) > SLOWED_RATIO * one_row_s
+
     def shared_by(self, requests: int) -> RowTimes:
         """Returns the times by the rows of one of several requests, each of which has that many in the forward."""
         return RowTimes(self.rows, tuple(self.at(requests * rows) for rows in self.rows))
@@ -87,6 +95,10 @@ class PairTimes:
 
     target: RowTimes
     draft: RowTimes
+
+    def slowed_down(self, one_row_s: float) -> bool:
+        """See `RowTimes.slowed_down`."""
+        return self.target.slowed_down(one_row_s)
 
     def shared_by(self, requests: int) -> PairTimes:
         """See `RowTimes.shared_by`."""
@@ -156,6 +168,18 @@ def measure_target_times(
     times = measure_row_times(verify, verified_rows(verifier, max_rows), TARGET_BUDGET_S, clock)
     verifier.close()
     return times
+
+
+def one_row_seconds(verifier: LocalVerifier, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Returns the seconds of the shortest of a few verifications of one row. No request is open afterwards."""
+    proposal, found, began = Proposal.from_draft_model(0, 0, 0, (0,), (-1,), (0.0,)), list[float](), clock()
+    while len(found) < 2 or (len(found) < CHECKED_FORWARDS and clock() - began < CHECK_BUDGET_S):
+        verifier.open(ROOT)
+        started = clock()
+        verifier.verify(proposal)
+        found.append(clock() - started)
+    verifier.close()
+    return min(found)
 
 
 def verified_rows(verifier: LocalVerifier, max_rows: int) -> list[int]:

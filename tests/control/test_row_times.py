@@ -247,6 +247,7 @@ def test_a_later_start_reads_the_times_of_an_earlier_one(
     measured = times_of_a_start()
     assert measured is not None and measured.target.rows == (1, 4, 8, 16, 32) and measured.draft.rows == (1, 4)
     monkeypatch.setattr("swiftspec.builder.models.measure_pair_times", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("swiftspec.builder.models.one_row_seconds", lambda _: measured.target.at(1))
     assert times_of_a_start() == measured
     for file in tmp_path.rglob("row-times-*"):
         file.write_text("{}")
@@ -265,8 +266,14 @@ def test_a_later_start_with_suffix_lookup_reads_the_times_of_the_target(
 
     measured = times_of_a_start()
     assert [*tmp_path.rglob("row-times-*")] and sorted(measured) == measured
-    monkeypatch.setattr("swiftspec.builder.models.measure_target_times", lambda *_: pytest.fail("measured again"))
+    now, again = measured[0], RowTimes((1, 8), (measured[0] / 2, measured[0]))
+    monkeypatch.setattr("swiftspec.builder.models.one_row_seconds", lambda _: now)
+    monkeypatch.setattr("swiftspec.builder.models.measure_target_times", lambda *_: again)
     assert times_of_a_start() == measured
+    now = again.at(1)  # another process slowed the first measurement down
+    assert times_of_a_start()[0] == again.at(1)
+    now = measured[0]  # another process runs now
+    assert times_of_a_start()[0] == again.at(1), "the better measurement is kept"
 
 
 @pytest.mark.parametrize(("temperature", "row"), [(0.0, 0.5), (0.9, 0.001)])

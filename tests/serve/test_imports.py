@@ -6,9 +6,7 @@ import sys
 import pytest
 
 SERVER = {"fastapi", "starlette", "uvicorn", "msgspec", "llguidance"}
-FRONT = (
-    "swiftspec.serve.__main__, swiftspec.cli.arguments, swiftspec.cli.generate, swiftspec.cli.chat"
-)
+FRONT = "swiftspec.serve.__main__, swiftspec.cli.arguments, swiftspec.cli.generate, swiftspec.cli.chat"
 
 
 @pytest.mark.slow
