@@ -1,13 +1,14 @@
 """Total tokens per second of several clients in one process: one request at a time, concurrent trees, and `ar`.
 
     python -m bench.concurrent [--model demo] [--draft-model suffix] [--clients 1 2 4 8] [--turns 3] [--json out.json]
+    python -m bench.concurrent --url llama.cpp=http://127.0.0.1:8080    beside another server of the same model
 
 Each client sends its next request when the previous one has ended. Two kinds of text: `fresh`, questions answered at
 temperature 0.7 (the demo models continue source code), and `copy`, where the answer repeats most of the prompt, so that
 suffix lookup pays. No prompt occurs twice in an engine, because suffix lookup would find its earlier answer.
 
-The engines alternate within each of the turns, in another order each time. A row gives the median of the turns with the
-smallest and the largest value. Every answer has `--max-tokens` tokens.
+The engines, and the servers of --url, alternate within each of the turns, in another order each time. A row gives the
+median of the turns with the smallest and the largest value. Every answer has `--max-tokens` tokens.
 """
 
 from __future__ import annotations
@@ -19,14 +20,20 @@ import random
 import statistics
 import sysconfig
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.common.completion_client import CompletionClient, Speculation, StreamedAnswer
+from bench.serving import named_url
 from swiftspec import LLM, SamplingParams
 from swiftspec.batching.batch_request import BatchRequest
 from swiftspec.distributed.launch.world import available_cores
+from swiftspec.errors import UserError
 
 KINDS = ("fresh", "copy")
 FRESH = {"temperature": 0.7, "top_p": 0.95}
@@ -45,18 +52,28 @@ FIELDS = ("name", "city", "age", "role", "team", "email", "level", "room", "shif
 
 
 @dataclass
-class System:
-    """An engine and its measured rates, by kind of text and number of clients."""
+class System(ABC):
+    """An engine or a server, and its measured rates, by kind of text and number of clients."""
 
     name: str
-    llm: LLM
-    rates: dict[tuple[str, int], list[float]] = field(default_factory=dict)
-    rounds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    rates: dict[tuple[str, int], list[float]] = field(default_factory=dict, init=False)
+    rounds: dict[tuple[str, int], list[float]] = field(default_factory=dict, init=False)
 
-    def serve(self, clients: int, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> float:
-        """Decodes the prompts, of which at most `clients` are in the engine at a time. Returns the tokens per round of
-        a request."""
-        engine, waiting, running = self.llm.llm_engine, iter(enumerate(zip(prompts, samplings))), 0
+    @abstractmethod
+    def serve(self, clients: int, prompts: Sequence[str], samplings: Sequence[SamplingParams]) -> float:
+        """Answers the prompts, at most `clients` of them at a time. Returns the tokens per round of a request."""
+
+
+@dataclass
+class Engine(System):
+    """An engine in this process. `chat`: whether prompts are messages of a chat."""
+
+    llm: LLM
+    chat: bool
+
+    def serve(self, clients: int, prompts: Sequence[str], samplings: Sequence[SamplingParams]) -> float:
+        engine, running = self.llm.llm_engine, 0
+        waiting = iter(enumerate(zip([self._ids(prompt) for prompt in prompts], samplings)))
         requests: list[BatchRequest] = []
 
         def next_request() -> BatchRequest | None:
@@ -72,6 +89,33 @@ class System:
             for _, chunk in engine.run_batch(next_request, lambda request: False):
                 running -= chunk.finish_reason is not None
         return sum(each.stats.tokens for each in requests) / sum(each.stats.rounds for each in requests)
+
+    def _ids(self, prompt: str) -> list[int]:
+        tokenizer = self.llm.get_tokenizer()
+        if not self.chat:
+            return tokenizer(prompt)["input_ids"]
+        message = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@dataclass
+class Server(System):
+    """An OpenAI-compatible server, which must accept `ignore_eos`."""
+
+    client: CompletionClient
+
+    def serve(self, clients: int, prompts: Sequence[str], samplings: Sequence[SamplingParams]) -> float:
+        with ThreadPoolExecutor(clients) as pool:
+            answers = [*pool.map(self._answer, prompts, samplings)]
+        if any(answer.tokens != params.max_tokens for answer, params in zip(answers, samplings, strict=True)):
+            raise UserError(f"{self.name}: an answer is shorter than max_tokens although ignore_eos is set")
+        speculation = sum((answer.speculation or Speculation() for answer in answers), Speculation())
+        return speculation.tokens_per_round or 1.0
+
+    def _answer(self, prompt: str, params: SamplingParams) -> StreamedAnswer:
+        fields = {name: getattr(params, name) for name in ("temperature", "top_p", "seed", "max_tokens", "ignore_eos")}
+        return self.client.answer([{"role": "user", "content": prompt}], fields)
 
 
 def code_texts(characters: int) -> Iterator[str]:
@@ -101,11 +145,10 @@ def copying(draw: random.Random) -> Iterator[str]:
 
 
 class Prompts:
-    """Different prompts of each kind, as token ids. The same sequence for each engine."""
+    """Different prompts of each kind. The same sequence for each system."""
 
-    def __init__(self, llm: LLM, completes_code: bool) -> None:
-        self._tokenizer, draw = llm.get_tokenizer(), random.Random(0)
-        self._chat = not completes_code
+    def __init__(self, completes_code: bool) -> None:
+        draw = random.Random(0)
         if completes_code:
             texts = list(code_texts(CODE_CHARACTERS))
             draw.shuffle(texts)
@@ -115,15 +158,8 @@ class Prompts:
         else:
             self._texts = {"fresh": questions(draw), "copy": copying(draw)}
 
-    def take(self, kind: str, count: int) -> list[list[int]]:
-        return [self._ids(next(self._texts[kind])) for _ in range(count)]
-
-    def _ids(self, text: str) -> list[int]:
-        if not self._chat:
-            return self._tokenizer(text)["input_ids"]
-        message = [{"role": "user", "content": text}]
-        text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    def take(self, kind: str, count: int) -> list[str]:
+        return [next(self._texts[kind]) for _ in range(count)]
 
 
 def samplings(kind: str, count: int, max_tokens: int, first_seed: int) -> list[SamplingParams]:
@@ -158,6 +194,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--systems", nargs="+", default=["one", "trees", "ar"], choices=["one", "trees", "ar"])
+    parser.add_argument("--url", type=named_url, action="append", default=[], metavar="NAME=URL", help="another server")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     common = {"model": args.model, "max_model_len": 1024, "threads": len(available_cores())}
@@ -166,15 +203,20 @@ def main() -> None:
         "trees": {"max_num_seqs": args.max_num_seqs, "draft_model": args.draft_model},
         "ar": {"max_num_seqs": args.max_num_seqs, "mode": "ar"},
     }
-    systems = [System(name, LLM(**common, **options[name])) for name in args.systems]
-    measure(systems, Prompts(systems[0].llm, args.model == "demo"), args)
+    chat = args.model != "demo"  # which continues source code
+    systems: list[System] = [Engine(name, LLM(**common, **options[name]), chat) for name in args.systems]
+    with ExitStack() as stack:
+        for name, url in args.url:
+            client = CompletionClient(name, url, model=None, chat=chat, api_key=None)
+            systems.append(Server(name, stack.enter_context(client)))
+        measure(systems, Prompts(completes_code=not chat), args)
     print(f"load {os.getloadavg()[0]:.1f}; total tokens/s at " + ", ".join(map(str, args.clients)) + " clients")
     for kind in KINDS:
         for system in systems:
             row = [system.rates[kind, clients] for clients in args.clients]
             cells = [f"{statistics.median(cell):.0f} ({min(cell):.0f}..{max(cell):.0f})" for cell in row]
             rounds = [f"{statistics.median(system.rounds[kind, clients]):.2f}" for clients in args.clients]
-            print(f"{kind:6} {system.name:6}", *cells, "tokens per round", *rounds, flush=True)
+            print(f"{kind:6} {system.name:9}", *cells, "tokens per round", *rounds, flush=True)
     if args.json is not None:
         rates = {s.name: [[*key, *cell] for key, cell in s.rates.items()] for s in systems}
         args.json.write_text(json.dumps(rates), encoding="utf-8")
