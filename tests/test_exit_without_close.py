@@ -16,7 +16,7 @@ import pytest
 from tests.support.toy_pair import make_pair
 
 ENDINGS = {"end": 0, "exit": 3, "error": 1, "interrupt": -2, "immediate": 4}  # exit codes
-TIMES = 2  # each combination
+TIMES = 1  # each combination
 PROGRAM = """
 import asyncio, os, resource, signal, sys, threading, time
 from pathlib import Path

@@ -154,7 +154,7 @@ def test_a_batch_of_requests(pair: tuple[Path, Path], texts: Texts) -> None:
     [
         {"mode": "async", "target_tp": 1, "draft_tp": 1},
         pytest.param({"mode": "async", "target_tp": 2, "draft_tp": 1}, marks=pytest.mark.slow),
-        pytest.param({"mode": "async", "target_tp": 1, "draft_tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"mode": "async", "target_tp": 1, "draft_tp": 2}, marks=pytest.mark.long),
         pytest.param({"mode": "serial", "target_tp": 2}, marks=pytest.mark.slow),
     ],
     ids=lambda plan: "-".join(map(str, plan.values())),
@@ -276,7 +276,7 @@ def test_the_estimated_size_of_the_caches(pair: tuple[Path, Path]) -> None:
     assert need.cache == sum(buffer.nbytes for buffer in buffers)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @NATIVE
 def test_20_000_tokens_in_bfloat16_on_the_native_operators(tmp_path: Path) -> None:
     shape: dict[str, Any] = {"head_dim": 16, "linear_key_head_dim": 16, "max_position_embeddings": 20_480}
