@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +86,6 @@ def _own_loop() -> greenlet | None:
     return current.parent if getattr(current, "runs_request", False) else None
 
 
-@cache
 def _greenlets() -> ModuleType:
     import greenlet
 
