@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-FORMAT = 2
+FORMAT = 3
 MAX_FILE_BYTES = 1 << 14
 
 

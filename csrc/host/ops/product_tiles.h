@@ -11,7 +11,7 @@ inline int64_t tile_inputs(int64_t group) { return group % 64 == 0 ? 64 : group 
 
 // Whether tiles are faster for this number of rows. Small groups leave most of a tile empty.
 inline bool suits_tiles(int64_t rows, int64_t group) {
-  return group <= kMaxTileGroup && rows >= (group % 64 == 0 ? 6 : 12);
+  return group <= kMaxTileGroup && rows >= (group % 64 == 0 ? 6 : 8);
 }
 
 // Rows quantised to int8, in the order in which tiles load them.
