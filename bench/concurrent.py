@@ -18,6 +18,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import sysconfig
 import time
 from abc import ABC, abstractmethod
@@ -205,11 +206,14 @@ def main() -> None:
     }
     chat = args.model != "demo"  # which continues source code
     systems: list[System] = [Engine(name, LLM(**common, **options[name]), chat) for name in args.systems]
-    with ExitStack() as stack:
-        for name, url in args.url:
-            client = CompletionClient(name, url, model=None, chat=chat, api_key=None)
-            systems.append(Server(name, stack.enter_context(client)))
-        measure(systems, Prompts(completes_code=not chat), args)
+    try:
+        with ExitStack() as stack:
+            for name, url in args.url:
+                client = CompletionClient(name, url, model=None, chat=chat, api_key=None)
+                systems.append(Server(name, stack.enter_context(client)))
+            measure(systems, Prompts(completes_code=not chat), args)
+    except UserError as error:
+        sys.exit(f"bench.concurrent: {error}")
     print(f"load {os.getloadavg()[0]:.1f}; total tokens/s at " + ", ".join(map(str, args.clients)) + " clients")
     for kind in KINDS:
         for system in systems:

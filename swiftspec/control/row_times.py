@@ -35,6 +35,7 @@ MAX_REPEATS, REPEAT_BUDGET_S = 12, 0.1
 # A kept forward of one row that took this many times as long as one takes now was slowed down by another process.
 SLOWED_RATIO = 1.15
 CHECKED_FORWARDS, CHECK_BUDGET_S = 8, 0.05  # least of them: 2
+MAX_CHECKED_S = 0.25  # of a forward of one row: the check of slower models would delay every start
 ROOT = RequestStart(0, (0,), GREEDY, 1)  # a request without a prefill: the prompt is its root
 
 
@@ -64,9 +65,10 @@ class RowTimes:
         slope = (last - self.seconds[-2]) / (most - self.rows[-2])
         return last + slope * (rows - most)
 
-    def slowed_down(self, one_row_s: float) -> bool:
-        """Returns whether another process slowed the measurement down. `one_row_s`: time of one row now."""
-        return self.at(1) > SLOWED_RATIO * one_row_s
+    def slowed_down(self, one_row_now: Callable[[], float]) -> bool:
+        """Returns whether another process slowed the measurement down; not checked for slow models. `one_row_now`:
+        returns the seconds of a forward of one row now."""
+        return self.at(1) <= MAX_CHECKED_S and self.at(1) > SLOWED_RATIO * one_row_now()
 
     def shared_by(self, requests: int) -> RowTimes:
         """Returns the times by the rows of one of several requests, each of which has that many in the forward."""
@@ -96,9 +98,9 @@ class PairTimes:
     target: RowTimes
     draft: RowTimes
 
-    def slowed_down(self, one_row_s: float) -> bool:
+    def slowed_down(self, one_row_now: Callable[[], float]) -> bool:
         """See `RowTimes.slowed_down`."""
-        return self.target.slowed_down(one_row_s)
+        return self.target.slowed_down(one_row_now)
 
     def shared_by(self, requests: int) -> PairTimes:
         """See `RowTimes.shared_by`."""

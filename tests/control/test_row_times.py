@@ -237,6 +237,11 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[RoundStats]:
     return made
 
 
+def test_slow_models_are_not_checked_at_every_start() -> None:
+    assert RowTimes((1,), (0.2,)).slowed_down(lambda: 0.1) and not RowTimes((1,), (0.2,)).slowed_down(lambda: 0.19)
+    assert not RowTimes((1,), (2.0,)).slowed_down(lambda: pytest.fail("a forward takes seconds"))
+
+
 def test_a_later_start_reads_the_times_of_an_earlier_one(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: list[RoundStats]
 ) -> None:
