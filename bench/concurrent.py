@@ -1,7 +1,7 @@
 """Total tokens per second of several clients in one process: one request at a time, concurrent trees, and `ar`.
 
     python -m bench.concurrent [--model demo] [--draft-model suffix] [--clients 1 2 4 8] [--turns 3] [--json out.json]
-    python -m bench.concurrent --url llama.cpp=http://127.0.0.1:8080    beside another server of the same model
+    python -m bench.concurrent --url llama.cpp=http://127.0.0.1:8080    with a server of the same model
 
 Each client sends its next request when the previous one has ended. Two kinds of text: `fresh`, questions answered at
 temperature 0.7 (the demo models continue source code), and `copy`, where the answer repeats most of the prompt, so that
@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,11 @@ class Prompts:
             self._texts = {"fresh": questions(draw), "copy": copying(draw)}
 
     def take(self, kind: str, count: int) -> list[str]:
-        return [next(self._texts[kind]) for _ in range(count)]
+        """Returns the next `count` prompts. Raises UserError if there are no more different ones."""
+        found = [*islice(self._texts[kind], count)]
+        if len(found) < count:
+            raise UserError(f"there are too few different prompts ({kind}): use fewer turns or requests")
+        return found
 
 
 def samplings(kind: str, count: int, max_tokens: int, first_seed: int) -> list[SamplingParams]:
@@ -205,8 +210,8 @@ def main() -> None:
         "ar": {"max_num_seqs": args.max_num_seqs, "mode": "ar"},
     }
     chat = args.model != "demo"  # which continues source code
-    systems: list[System] = [Engine(name, LLM(**common, **options[name]), chat) for name in args.systems]
     try:
+        systems: list[System] = [Engine(name, LLM(**common, **options[name]), chat) for name in args.systems]
         with ExitStack() as stack:
             for name, url in args.url:
                 client = CompletionClient(name, url, model=None, chat=chat, api_key=None)

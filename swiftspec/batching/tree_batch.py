@@ -149,11 +149,10 @@ class TreeBatchDecoding:
 
     def _advance(self, cancelled: IsCancelled) -> Iterator[tuple[BatchRequest, TokenChunk]]:
         """Resumes all requests that do not wait for a call, and then runs calls, if all wait for one."""
-        self._calls.company, self._calls.num_requests = len(self._running) > 1, 1
-        if self._calls.company:
-            calls = [running.waiting for running in self._running if running.waiting is not None]
-            prefilling = sum([call.priority == PREFILL for call in calls])
-            self._calls.num_requests = max(len(self._running) - prefilling, 1)
+        calls = [running.waiting for running in self._running if running.waiting is not None]
+        prefilling = sum([call.priority == PREFILL for call in calls])
+        self._calls.company = len(self._running) > 1
+        self._calls.num_requests = max(len(self._running) - prefilling, 1)
         for running in list(self._running):
             if cancelled(running.request):
                 self._end(running)

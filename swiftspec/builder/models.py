@@ -217,8 +217,9 @@ class Models:
     def _stored_times(
         self, plan: EngineConfig, kind: type[T], verifier: LocalVerifier, measure: Callable[[], T | None]
     ) -> T | None:
-        """Returns row times if `plan` requires them: those of an earlier start, from the folder of packed weights, or
-        else those that `measure` returns. Returns None if the models are too slow for the measurement."""
+        """Returns row times if `plan` requires them: those of an earlier start, from the folder of packed weights,
+        unless another process has slowed them down, or else those that `measure` returns. Returns None if the models
+        are too slow for the measurement."""
         if not plan.time_rows:
             return None
         file = self._measurement_file(plan, kind)

@@ -32,10 +32,10 @@ MEASURED_TOKEN_STRIDE = 7919  # between the tokens of a measured chain, a prime,
 REPEATS = 3  # forwards with each number of rows, while the budget lasts
 # More of them for fast models, whose forwards take less time than another process may run before them.
 MAX_REPEATS, REPEAT_BUDGET_S = 12, 0.1
-# A kept forward of one row that took this many times as long as one takes now was slowed down by another process.
+# Another process has slowed a measurement down whose time of one row exceeds the present one by this factor.
 SLOWED_RATIO = 1.15
-CHECKED_FORWARDS, CHECK_BUDGET_S = 8, 0.05  # least of them: 2
-MAX_CHECKED_S = 0.25  # of a forward of one row: the check of slower models would delay every start
+CHECKED_FORWARDS, CHECK_BUDGET_S = 8, 0.05  # of the check, which runs two forwards or more
+MAX_CHECKED_S = 0.25  # longest checked time of one row: the check of slower models would delay every start
 ROOT = RequestStart(0, (0,), GREEDY, 1)  # a request without a prefill: the prompt is its root
 
 

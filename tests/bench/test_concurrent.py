@@ -43,3 +43,8 @@ def test_an_answer_that_ends_early_is_an_error() -> None:
     prompts = concurrent.Prompts(completes_code=True).take("copy", 1)
     with pytest.raises(UserError, match="other: an answer is shorter than max_tokens"):
         server(FakeClient(7, clients=1)).serve(1, prompts, concurrent.samplings("copy", 1, 8, 0))
+
+
+def test_too_few_different_prompts_are_an_error() -> None:
+    with pytest.raises(UserError, match="use fewer turns or requests"):
+        concurrent.Prompts(completes_code=True).take("fresh", 100_000)
