@@ -720,13 +720,14 @@ def draw_keyed_cuda(
     vocab: int,
     bias: Array | None,
     temperature: float,
+    scalars: Array | None,
     keys: Array | None,
     tokens: Array,
     values: Array,
     stream: int,
 ) -> None:
     """The token of each row's highest score under the noise of its key (without keys, the token is an input) and
-    log_softmax(scores) there."""
+    log_softmax(scores) there. Scalars [sets, 3] come with bias [sets, vocab], for equally many rows each."""
 
 def embed_cuda(tokens: Array, table: Array, out: Array, stream: int) -> None:
     """out[row] = table[tokens[row]]."""

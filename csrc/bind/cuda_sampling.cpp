@@ -57,10 +57,20 @@ void children(const Array& logits, int64_t vocab, const MaybeArray& bias, const 
                  values.at<float>(here, "values", {args.rows, k}), stream_arg(stream));
 }
 
-void draw_keyed(const Array& logits, int64_t vocab, const MaybeArray& bias, float temperature, const MaybeArray& keys,
-                const Array& tokens, const Array& values, uintptr_t stream) {
+void draw_keyed(const Array& logits, int64_t vocab, const MaybeArray& bias, float temperature,
+                const MaybeArray& scalars, const MaybeArray& keys, const Array& tokens, const Array& values,
+                uintptr_t stream) {
   const Device here = gpu();
-  const ScoreArgs args = score_args(here, logits, vocab, bias, {}, {}, temperature, 1.0f);
+  const bool several = scalars.has_value() && scalars->size(1) == 3;
+  ScoreArgs args = score_args(here, logits, vocab, several ? MaybeArray{} : bias, {}, {}, temperature, 1.0f,
+                              several ? MaybeArray{} : scalars);
+  if (several) {
+    const int64_t sets = scalars->size(0);
+    check(sets >= 1 && args.rows % sets == 0 && int32_sized(sets * vocab), "each set of scalars needs equally many rows");
+    args.scalars = scalars->at<double>(here, "scalars", {sets, 3});
+    args.bias = at_or_null<float>(bias, here, "bias", {sets, vocab});
+    args.rows_per_set = args.rows / sets;
+  }
   cuda::draw_keyed(args, at_or_null<uint32_t>(keys, here, "keys", {args.rows}),
                    tokens.at<int64_t>(here, "tokens", {args.rows}), values.at<float>(here, "values", {args.rows}),
                    stream_arg(stream));
@@ -79,9 +89,9 @@ void bind_cuda_sampling(py::module_& m) {
         py::arg("noise_rows"), py::arg("temperature"), py::arg("tau"), py::arg("scalars"), py::arg("tokens"),
         py::arg("values"), py::arg("stream"), "The k largest log_softmax(scores) of each row, into tokens and values [rows, k].");
   m.def("draw_keyed_cuda", &draw_keyed, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("temperature"),
-        py::arg("keys"), py::arg("tokens"), py::arg("values"), py::arg("stream"),
+        py::arg("scalars"), py::arg("keys"), py::arg("tokens"), py::arg("values"), py::arg("stream"),
         "The token of each row's highest score under the noise of its key (without keys, the token is an input) and "
-        "log_softmax(scores) there.");
+        "log_softmax(scores) there. Scalars [sets, 3] come with bias [sets, vocab], for equally many rows each.");
 }
 
 }  // namespace swiftspec::binding

@@ -17,6 +17,9 @@ struct ScoreArgs {
   // On a GPU: temperature, tau and the factor of the noise, 0 or 1, in device memory; they replace the fields above, so
   // that a CUDA graph serves requests with other values. Or null.
   const double* scalars = nullptr;
+  // On a GPU, if not 0: `scalars` [sets, 3] and `bias` [sets, vocab] hold a set for each `rows_per_set` rows. Only for
+  // cuda::draw_keyed.
+  int64_t rows_per_set = 0;
 };
 
 // Move of KV slots: slot source[i] goes to start + i. `source` is ascending and source[i] >= start + i. Sizes are in

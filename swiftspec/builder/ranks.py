@@ -32,7 +32,7 @@ from swiftspec.distributed.worker_group import WorkerGroup
 from swiftspec.errors import RankLost, UserError
 from swiftspec.model.checkpoint_files import Progress
 from swiftspec.runtime.fallback_drafter import FAILURES
-from swiftspec.runtime.graph_capture import capture_graphs
+from swiftspec.runtime.graph_capture import capture_graphs, run_captures
 
 Load = Callable[["Rank"], LocalRoles]  # loads the models of a rank and returns the roles on them
 
@@ -115,6 +115,8 @@ class Rank:
         done = set[str]()
         try:
             capture_graphs(self.held.verifier, self.held.drafter, self.config, progress, barrier)
+            if self.held.scheduler is not None:
+                run_captures(self.held.scheduler.captures(), progress, barrier)
             done = {"captured", f"{count_exchanges(self.group)} exchanges"}
         except _PeerFailed as failed:
             return str(failed)

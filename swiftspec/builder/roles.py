@@ -37,7 +37,7 @@ from swiftspec.observe.trace import DraftTimeline, ObserverToggle, ParticleTrace
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.observe.trace_format import Record, trace_header
 from swiftspec.params import MAX_LOGPROB_VALUES, MAX_LOGPROBS, SamplingParams
-from swiftspec.runtime.graph_capture import capture_graphs, num_captures
+from swiftspec.runtime.graph_capture import capture_graphs, num_captures, run_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import OverlappedDrafter, ThreadedVerifier, warm_up
 from swiftspec.runtime.prefix_caching import PrefixCachingRunner
@@ -233,6 +233,8 @@ def _population(
     held = models.load_roles(config, None, progress, target=True, draft=True) if rank is None else rank.held
     scheduler = held.scheduler
     assert scheduler is not None
+    if rank is None:
+        run_captures(scheduler.captures(), progress)
     on_event = ObserverToggle(lambda: recorder.enabled, ParticleTrace(scheduler.target, scheduler.draft, recorder))
     leading = scheduler if rank is None else LeaderScheduler(scheduler, rank.lead())
     return scheduler, PopulationDecoding(leading, on_event, lambda: scheduler.captured_graphs)

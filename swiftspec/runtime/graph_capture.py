@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from swiftspec.config import EngineConfig
 from swiftspec.model.checkpoint_files import Progress
@@ -21,19 +21,28 @@ def capture_graphs(
     progress: Progress | None,
     barrier: Callable[[], None] = lambda: None,
 ) -> None:
-    """Captures the graphs of the models in this process, so that no request waits for a capture, which also stops all
-    other work on the GPU. No request may be open. Raises RankLost instead of a device error that another rank has
-    caused.
-
-    `barrier`: called before each capture; waits for the other ranks of the group, because captured forwards
-    communicate.
-    """
+    """Captures the graphs of a verifier and a drafter in this process; see `run_captures`."""
     captures = list[tuple[Runner, Callable[[], None]]]()
     if verifier is not None:
         captures += [(verifier.runner, capture) for capture in target_captures(verifier.executors, config)]
     if drafter is not None:
         found = draft_captures(drafter.executors, config, drafter.tree.slots)
         captures += [(drafter.runner, capture) for capture in found]
+    run_captures(captures, progress, barrier)
+
+
+def run_captures(
+    captures: Sequence[tuple[Runner, Callable[[], None]]],
+    progress: Progress | None,
+    barrier: Callable[[], None] = lambda: None,
+) -> None:
+    """Captures graphs, each with the runner of a model in it, so that no request waits for a capture, which also stops
+    all other work on the GPU. No request may be open. Raises RankLost instead of a device error that another rank has
+    caused.
+
+    `barrier`: called before each capture; waits for the other ranks of the group, because captured forwards
+    communicate.
+    """
     for step, (runner, capture) in enumerate(captures):
         if progress is not None:
             progress(CAPTURE_PHASE, step, len(captures))

@@ -1,5 +1,5 @@
-"""min_p, top_k and top_p filters on whole rows of logits [n, V]. They keep the logits from a threshold on and set the
-others to -inf."""
+"""min_p, top_k and top_p filters on whole rows of logits [..., n, V]. They keep the logits from a threshold on and set
+the others to -inf."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from swiftspec.sampling.logits_params import LogitsParams
+from swiftspec.sampling.logits_params import ParameterTensors
 
 NEG_INF = float("-inf")
 TOP_CANDIDATES = 256  # tokens; enough for top_p in nearly all rows, and ten times faster than a sort of all tokens
@@ -22,7 +22,7 @@ def all_on_host(holds: Tensor) -> bool:
 
 def apply_filters(
     logits: Tensor,
-    params: LogitsParams,
+    params: ParameterTensors,
     check_all: FastPathCheck = all_on_host,
     num_candidates: int = TOP_CANDIDATES,
 ) -> Tensor:
@@ -38,7 +38,7 @@ def apply_filters(
     return logits.masked_fill(logits < limit, NEG_INF)
 
 
-def _threshold(logits: Tensor, params: LogitsParams, num_candidates: int) -> tuple[Tensor, Tensor]:
+def _threshold(logits: Tensor, params: ParameterTensors, num_candidates: int) -> tuple[Tensor, Tensor]:
     """Returns the smallest logit [n, 1] that the filters keep, and whether the candidates suffice to find it, bool
     [n, 1]."""
     vocab = logits.shape[-1]
@@ -49,27 +49,27 @@ def _threshold(logits: Tensor, params: LogitsParams, num_candidates: int) -> tup
     return torch.maximum(limit, last), certain & reached
 
 
-def head_threshold(ranked: Tensor, params: LogitsParams, vocab: int) -> tuple[Tensor, Tensor]:
+def head_threshold(ranked: Tensor, params: ParameterTensors, vocab: int) -> tuple[Tensor, Tensor]:
     """Returns the smallest logit [n, 1] that min_p and top_k keep, and whether the candidates suffice to find it, a
     bool []. `ranked` [n, c]: the logits of each row's most likely tokens in descending order."""
-    limit = ranked[:, :1] + params["min_p"].float().log()
+    limit = ranked[..., :1] + params["min_p"].float().log()
     limited, enough = limits_top_k(params, vocab), params["top_k"] <= ranked.shape[-1]
-    kth = params["top_k"].clamp(1, ranked.shape[-1]).long().view(1) - 1
-    smallest = ranked.masked_fill(ranked < limit, NEG_INF).index_select(-1, kth)
+    kth = (params["top_k"].clamp(1, ranked.shape[-1]).long() - 1).expand(*ranked.shape[:-1], 1)
+    smallest = ranked.masked_fill(ranked < limit, NEG_INF).gather(-1, kth)
     return torch.maximum(limit, smallest.masked_fill(~limited, NEG_INF)), ~limited | enough
 
 
-def limits_head(params: LogitsParams, vocab: int) -> Tensor:
+def limits_head(params: ParameterTensors, vocab: int) -> Tensor:
     """Returns whether min_p or top_k, which precede top_p, may exclude a token, a bool []."""
     return (params["min_p"] > 0) | limits_top_k(params, vocab)
 
 
-def limits_top_k(params: LogitsParams, vocab: int) -> Tensor:
+def limits_top_k(params: ParameterTensors, vocab: int) -> Tensor:
     """Returns whether top_k excludes a token, a bool []."""
     return (params["top_k"] > 0) & (params["top_k"] < vocab)
 
 
-def top_p_threshold(ranked: Tensor, total: Tensor, params: LogitsParams) -> tuple[Tensor, Tensor]:
+def top_p_threshold(ranked: Tensor, total: Tensor, params: ParameterTensors) -> tuple[Tensor, Tensor]:
     """Returns the smallest logit [n, 1] of the smallest set of most likely tokens whose probabilities sum to at least
     top_p, and whether the candidates reach that sum, bool [n, 1].
 

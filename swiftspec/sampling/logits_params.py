@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,13 @@ from swiftspec.params import FILTERS, PENALTIES, SWITCHED_OFF, SamplingParams
 
 RAW, PROCESSED = "raw", "processed"  # what scores are computed from: raw logits, or the output of `process_logits`
 _NAMES = ("temperature", *PENALTIES, *FILTERS)
+
+
+class ParameterTensors(Protocol):
+    """Logits parameters by their names in SamplingParams: scalars [] for all rows, or tensors that are broadcast with
+    the logits, whose dtype these have."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
 
 
 class LogitsParams:

@@ -1,7 +1,8 @@
 """Logits processing: bias, penalties, temperature and filters on rows of logits, under one set of sampling parameters.
 
-The nodes of a tree (`Sampler`) and the rows of particles (`RowSampler`) go through the same steps. Letters: n
-rows of logits, V tokens of the base vocabulary, m of them on this rank (V without a tensor-parallel group).
+The nodes of a tree (`Sampler`) go through the steps of `LogitsProcessor`. The rows of particles (`RowSampler`) go
+through the same steps, with parameters per request. Letters: n rows of logits, V tokens of the base vocabulary, m of
+them on this rank (V without a tensor-parallel group).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from swiftspec.backends.reference import Backend
 from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters
-from swiftspec.sampling.logits_params import LogitsParams
+from swiftspec.sampling.logits_params import LogitsParams, ParameterTensors
 
 
 class ShardedVocab(Protocol):
@@ -45,6 +46,31 @@ def always_allowed(params: SamplingParams, vocab: int) -> NDArray[np.bool_] | No
     return allowed
 
 
+def logits_bias(params: SamplingParams, vocab: int) -> Tensor | None:
+    """Returns what is added to the logits of every position, [V] float32: -inf for tokens that are excluded at every
+    position. None if no token has a bias."""
+    # with a grammar, `TokenRules` excludes these tokens, since they may be the only ones that the grammar allows
+    allowed = None if params.grammar is not None else always_allowed(params, vocab)
+    if not params.logit_bias and allowed is None:
+        return None
+    bias = torch.zeros(vocab)
+    bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()))
+    if allowed is not None:
+        bias[torch.from_numpy(~allowed)] = filters.NEG_INF
+    return bias
+
+
+def penalised_logits(logits: Tensor, values: ParameterTensors, prompt: Tensor, counts: Tensor) -> Tensor:
+    """Returns logits [..., m] with the penalties `values`. `prompt`: whether the prompt contains each token, bool.
+    `counts` [..., m]: occurrences of each token in the output before the row's next token."""
+    seen = prompt | (counts > 0)
+    repetition = values["repetition_penalty"]
+    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen, scaled, logits)
+    counts = counts.to(logits.dtype)
+    return logits - values["frequency_penalty"] * counts - values["presence_penalty"] * (counts > 0).to(logits.dtype)
+
+
 class LogitsProcessor:
     """The steps of logits processing, in their order: `add_bias`, `apply_penalties`, `apply_temperature`,
     `apply_filters`.
@@ -68,31 +94,16 @@ class LogitsProcessor:
         self.values = LogitsParams(device)
         self.values.load(params, noisy=not params.greedy)
         self.check_all = filters.all_on_host  # decides whether filters may use their fast path
-        self.num_candidates = filters.TOP_CANDIDATES  # of filters of whole rows
-        self.bias: Tensor | None = None  # [V] float32; -inf for tokens that are excluded at every position
-        # with a grammar, `TokenRules` excludes these tokens, since they may be the only ones that the grammar allows
-        allowed = None if params.grammar is not None else always_allowed(params, vocab)
-        if params.logit_bias or allowed is not None:
-            bias = torch.zeros(vocab)
-            bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()))
-            if allowed is not None:
-                bias[torch.from_numpy(~allowed)] = filters.NEG_INF
-            self.bias = bias.to(device)
+        bias = logits_bias(params, vocab)
+        self.bias = None if bias is None else bias.to(device)
 
     def add_bias(self, logits: Tensor) -> Tensor:
         """Adds the bias to logits [..., m]."""
         return logits if self.bias is None else logits + self.bias[self.columns].to(logits.dtype)
 
     def apply_penalties(self, logits: Tensor, prompt: Tensor, counts: Tensor) -> Tensor:
-        """Applies the penalties to logits [..., m]. `prompt`: whether the prompt contains each token, bool. `counts`
-        [..., m]: occurrences of each token in the output before the row's next token."""
-        p = self.values
-        seen = prompt | (counts > 0)
-        repetition = p["repetition_penalty"]
-        scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(seen, scaled, logits)
-        counts = counts.to(logits.dtype)
-        return logits - p["frequency_penalty"] * counts - p["presence_penalty"] * (counts > 0).to(logits.dtype)
+        """Applies the penalties to logits [..., m]; see `penalised_logits`."""
+        return penalised_logits(logits, self.values, prompt, counts)
 
     def apply_temperature(self, logits: Tensor) -> Tensor:
         """Divides logits [n, m] by the temperature, unless it is 0, which does not change the argmax."""
@@ -104,5 +115,5 @@ class LogitsProcessor:
         if self.greedy or not self.filtered:
             return logits
         if self.shard is None:
-            return filters.apply_filters(logits, self.values, self.check_all, self.num_candidates)
+            return filters.apply_filters(logits, self.values, self.check_all)
         return self.shard.apply_filters(logits, self.values, self.check_all)

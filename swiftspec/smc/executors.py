@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -16,13 +16,15 @@ from swiftspec.config import PopulationConfig
 from swiftspec.runtime.async_copy import HostCopies
 from swiftspec.runtime.executors import Executor
 from swiftspec.runtime.executors.available import ExecutorDeps, can_capture
-from swiftspec.runtime.executors.graph import ROUND_GRAPHS, GraphCache
+from swiftspec.runtime.executors.graph import ROUND_GRAPHS, CapturedGraph, GraphCache
 from swiftspec.runtime.executors.native import NativeModel, NativePopulation
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS, Runner
 from swiftspec.smc.round import GroupRound
+from swiftspec.smc.row_sampler import SamplingClass
 from swiftspec.tree.mask import MASK_WIDTHS
 
 EAGER_WINDOW_SLOTS = 16  # windows of eager rounds are multiples of it
+AHEAD_ROUNDS = 4  # rounds captured ahead have windows for the tree slots of up to so many rounds
 
 
 class RoundResult(Protocol):
@@ -107,7 +109,9 @@ class NativePopulationExecutor:
     def _native_of(self, program: GroupRound) -> NativePopulation:
         target, draft = (runner.cache for runner in self._runners)
         if self._program is not program or self._target is not target.kv.k or self._draft is not draft.kv.k:
-            self._native = self._models[0].population(target, self._models[1], draft, program.tensors, self._config)
+            self._native = self._models[0].population(
+                target, self._models[1], draft, program.native_tensors, self._config
+            )
             self._program, self._target, self._draft = program, target.kv.k, draft.kv.k
         return self._native
 
@@ -147,7 +151,6 @@ class GraphPopulationExecutor(EagerPopulationExecutor):
     def __init__(self, graphs: GraphCache) -> None:
         super().__init__()
         self.graphs = graphs
-        self._key: Hashable = None
 
     def window(self, slots: int) -> int:
         """See `PopulationExecutor.window`. Returns one of a few widths, because a graph is captured for each."""
@@ -162,12 +165,28 @@ class GraphPopulationExecutor(EagerPopulationExecutor):
         return min(1 << (live - 1).bit_length(), max_groups)
 
     def round(self, program: GroupRound, width: int, groups: int) -> RoundResult:
-        if program.requests.key != self._key:
-            self.graphs.evict(ROUND_GRAPHS)  # the tensors that its graphs hold no longer exist
-            self._key = program.requests.key
-        key = width, groups, program.buckets(width)
-        run, state = partial(program, width, groups), program.particles.state
-        return self._copies.start(self.graphs.run(ROUND_GRAPHS, key, run, state))
+        graph = self._graph(program, width, groups)
+        graph.replay()
+        return self._copies.start(graph.out)
+
+    def captures(self, program: GroupRound, max_groups: int, slots: int) -> list[Callable[[], None]]:
+        """Returns functions that each capture a round of requests without penalties and bias, with or without filters.
+        Other requests, and longer windows, capture theirs when they need them. `slots`: tree slots of each group."""
+        step, vocab = program.particles.count * program.particles.step, program.requests.stops.shape[1]
+        widths = sorted({min(self.window(used), slots) for used in range(step + 1, AHEAD_ROUNDS * step + 1)})
+        groups = sorted({self.groups(live, max_groups) for live in range(1, max_groups + 1)})
+
+        def capture(kind: SamplingClass, width: int, count: int) -> None:
+            program.requests.assume_class(kind)
+            program.particles.reset_idle(slice(0, count))
+            self._graph(program, width, count)
+
+        kinds = (SamplingClass(penalised=False, biased=False, num_candidates=ranked) for ranked in (0, vocab))
+        return [partial(capture, kind, width, count) for kind in kinds for width in widths for count in groups]
+
+    def _graph(self, program: GroupRound, width: int, groups: int) -> CapturedGraph:
+        run, key = partial(program, width, groups), program.graph_key(width, groups)
+        return self.graphs.ensure(ROUND_GRAPHS, key, run, program.particles.state)
 
 
 def population_executors(

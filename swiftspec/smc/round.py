@@ -4,10 +4,10 @@ A round has the same shape whatever it samples, and tensors on the device hold i
 the host. Everything that it reads and writes stays at fixed addresses, so that a CUDA graph can capture it: one graph
 per window width and number of groups.
 
-The groups that take part are the first ones in every tensor, ordered by cache sequence. They form one flat batch,
-ordered by group, then step, then particle. Each forward runs over the whole batch, and so does all later processing,
-except where requests have different logits parameters: then each run of consecutive groups with equal parameters
-(`GroupSpan`) is processed separately.
+The groups that take part are the first ones in every tensor, ordered by `SamplingClass` and cache sequence. They form
+one flat batch, ordered by group, then step, then particle. Each forward runs over the whole batch, and so does all
+later processing, except where logits go through different operators: the groups of each class (`GroupSpan`) are
+processed separately.
 
 Shapes: `groups` is the number of groups that take part, `width` the number of tree slots in use (the window); N
 particles per group, K draft tokens per round, V tokens in the vocabulary. Source: SMC-SD engine v0.1 section 3.3, v0.2
@@ -75,7 +75,9 @@ class GroupRound:
         self._no_kv_len = torch.zeros(groups, dtype=torch.int64, device=device)
         self.header_len = 2 + self.particles.tokens.shape[-1]  # values per group in a result, without its slot states
         # all that a round reads or changes, except keys and values; their first dimension is the group
-        self.tensors = [*self.particles.state, *self.streams.state, *self.requests.tensors]
+        changed = [*self.particles.state, *self.streams.state]
+        self.tensors = [*changed, *self.requests.tensors]
+        self.native_tensors = [*changed, *self.requests.native_tensors]  # as native rounds take them
 
     def open(
         self, group: int, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int
@@ -98,10 +100,11 @@ class GroupRound:
         self.particles.compact(group, path, keep)
         self.requests.prefix[group] += len(path)
 
-    def buckets(self, width: int) -> Hashable:
-        """Returns the `capture_bucket` of target and draft for a round over a window of `width` tree slots, which a
-        captured round holds by value."""
-        return tuple(each.ops.capture_bucket(_max_kv_len(each, width)) for each in (self._target, self._draft))
+    def graph_key(self, width: int, groups: int) -> Hashable:
+        """Returns the key of a captured round: the window of `width` tree slots, the operators of the first `groups`
+        groups, and the `capture_bucket` of target and draft, which a captured round holds by value."""
+        buckets = (each.ops.capture_bucket(_max_kv_len(each, width)) for each in (self._target, self._draft))
+        return width, self.requests.classes(groups), *buckets
 
     @torch.inference_mode()  # saves a microsecond per operator
     def __call__(self, width: int, groups: int) -> Tensor:
@@ -153,7 +156,7 @@ class GroupRound:
                 logits = self._forward(self._draft, context, tokens[-1], at, context.slots[..., step - 1], views[-1])
             if counts:
                 rows = logits.view(p.groups, n, -1)
-                logits = self._penalise(context, rows, counts[-1]).flatten(0, 1)
+                logits = penalise_spans(context.spans, rows, counts[-1]).flatten(0, 1)
             drawn, log = self._draw(context, logits, next(keys), step, kept)
             tokens.append(drawn.view(p.groups, n))
             log_q.append(log.view(p.groups, n))
@@ -188,10 +191,6 @@ class GroupRound:
                 mine.append(span.sampler.tempered(logits[rows]))
         return concatenate(drawn), concatenate(log)
 
-    def _penalise(self, context: RoundContext, logits: Tensor, counts: Tensor) -> Tensor:
-        """Applies `penalise_spans` with the token sets of the requests."""
-        return penalise_spans(context.spans, logits, self.requests.prompts, counts, self.requests.suppressed)
-
     def _tail(self, context: RoundContext) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the tree slots [groups, N, 2] of the last two tokens of each particle, which have no draft KV, and
         the tree masks [groups, N, width] of the first and of the second of them.
@@ -214,7 +213,7 @@ class GroupRound:
         slots = torch.cat((drafted.pending_slots[..., None], context.slots[..., :-1]), -1).transpose(1, 2)
         logits = self._forward(self._target, context, tokens, positions, slots, torch.stack(drafted.views, 1))
         logits = logits.view(p.groups, p.step, p.count, -1)
-        return self._penalise(context, logits, torch.stack(drafted.counts, 1)) if drafted.counts else logits
+        return penalise_spans(context.spans, logits, torch.stack(drafted.counts, 1)) if drafted.counts else logits
 
     def _verify(
         self, context: RoundContext, logits: Tensor, drafted: DraftedRound, bonus_keys: Tensor

@@ -14,7 +14,7 @@ Source: SMC-SD engine v0.1 sections 3.1, 3.2 and 3.5, v0.2 section 3.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -93,6 +93,15 @@ class BatchScheduler:
         """Number of CUDA graphs that the executors have captured."""
         return sum(each.graphs.captures for each in self.executors if isinstance(each, GraphPopulationExecutor))
 
+    def captures(self) -> list[tuple[Runner, Callable[[], None]]]:
+        """Returns functions that capture the CUDA graphs of usual rounds, each with the target's runner. They must be
+        called without a request, and on all ranks of a group; see `run_captures`."""
+        executor = self.executor
+        if not isinstance(executor, GraphPopulationExecutor):
+            return []
+        found = executor.captures(self.round, self.max_requests, self._slots)
+        return [(self.target, capture) for capture in found]
+
     def reusable_texts(self) -> list[TokenText]:
         """Returns the texts whose prefixes a request finds in the caches of both models."""
         if self.max_requests > 1:
@@ -152,8 +161,10 @@ class BatchScheduler:
         going = [group for group in going if not group.is_finished]  # `_ensure_slots` may have read new results
         if not going:
             return False
-        going.sort(key=lambda group: group.sequence)
+        requests = self.round.requests
+        going.sort(key=lambda group: (requests.sampling_class(group.sequence), group.sequence))
         self._move_to_front([group.sequence for group in going])
+        requests.num_running = len(going)
         for group in going:
             group.region.used_slots += self.config.slots_per_round
             group.rounds += 1

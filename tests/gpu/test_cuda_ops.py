@@ -295,6 +295,13 @@ def test_keyed_draws_and_their_log_probabilities(vocab: int, biased: bool) -> No
     assert torch.equal(values, cuda.log_probs(logits, vocab, tokens, scores))
     one = cuda.draw_keyed(logits[3:4], vocab, keys[3:4], scores)
     assert torch.equal(one[0], tokens[3:4]) and torch.equal(one[1], values[3:4])
+    scalars = torch.tensor([[1.3, 1, 1], [0.6, 1, 1], [1, 1, 1]], dtype=F64, device=DEVICE)
+    table = None if bias is None else torch.stack((bias, -bias, 2 * bias))
+    several = cuda.draw_keyed(logits, vocab, keys, Scores(bias=table, scalars=scalars))
+    for i, temperature in enumerate((1.3, 0.6, 1.0)):
+        rows, mine = slice(3 * i, 3 * i + 3), Scores(temperature, None if table is None else table[i])
+        alone = cuda.draw_keyed(logits[rows], vocab, keys[rows], mine)
+        assert torch.equal(several[0][rows], alone[0]) and torch.equal(several[1][rows], alone[1])
     logits[0, vocab - 1], logits[1] = torch.nan, -torch.inf
     tokens, values = cuda.draw_keyed(logits, vocab, keys, scores)
     assert tokens[:2].tolist() == [-1, -1] and bool(values[0].isnan()) and bool((tokens[2:] >= 0).all())

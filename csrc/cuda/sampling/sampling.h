@@ -87,10 +87,8 @@ struct Scale {
   bool noisy;
 };
 
-SWIFTSPEC_HD Scale own_scale(const ScoreArgs& a) { return {a.temperature, a.tau, a.noise != nullptr}; }
-
 SWIFTSPEC_HD Scale scale_of(const ScoreArgs& a) {
-  if (a.scalars == nullptr) return own_scale(a);
+  if (a.scalars == nullptr) return {a.temperature, a.tau, a.noise != nullptr};
   return {static_cast<float>(a.scalars[0]), static_cast<float>(a.scalars[1]),
           a.noise != nullptr && a.scalars[2] != 0.0};
 }
@@ -142,15 +140,34 @@ SWIFTSPEC_HD void scan_columns(const ScoreArgs& a, int64_t row, int k, int block
   }
 }
 
+// The temperature of a row and the start of its bias, from its set if there are several.
+struct RowScale {
+  float temperature;
+  int32_t bias;  // offset in ScoreArgs::bias: a pointer would take another register, and be spilled
+};
+
+SWIFTSPEC_HD RowScale row_scale(const ScoreArgs& a, int64_t row) {
+  const int32_t set = a.rows_per_set == 0 ? 0 : static_cast<int32_t>(row) / static_cast<int32_t>(a.rows_per_set);
+  return {a.scalars == nullptr ? a.temperature : static_cast<float>(a.scalars[3 * set]),
+          set * static_cast<int32_t>(a.vocab)};
+}
+
+// The score without noise.
+SWIFTSPEC_HD float score(const ScoreArgs& a, const RowScale& scale, int64_t row, int64_t column) {
+  float x = a.logits[row * a.stride + column];
+  if (a.bias != nullptr) x = ieee::add(x, a.bias[scale.bias + column]);
+  return scale.temperature == 1.0f ? x : ieee::div(x, scale.temperature);
+}
+
 // Scans a warp's columns of a row for the log-sum-exp of the scores and, unless `key` is null, for the largest score
-// plus the Gumbel noise of that key; there a NaN counts as infinite. Ignores `scalars`.
+// plus the Gumbel noise of that key; there a NaN counts as infinite.
 SWIFTSPEC_HD void scan_keyed(const ScoreArgs& a, int64_t row, const uint32_t* key, int block, int warp_index,
                              BlockResult& found) {
-  const Scale scale = own_scale(a);
   TopK<float> best(1);
   warp::PerLane<LogSum> sum;
   SWIFTSPEC_EACH_LANE(lane) { sum(lane) = {-INFINITY, 0}; }
   for (int64_t base = (block * kWarps + warp_index) * kWarpSpan; base < a.vocab; base += kClusterSpan) {
+    const RowScale scale = row_scale(a, row);  // again for each span, as in scan_columns
     warp::PerLane<warp::Regs<kPrefetch, float>> x;
     SWIFTSPEC_EACH_LANE(lane) {
       SWIFTSPEC_UNROLL
@@ -245,7 +262,7 @@ SWIFTSPEC_HD void reduce_keyed(const ScoreArgs& a, int64_t row, bool drawn, Bloc
   SWIFTSPEC_EACH_LANE(lane) {
     if (lane == 0) {
       if (drawn) *token = fabsf(best.value[0](lane)) < INFINITY ? best.index[0](lane) : -1;
-      *log_prob = *token < 0 ? NAN : score(a, own_scale(a), row, *token) - (all.top + logf(all.total));
+      *log_prob = *token < 0 ? NAN : score(a, row_scale(a, row), row, *token) - (all.top + logf(all.total));
     }
   }
 }

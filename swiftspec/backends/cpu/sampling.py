@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -65,7 +67,8 @@ def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAU
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.log_probs(logits, vocab, tokens, scores)
     out = torch.empty(logits.shape[0])
-    _C.log_probs(logits, vocab, scores.bias, scores.temperature, tokens.contiguous(), out)
+    for rows, each in _sets(scores, len(logits)):
+        _C.log_probs(logits[rows], vocab, each.bias, each.temperature, tokens[rows].contiguous(), out[rows])
     return out
 
 
@@ -74,21 +77,33 @@ def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAUL
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.draw_keyed(logits, vocab, keys, scores)
     tokens, out = torch.empty(logits.shape[0], dtype=torch.int64), torch.empty(logits.shape[0])
-    _C.draw_keyed(
-        logits,
-        vocab,
-        scores.bias,
-        scores.temperature,
-        keys.contiguous(),
-        tokens,
-        values=out,
-    )
+    for rows, each in _sets(scores, len(logits)):
+        _C.draw_keyed(
+            logits[rows],
+            vocab,
+            each.bias,
+            each.temperature,
+            keys[rows].contiguous(),
+            tokens[rows],
+            values=out[rows],
+        )
     return tokens, out
 
 
 def resample(groups: ResamplingState, uniform: Tensor, threshold: float, width: int) -> None:
     """As `reference.resampling.resample`, in native code."""
     _C.resample(**groups.fields(), uniform=uniform, threshold=threshold, width=width)
+
+
+def _sets(scores: Scores, rows: int) -> Iterator[tuple[slice, Scores]]:
+    """Yields each set of bias and temperature, as Python numbers, with the rows that it applies to."""
+    if scores.scalars is None or scores.scalars.dim() == 1:
+        yield slice(0, rows), _with_numbers(scores)
+        return
+    temperatures = scores.scalars[:, 0].tolist()
+    count = rows // len(temperatures)
+    for i, temperature in enumerate(temperatures):
+        yield slice(i * count, (i + 1) * count), Scores(temperature, None if scores.bias is None else scores.bias[i])
 
 
 def _with_numbers(scores: Scores) -> Scores:

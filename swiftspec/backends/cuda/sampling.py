@@ -92,8 +92,9 @@ def _keyed(logits: Tensor, vocab: int, keys: Tensor | None, tokens: Tensor, scor
             vocab,
             scores.bias,
             scores.temperature,
-            keys,
-            tokens,
+            scalars=scores.scalars,
+            keys=keys,
+            tokens=tokens,
             values=values,
             stream=current_stream(),
         )

@@ -443,6 +443,10 @@ def check_sampling(vocab: int, children: int, ops: Backend, at: TrialDevice) -> 
         want = log_probs.gather(1, drawn.clamp(0, vocab - 1)[:, None]).squeeze(1)
         yield _apart(values, want, "log-probabilities of drawn tokens")
         yield _apart(ops.log_probs(logits, vocab, drawn.to(at.device), Scores(1.3, bias)).cpu(), want, "log_probs")
+        several = numbers.repeat(2, 1), torch.stack((torch.zeros_like(bias), bias))
+        half, of_sets = TREE_ROWS // 2, Scores(bias=several[1], scalars=several[0])
+        drawn = ops.draw_keyed(logits[: 2 * half], vocab, keys[: 2 * half].to(at.device), of_sets)[0].cpu()
+        yield _not_best(drawn[half:], noisy[half : 2 * half], "a token drawn with the bias of its request")
 
     return first_of(compare())
 

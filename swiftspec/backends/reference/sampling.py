@@ -16,6 +16,9 @@ class Scores:
 
     `scalars` [3] float64, on the device: temperature, tau and the factor of the noise, 0 or 1. They are used instead of
     the fields. If the factor is 0 or there is no noise, tau must be 1, since the CUDA operators do not apply it then.
+
+    `log_probs` and `draw_keyed` also take the scalars [sets, 3] and the bias [sets, vocab] of several requests: set i
+    applies to the rows from i * rows / sets on.
     """
 
     temperature: float = 1.0
@@ -62,7 +65,7 @@ def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAU
 
     `scores`: bias and temperature; its noise and calibration are ignored. Logits: [rows, >= vocab].
     """
-    shifted = compute_scores(logits[:, :vocab], Scores(scores.temperature, scores.bias))
+    shifted = _noiseless_scores(logits[:, :vocab], scores)
     return shifted.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
 
 
@@ -70,10 +73,20 @@ def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAUL
     """Draws a token per row of logits [rows, >= vocab] with the Gumbel noise of `keys` [rows] (int32, see
     `noise.row_keys`). Returns the tokens [rows], -1 as in `draw`, and their log-probabilities [rows] without the noise,
     NaN if the token is -1."""
-    shifted = compute_scores(logits[:, :vocab], Scores(scores.temperature, scores.bias))
+    shifted = _noiseless_scores(logits[:, :vocab], scores)
     tokens = argmax_token(shifted + gumbel(row_bits(keys, counters(range(vocab), keys.device)), logits.dtype))
     values = shifted.log_softmax(-1).gather(1, tokens.clamp_min(0)[:, None]).squeeze(1)
     return tokens, values.masked_fill(tokens < 0, math.nan)
+
+
+def _noiseless_scores(logits: Tensor, scores: Scores) -> Tensor:
+    """Returns (logits + bias) / temperature [rows, vocab], with the sets of `scores`."""
+    if scores.scalars is None or scores.scalars.dim() == 1:
+        return compute_scores(logits, Scores(scores.temperature, scores.bias, scalars=scores.scalars))
+    per_set = logits.view(len(scores.scalars), -1, logits.shape[-1])
+    if scores.bias is not None:
+        per_set = per_set + scores.bias[:, None].to(logits.dtype)
+    return (per_set / scores.scalars[:, :1, None].to(logits.dtype)).view_as(logits)
 
 
 def compute_scores(logits: Tensor, scores: Scores) -> Tensor:

@@ -169,22 +169,10 @@ class GraphCache:
             self._complete.clear()
             self._bound = ref(buffer)
 
-    def evict(self, name: Hashable) -> None:
-        """Drops the graph set `name`, if it exists."""
-        self._graph_sets.pop(name, None)
-
     def mark_complete(self, name: Hashable) -> None:
         """Declares that the graph set `name` contains graphs for all shapes: a smaller batch than the captured ones is
         padded from now on, and not captured."""
         self._complete.add(name)
-
-    def run(self, name: Hashable, key: Hashable, work: Callable[[], Tensor], state: Sequence[Tensor] = ()) -> Tensor:
-        """Returns the output of `work`, from a replay of the graph `key` of the graph set `name`. It is valid until the
-        next run, since all graphs share their memory. `state`: tensors that `work` changes; they are restored after
-        the warm-up runs of a capture."""
-        graph = self.ensure(name, key, work, state)
-        graph.replay()
-        return graph.out
 
     def ensure(
         self,
@@ -194,8 +182,12 @@ class GraphCache:
         state: Sequence[Tensor] = (),
         inputs: GraphInputs | None = None,
     ) -> CapturedGraph:
-        """Returns the graph `key` of the graph set `name`. Captures it if it does not exist; parameters as in `run`.
-        `inputs`: the batch that `work` reads."""
+        """Returns the graph `key` of the graph set `name`, whose replay runs `work`. Its output is valid until the next
+        replay of any graph, since all graphs share their memory. Captures the graph if it does not exist.
+
+        `state`: tensors that `work` changes; they are restored after the warm-up runs of the capture.
+        `inputs`: the batch that `work` reads.
+        """
         graphs = self._graph_sets.setdefault(name, {})
         if key not in graphs:
             before = [tensor.clone() for tensor in state]
@@ -216,8 +208,8 @@ class GraphCache:
         device: torch.device,
         shape: Hashable = None,
     ) -> RowOutputs:
-        """As `run`, for a `work` over a batch. `shape`: the shape of other inputs of `work`. Returns the outputs [rows,
-        ...] for the rows of the first block, without padding."""
+        """Returns the outputs of a `work` over a batch from a replay of its graph: [rows, ...] for the rows of the
+        first block, without padding. `shape`: the shape of other inputs of `work`."""
         key, count = self.batch_key(name, batch, shape), batch.rows_per_block
         captured = self._graph_sets.setdefault(name, {}).get(key)
         if captured is None:
