@@ -99,8 +99,7 @@ class App {
       if (!answer.ok) throw new ServerError("file not found");
       this.showRecording(parse(await answer.text()), name);
     } catch (error) {
-      this.trouble(`${name}: ${error.message}`);
-      $("note").textContent = `${name} cannot be shown: ${error.message}`;
+      this.trouble(`${name} cannot be shown: ${error.message}`);
     }
   }
 

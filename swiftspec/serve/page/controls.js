@@ -120,9 +120,7 @@ async function open(app, file) {
     app.showRecording(parse(await file.text()), file.name);
     app.trouble("");
   } catch (error) {
-    const said = `${file.name} cannot be shown: ${error.message}`;
-    app.announce(said);
-    $("note").textContent = said;
+    app.trouble(`${file.name} cannot be shown: ${error.message}`);
   }
 }
 

@@ -292,7 +292,7 @@ def test_traces_are_opened_and_saved(page: Page, url: str, folder: Path, tmp_pat
     replay.check_trace(saved)
     assert len(saved.read_text().splitlines()) == len(file.read_text().splitlines())
     page.keys("file", str(synthetic_traces.write(tmp_path / "bad.jsonl", [{"no": "trace"}])))
-    page.wait_for_text("note", "bad.jsonl cannot be shown: line 1: this is not a trace")
+    page.wait_for_text("trouble", "bad.jsonl cannot be shown: line 1: this is not a trace")
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
