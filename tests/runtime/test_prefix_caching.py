@@ -160,7 +160,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "examples", [2, pytest.param(25, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.long)]
+    "examples", [2, pytest.param(12, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("machine", [Requests, HybridRequests])
 def test_random_sequences_of_requests(pair: Pair, hybrid: Pair, machine: type[Requests], examples: int) -> None:

@@ -169,7 +169,7 @@ def test_after_a_guided_request_texts_must_fit_the_prefix_cache(pair: Pair) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [4, pytest.param(40, marks=pytest.mark.long)])
 @pytest.mark.parametrize("plan", [*PLANS, "hybrid"])
 def test_the_index_predicts_the_cached_tokens(pair: Pair, hybrid: Pair, plan: str, examples: int) -> None:
     base = RequestsOfAHybrid if plan == "hybrid" else RequestsOfAnEngine

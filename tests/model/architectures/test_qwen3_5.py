@@ -155,7 +155,7 @@ def test_a_batch_of_requests(pair: tuple[Path, Path], texts: Texts) -> None:
         {"mode": "async", "target_tp": 1, "draft_tp": 1},
         pytest.param({"mode": "async", "target_tp": 2, "draft_tp": 1}, marks=pytest.mark.slow),
         pytest.param({"mode": "async", "target_tp": 1, "draft_tp": 2}, marks=pytest.mark.long),
-        pytest.param({"mode": "serial", "target_tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"mode": "serial", "target_tp": 2}, marks=pytest.mark.long),
     ],
     ids=lambda plan: "-".join(map(str, plan.values())),
 )

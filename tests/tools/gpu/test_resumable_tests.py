@@ -30,7 +30,7 @@ def test_passes_too(): pass
 def test_every_test_has_an_outcome(tmp_path: Path) -> None:
     file, found = tmp_path / "test_some.py", tmp_path / "found.json"
     file.write_text(TESTS)
-    command = [sys.executable, "-m", "tools.gpu.resumable_tests", "--json", str(found), "--timeout", "3", "--mark", ""]
+    command = [sys.executable, "-m", "tools.gpu.resumable_tests", "--json", str(found), "--timeout", "10", "--mark", ""]
     bare = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # which take seconds, in every process
     done = subprocess.run([*command, str(file)], cwd=ROOT, capture_output=True, text=True, env=bare)
     outcomes = {name.rpartition("::")[2]: outcome for name, outcome in Found.read(found).outcomes.items()}
