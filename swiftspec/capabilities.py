@@ -312,7 +312,6 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
     },
     "several requests": {
         "profile": Conflict("since it holds the tree of a single request", REMOVE),
-        "draft head": Conflict(),
         "target worker": Conflict(),
         "draft worker": Conflict(),
     },

@@ -179,7 +179,7 @@ DECODING: dict[str, tuple[dict[str, Any], str, bool]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DECODING)
 def test_a_request_decodes_or_is_refused(pair: tuple[Path, Path], plain: LLMEngine, name: str) -> None:
     fields, draft, same = DECODING[name]
@@ -277,7 +277,7 @@ class Rounds:
         return tokens[:TOKENS], *names
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ahead", [False, True], ids=["serial", "async"])
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one", "every"])
@@ -338,7 +338,7 @@ def machine_of(kind: str, found: Features) -> execution_paths.Machine:
     return next(each for each in execution_paths.MACHINES if each.name == KIND_OF_MACHINE[kind])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_decodes_on_the_executors_of_its_traits(tmp_path: Path, family: str) -> None:
     fields, own = FAMILIES[family]

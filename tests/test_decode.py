@@ -85,6 +85,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ar_equals_transformers_for_every_shape_with_a_padded_vocabulary(tmp_path: Path, shape: str) -> None:
     model: Any = make_checkpoint(tmp_path, vocab=96, layers=2, dtype=torch.float64, seed=8, **SHAPES[shape])

@@ -72,6 +72,7 @@ def test_a_prompt_may_fill_the_context_except_one_token(llm: LLMEngine, length: 
     assert len(answer.token_ids) == CONTEXT - length and answer.finish_reason == "length"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("budget", [1, 2, 3, 10, 40])
 def test_max_tokens_is_exact(llm: LLMEngine, budget: int) -> None:
     answer = llm.generate(PROMPT, SamplingParams(temperature=0, ignore_eos=True, max_tokens=budget))
@@ -122,6 +123,7 @@ def assert_counts_only_output(stats: Stats) -> None:
     assert all(hits <= tried for hits, tried in zip(seen.accepted_at_depth, chances, strict=False))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("budget", [1, 2, 3, 7])
 def test_acceptance_is_counted_for_output_tokens_only(llm: LLMEngine, budget: int) -> None:
     """At the token limit, at a stop token within a round, and after a cut by the caller."""

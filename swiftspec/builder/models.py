@@ -294,7 +294,8 @@ class Models:
             snapshot_tokens=self.options.snapshot_tokens(plan),
         )
         rows = plan.max_nodes if side == "target" else plan.leaves_per_expansion + 1
-        pool.executor = available.joint_executor(runner, deps, plan.max_num_seqs, rows)
+        if side == "target" or self.draft_head is None:  # captured forwards do not take a head's hidden states
+            pool.executor = available.joint_executor(runner, deps, plan.max_num_seqs, rows)
         return [SequenceRunner(pool) for _ in range(plan.max_num_seqs)], deps
 
     def _scheduler(self, plan: EngineConfig, group: RankGroup | None, progress: Progress | None) -> BatchScheduler:

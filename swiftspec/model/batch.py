@@ -41,7 +41,8 @@ class Batch:
     max_kv_len: int | None = None
     chain: Chain | None = None  # on the host; None: not a chain, or unknown
     hidden: Tensor | None = None  # [rows, hidden], inputs of a draft head besides the tokens (model/draft_head.py)
-    num_logits: int | None = None  # of a block head: drafted positions with logits (model/block_head.py); None: all
+    # of the block of a block head: number of rows after the first that have logits; None: all rows have them
+    num_logits: int | None = None
     blocks: int = 1  # of equal length, one for each sequence of a guided request
 
     def __len__(self) -> int:
@@ -103,9 +104,9 @@ class HostBatch:
 
 
 def merge_batches(batches: Sequence[HostBatch]) -> HostBatch:
-    """Returns one batch with the rows of several, which have no sequence in common and no `hidden`: the rows of the
-    first batch, then those of the next one, all in one block. The `kv_len` of each batch is 0 for sequences that it
-    does not have."""
+    """Returns one batch with the rows of several, which have no sequence in common: the rows of the first batch, then
+    those of the next one, all in one block, with logits for every row. Either all batches have `hidden` or none. The
+    `kv_len` of each batch is 0 for sequences that it does not have."""
     if len(batches) == 1:
         return batches[0] if batches[0].blocks == 1 else replace(batches[0], blocks=1)
     fields = "tokens", "positions", "slots", "sequence"
@@ -114,4 +115,6 @@ def merge_batches(batches: Sequence[HostBatch]) -> HostBatch:
     # what precedes a mask is visible
     masks = [np.pad(b.mask, ((0, 0), (width - b.mask.shape[1], 0)), constant_values=True) for b in batches]
     kv_len = np.max([batch.kv_len for batch in batches], axis=0)
-    return HostBatch(tokens, positions, slots, np.concatenate(masks), sequence, kv_len)
+    states = [batch.hidden for batch in batches if batch.hidden is not None]
+    hidden = torch.cat(states) if states else None
+    return HostBatch(tokens, positions, slots, np.concatenate(masks), sequence, kv_len, hidden=hidden)

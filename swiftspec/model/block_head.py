@@ -78,7 +78,7 @@ class BlockHead(Transformer):
         stack, hidden = self.stack, self._run_layers(batch, cache)[0]
         logits = None
         if head:
-            rows = hidden[1:] if batch.num_logits is None else hidden[1 : 1 + batch.num_logits]
+            rows = hidden if batch.num_logits is None else hidden[1 : 1 + batch.num_logits]
             logits = self._ops.norm_head(rows, stack.norm, stack.head, stack.logit_multiplier, stack.logit_softcap)
         return ForwardOutput(logits, None)
 
@@ -96,13 +96,15 @@ class BlockHead(Transformer):
             keys = torch.addcmul(keys * cos, keys.roll(keys.shape[2] // 2, -1), sin)
             store = cache.kinds[kind.cache]
             for buffer, rows in ((store.k, keys), (store.v, values)):
-                buffer[layer.cache_layer, 0].index_copy_(1, batch.slots, rows.transpose(0, 1).to(buffer.dtype))
+                by_slot = buffer[layer.cache_layer].transpose(1, 2)  # [sequences, capacity, KV heads, head dim]
+                by_slot.index_put_((batch.sequence, batch.slots), rows.to(buffer.dtype))
 
     def _prepare(self, kind: PackedAttention, batch: Batch, cache: LayerCaches) -> Any:
         if self.block.causal or kind.options.window is not None:
-            rows, mask = len(batch), batch.mask.clone()
-            mask[:, -rows:].tril_()
-            batch = replace(batch, mask=mask)
+            # a row of a block attends to the earlier rows of its block, which has the last slots of its sequence
+            end = batch.kv_len.index_select(0, batch.sequence)[:, None]
+            slots = torch.arange(-batch.mask.shape[1], 0, device=end.device) + end
+            batch = replace(batch, mask=batch.mask & (slots <= batch.slots[:, None]))
         return super()._prepare(kind, batch, cache)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

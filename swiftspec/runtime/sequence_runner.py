@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -156,14 +156,22 @@ class SequenceRunner(Runner):
         """Takes a sequence for each text, filled with the longest prefix that any sequence holds. Returns the lengths
         of these prefixes."""
         self.close()
-        taken = [self.pool.take(text) for text in _reusable(texts, max_cached)]
+        taken = [self.pool.take(text) for text in self._reusable(texts, max_cached)]
         self._view.view([sequence for sequence, _ in taken])
         self._texts = [list(text) for text in texts]
         return [cached for _, cached in taken]
 
     def cached_lengths(self, texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None = None) -> list[int]:
         """As `Runner.cached_lengths`; those of a guided request are for each of its sequences alone."""
-        return [self.pool.cached_len(text) for text in _reusable(texts, max_cached)]
+        return [self.pool.cached_len(text) for text in self._reusable(texts, max_cached)]
+
+    def _reusable(self, texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None) -> list[Sequence[int]]:
+        """Returns the part of each text whose tokens, except the last one, may come from the cache."""
+        counts = [len(text) for text in texts]
+        if max_cached is not None:
+            counts = [max_cached[s] if s < len(max_cached) else 0 for s in range(len(texts))]
+        most = self.max_cached_tokens
+        return [text[: 1 + (count if most is None else min(count, most))] for text, count in zip(texts, counts)]
 
     def open(
         self, tokens: Sequence[int], guidance: Guidance | None = None, max_cached: Sequence[int] | None = None
@@ -201,6 +209,8 @@ class SequenceRunner(Runner):
         self._prefilling = False
 
     def run(self, batch: HostBatch, *, head: bool = True) -> ForwardOutput:
+        if self.input_hidden is not None and batch.chain is not None:
+            batch = replace(batch, hidden=self.input_hidden(batch))
         priority = PREFILL if self._prefilling else self.pool.priority
         output = self.run_call(ForwardCall(self.pool.executor, batch, head, priority))
         self.hidden = output.hidden
@@ -251,17 +261,16 @@ class ForwardCall:
             output = runner.run(batch, head=self.head)
         else:
             output = ForwardOutput(self.executor.forward(batch), runner.hidden)
+        if not others:
+            self.result = output
+            return
         start = 0
         for call in calls:
-            rows = slice(start, start := start + len(call.batch))
-            call.result = ForwardOutput(*(None if part is None else part[rows] for part in output))
-
-
-def _reusable(texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None) -> list[Sequence[int]]:
-    """Returns the part of each text whose tokens, except the last one, may come from the cache."""
-    if max_cached is None:
-        return list(texts)
-    return [text[: 1 + (max_cached[s] if s < len(max_cached) else 0)] for s, text in enumerate(texts)]
+            rows, drafted = slice(start, start := start + len(call.batch)), call.batch.num_logits
+            logits, hidden = (None if part is None else part[rows] for part in output)
+            if logits is not None and drafted is not None:
+                logits = logits[1 : 1 + drafted]
+            call.result = ForwardOutput(logits, hidden)
 
 
 @dataclass(eq=False, slots=True)

@@ -111,7 +111,7 @@ def assert_idle(llm: LLMEngine) -> None:
         assert pool.num_free == llm.max_num_seqs, "a sequence was not given back"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "dtype", "draft", "counts"),
     [

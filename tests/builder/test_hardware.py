@@ -57,6 +57,7 @@ def test_the_context_fits_the_memory_of_the_machine(
     assert LLMEngine(target, draft, EngineConfig("serial"), **options).max_model_len == 2048
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("dtype", "draft"), [("auto", DEMO_DIR / "draft"), ("auto", None), ("float16", None)], ids=["pair", "alone", "fp16"]
 )

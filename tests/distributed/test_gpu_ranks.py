@@ -88,6 +88,7 @@ def test_every_rank_uses_its_own_gpu(
     assert {*gpus.events} == alone & {0}, "the tokens of a captured verification"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("failed", range(4))
 def test_a_failed_capture_ends_the_start_in_one_line(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, failed: int

@@ -83,7 +83,7 @@ def states_of(target: Path) -> Tensor:
     return hidden
 
 
-def run(head: DraftHead | BlockHead, states: Tensor, ops: Any = reference, depth: int | None = None) -> Tensor:
+def run(head: DraftHead | BlockHead, states: Tensor, ops: Any = reference, depth: int = SIZE - 1) -> Tensor:
     """The logits of a block after the verified positions, which are written in two forwards."""
     rows, cache = head.project(states), new_cache(head, ops, 64)
     for first, last in ((0, 4), (4, len(rows))):
@@ -245,7 +245,6 @@ def test_what_does_not_fit_is_refused(
     [
         ({"mode": "async"}, "not supported in mode async"), ({"mode": "smc"}, "not supported in mode smc"),
         ({"verify": "reject"}, "not supported with verify reject"),
-        ({"max_num_seqs": 2}, "not supported with max_num_seqs above 1"),
     ],
 )  # fmt: skip
 def test_configurations_without_draft_heads(

@@ -107,7 +107,7 @@ def check_cache(target: Path, llm: LLMEngine, text: Sequence[int], ids: tuple[in
         torch.testing.assert_close(mine[:, 0, :, :count], theirs[:, 0, :, :count], rtol=0, atol=1e-9)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("window", "name"), fast_first(product((None, 6), REQUESTS), len(REQUESTS) + 1, unpack=True))
 def test_the_text_equals_plain_decoding(tmp_path: Path, pair: tuple[Path, Path], name: str, window: int | None) -> None:
     target, head = pair

@@ -250,7 +250,6 @@ def test_native_operators(tmp_path: Path, dtype: torch.dtype) -> None:
     [
         (EngineConfig("async", draft_tp=1), "is not supported in mode async; use mode serial"),
         (EngineConfig("serial", verify="reject"), "is not supported with verify reject"),
-        (EngineConfig("serial", max_num_seqs=2), "is not supported with max_num_seqs above 1"),
         (EngineConfig("smc"), "is not supported in mode smc"),
     ],
 )

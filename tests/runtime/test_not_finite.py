@@ -93,6 +93,7 @@ def test_logits_that_are_not_finite_end_only_that_request(
     one_fails_the_next_is_sound(damaged, sound, request_)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("exact", [0, 2])
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_logits_that_are_not_finite_end_a_population(models: Path, exact: int, side: str) -> None:

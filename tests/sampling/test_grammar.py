@@ -135,7 +135,7 @@ def make(pair: tuple[Path, Path], kind: str) -> LLMEngine:
     return llm
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "name"), fast_first(CASES, len(CASES) // 2, unpack=True))
 def test_the_text_equals_autoregressive_decoding_and_parses(
     pair: tuple[Path, Path], plain: LLMEngine, tokenizer: Tokenizer, kind: str, name: str

@@ -50,6 +50,7 @@ def answers(worker: BatchScheduler, *shapes: dict[str, Any]) -> list[GroupResult
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("exact", [0, 2])
 def test_graphs_captured_ahead_serve_usual_requests(exact: int) -> None:
     graphs = GraphCache(Recorder())

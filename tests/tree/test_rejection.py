@@ -152,6 +152,7 @@ def walk(proposal: Proposal, logits: torch.Tensor, sampling: SamplingParams, gro
     return found.tokens, list(found.overlaps)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sampling", PARAMS, ids=range(len(PARAMS)))
 def test_every_rank_of_a_group_equals_one_rank(sampling: SamplingParams) -> None:
     for seed, size in itertools.product(range(6), (2, 3)):

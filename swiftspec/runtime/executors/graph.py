@@ -169,6 +169,10 @@ class GraphCache:
             self._complete.clear()
             self._bound = ref(buffer)
 
+    def evict(self, name: Hashable) -> None:
+        """Drops the graph set `name`, if it exists."""
+        self._graph_sets.pop(name, None)
+
     def mark_complete(self, name: Hashable) -> None:
         """Declares that the graph set `name` contains graphs for all shapes: a smaller batch than the captured ones is
         padded from now on, and not captured."""

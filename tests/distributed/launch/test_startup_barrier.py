@@ -187,6 +187,7 @@ def test_different_world_sizes_are_reported(sizes: tuple[int, ...]) -> None:
         assert all(f"rank 1 was started with WORLD_SIZE {sizes[1]}, rank 0 with" in line for line in found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "words", [b"", b"\xff", b"[1]", b"[" * 10**5, b'{"settings": 3, "files": [1]}', b'{"refused": [1]}']
 )

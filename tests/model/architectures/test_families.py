@@ -113,6 +113,7 @@ def new_cache(model: Transformer, ops: Any, capacity: int = CAPACITY) -> ModelCa
     return ModelCache(kv, further=further, delta=delta)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_logits_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
     want = expected(make_checkpoint(tmp_path, family=family, dtype=torch.float64), TOKENS)

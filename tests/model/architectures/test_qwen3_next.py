@@ -116,6 +116,7 @@ def test_the_order_of_rows_is_that_of_qwen3_5(tmp_path: Path) -> None:
     assert layer.delta.rates(one)[0].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["awq", "pack-quantized"])
 @pytest.mark.parametrize("key_dim", [8, 4], ids=["whole words", "parts of words"])
 def test_int4_projections(tmp_path: Path, layout: str, key_dim: int) -> None:

@@ -100,7 +100,7 @@ def test_a_few_shapes_cover_all_numbers_of_rows() -> None:
     assert capture.captures == len(CAPTURED_ROWS) + 1
 
 
-def test_graphs_are_dropped_with_their_buffer() -> None:
+def test_graphs_are_dropped_with_their_buffer_or_their_set() -> None:
     graphs, buffers = GraphCache(Rerun()), [torch.zeros(3), torch.zeros(3)]
 
     def captured(name: int, buffer: int = 0) -> int:
@@ -111,7 +111,8 @@ def test_graphs_are_dropped_with_their_buffer() -> None:
 
     assert [captured(0), captured(1), captured(0), captured(1)] == [1, 1, 0, 0]
     assert captured(0, 1) == 1, "graphs know the buffer by its address"
-    assert captured(0, 1) == 0
+    graphs.evict(0)
+    assert captured(0, 1) == 1 and captured(0, 1) == 0
 
 
 def test_a_complete_graph_set_pads_smaller_batches() -> None:

@@ -58,6 +58,7 @@ def client(writer: Player, harmony_url: str) -> Iterator[httpx.Client]:
         yield made
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("path", PATHS)
 def test_channels_in_each_endpoint(writer: Player, client: httpx.Client, path: str) -> None:
     answers = []

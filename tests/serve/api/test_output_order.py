@@ -122,6 +122,7 @@ ORDERS: list[list[Part]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, TEXT])
 def test_rounds_do_not_change_an_answer(thinker: Player, thinking_client: httpx.Client, path: str) -> None:
     for text, order in zip(TEXTS, ORDERS):
