@@ -30,7 +30,7 @@ from swiftspec.builder.load_options import LoadOptions
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.control_socket import SupervisorClient, encode_first_message
-from swiftspec.distributed.launch.supervision import SupervisorLink
+from swiftspec.distributed.launch.supervisor_link import SupervisorLink
 from swiftspec.distributed.launch.world import World, join_world
 from swiftspec.distributed.transport.shm import ShmTransport
 from swiftspec.llm_engine import LLMEngine, serve_rank

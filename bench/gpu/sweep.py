@@ -25,9 +25,9 @@ from swiftspec.builder.rules import resolve_config
 from swiftspec.control.step_times import GREEDY
 from swiftspec.distributed.launch.world import join_world
 from swiftspec.errors import UserError
-from swiftspec.lab import results, trials
+from swiftspec.lab import results, sweep_runs
 from swiftspec.lab.sweep import Sweep
-from swiftspec.lab.trials import USUAL, SweepRequest
+from swiftspec.lab.sweep_runs import USUAL, SweepRequest
 from swiftspec.lab.worker_pool import Pair, RankPool
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
@@ -55,8 +55,8 @@ class PrintedProgress:
 def request_of(args: argparse.Namespace, pair: Pair, ranks: int) -> SweepRequest:
     """Returns what the sweep measures on `ranks` ranks."""
     configs = read_config(pair.target), read_config(pair.draft)
-    pairs = trials.splits("all", ranks, *configs)[0] if ranks > 1 else [(1, 0)] if args.device == "cuda" else []
-    whole = all(trials.shard_error(config, ranks) is None for config in configs)
+    pairs = sweep_runs.splits("all", ranks, *configs)[0] if ranks > 1 else [(1, 0)] if args.device == "cuda" else []
+    whole = all(sweep_runs.shard_error(config, ranks) is None for config in configs)
     modes = ["ar", "serial", *(["async"] if pairs else [])]
     w = resolve_config(USUAL, pair.draft, args.device).leaves_per_expansion
     base = "unfused" if args.device == "cuda" else "reference"

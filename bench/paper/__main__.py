@@ -50,7 +50,7 @@ from swiftspec.control.step_times import GREEDY
 from swiftspec.distributed.launch.world import World, join_world
 from swiftspec.errors import UserError
 from swiftspec.lab.profile import encode_prompts, seconds
-from swiftspec.lab.trials import shard_error, splits
+from swiftspec.lab.sweep_runs import shard_error, splits
 from swiftspec.lab.worker_pool import Pair, RankPool
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams

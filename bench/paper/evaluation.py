@@ -28,7 +28,7 @@ from bench.paper.systems import (
 from swiftspec.errors import UserError
 from swiftspec.lab import measurement
 from swiftspec.lab.measurement import OutOfTime
-from swiftspec.lab.trials import BATCHES, SERIAL_STEPS, depths
+from swiftspec.lab.sweep_runs import BATCHES, SERIAL_STEPS, depths
 from swiftspec.lab.worker_pool import EngineBuild, Ops, RankPool
 from swiftspec.params import SamplingParams
 

@@ -39,7 +39,7 @@ from bench.paper.systems import (
     split_name,
     split_step_times,
 )
-from swiftspec.lab.trials import BATCHES
+from swiftspec.lab.sweep_runs import BATCHES
 from swiftspec.profiles.emulation import paper_figures
 
 DATASETS = {"alpaca": "ALP", "gsm8k": "GSM", "humaneval": "HE", "mtbench": "MT", "nq": "QA", "cnndm": "SUM"}  # Table 6

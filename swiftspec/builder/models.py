@@ -19,6 +19,7 @@ from swiftspec.builder.load_options import Side, select_operators
 from swiftspec.builder.plan import Plan, rank_count
 from swiftspec.builder.verdict_file import VerdictRecord
 from swiftspec.config import EngineConfig
+from swiftspec.control.draft_budget import DraftBudgets, StoredBudgets
 from swiftspec.control.measurement_file import M, MeasurementFile
 from swiftspec.control.row_times import (
     PairTimes,
@@ -27,7 +28,6 @@ from swiftspec.control.row_times import (
     measure_target_times,
     one_row_seconds,
 )
-from swiftspec.control.trial_budget import StoredBudgets, TrialBudgets
 from swiftspec.distributed.collectives.join import RankGroup
 from swiftspec.file_io import one_line
 from swiftspec.model.checkpoint_files import Progress
@@ -233,16 +233,16 @@ class Models:
             file.write(measured)
         return measured or times
 
-    def trial_budgets(self, plan: EngineConfig) -> StoredBudgets:
+    def draft_budgets(self, plan: EngineConfig) -> StoredBudgets:
         """Returns what the draft has gained in earlier starts, by kind of request."""
-        return StoredBudgets.read(self._measurement_file(plan, TrialBudgets) if plan.self_switch else None)
+        return StoredBudgets.read(self._measurement_file(plan, DraftBudgets) if plan.self_switch else None)
 
     def _measurement_file(self, plan: EngineConfig, kind: type[M]) -> MeasurementFile[M] | None:
         """Returns the file of a measurement, in the folder of packed weights; None if these are not stored."""
         if self.cache is None:
             return None
         facts = self.options.measurement_facts(plan)
-        if kind is TrialBudgets:
+        if kind is DraftBudgets:
             facts |= {"drafter": plan.drafter, "mode": plan.mode, "device": str(self.options.device)}
         return MeasurementFile.of(self.cache.folder, facts, kind)
 

@@ -19,7 +19,7 @@ from swiftspec.distributed.group.concurrent_requests import FollowerRequests
 from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
 from swiftspec.distributed.group.leader import FollowerGroup, LeaderDrafter, run_follower, wait_for_shutdown
 from swiftspec.distributed.launch.config_check import RankConfig, RankRole, check_consistent, report_startup_error
-from swiftspec.distributed.launch.supervision import Heartbeat, RankTable
+from swiftspec.distributed.launch.supervisor_link import Heartbeat, RankTable
 from swiftspec.distributed.launch.world import World, cores_near_gpu, pin_to_cores
 from swiftspec.distributed.remote.failover import DraftGroupRecovery, Reconnector
 from swiftspec.distributed.remote.served_roles import DraftTraceSender

@@ -18,9 +18,9 @@ from swiftspec.builder.rules import Choices, resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter
 from swiftspec.distributed.remote.failover import Reconnector, RemoteDraft
+from swiftspec.distributed.remote.remote_verifier import RemoteVerifier
 from swiftspec.distributed.remote.server_link import ServerLink, read_tokenizer
 from swiftspec.distributed.remote.session_messages import ModelIdentity, ModelInfo, SessionStart
-from swiftspec.distributed.remote.verifier import RemoteVerifier
 from swiftspec.distributed.transport.grpc.client import GrpcConnection
 from swiftspec.distributed.transport.grpc.endpoint import DRAFT_SERVICE, TARGET_SERVICE
 from swiftspec.distributed.transport.request_state import ModelLimits, RequestState

@@ -283,7 +283,7 @@ def _trees(
         times = None if pair_times is None else pair_times.target
     if times is not None:
         budget.row_seconds = times.at
-    budgets = models.trial_budgets(config) if rank is None else None
+    budgets = models.draft_budgets(config) if rank is None else None
     stats = SharedStats(config, pair_times, budgets, lambda: calls.num_requests)
     decodings = list[TreeDecoding]()
     for parts in roles:
@@ -435,7 +435,7 @@ def _wrapper_inputs(
         if measure and draft is not None and stats is None:
             times = models.row_times(config, target, draft)
         if measure and parts.remote is None and stats is None:
-            budgets = models.trial_budgets(config)
+            budgets = models.draft_budgets(config)
         if config.grafts_suffix or (draft is not None and config.verify == "match"):
             target_times = None if times is None else times.target
             inputs = DrafterInputs(config, _model_limits(models, config), target_times=target_times, lookup=lookup)

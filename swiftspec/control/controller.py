@@ -11,9 +11,9 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from swiftspec.control import policy
+from swiftspec.control.draft_budget import GREEDY, kind_of
 from swiftspec.control.round_stats import Decision, RoundSample, RoundStats
 from swiftspec.control.step_times import SteppedDrafter
-from swiftspec.control.trial_budget import GREEDY, kind_of
 from swiftspec.messages import Proposal, RequestStart, VerifyResult, merge_results
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import DrafterWrapper, NoDrafter
@@ -86,7 +86,7 @@ class Controller(DrafterWrapper[SteppedDrafter]):
         keep_budget: Callable[[str], None] = lambda kind: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`stats_of`: returns the measurements of a kind of request (`trial_budget.kind_of`), which may change from
+        """`stats_of`: returns the measurements of a kind of request (`draft_budget.kind_of`), which may change from
         round to round (`SharedStats.of`). `suffix`: suffix lookup to add; it is the spare of the drafter that surrounds
         this one, which opens it and sends it the results. `keep_budget`: stores the budget of a kind, called at the end
         of a request. `clock`: returns the time in seconds."""
@@ -124,7 +124,7 @@ class Controller(DrafterWrapper[SteppedDrafter]):
 
     def _open_drafter(self, *, at_open: bool) -> None:
         """Opens the request on the inner drafter, which prefills the prompt, unless that was done before. `at_open`:
-        see `TrialBudget.charge_prefill`."""
+        see `DraftBudget.charge_prefill`."""
         if self._unopened is None:
             return
         start, self._unopened = self._unopened, None

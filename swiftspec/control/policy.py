@@ -1,7 +1,7 @@
 """Adaptive speculation policy: chooses d, bs and whether the draft is used, from measurements of recent rounds.
 
 `decide` compares shapes (d, bs) by predicted tokens per second; whether the draft is used follows from its budget
-(trial_budget.py). It is a pure function of the measurements. Its decisions do not change the output; with verify reject
+(draft_budget.py). It is a pure function of the measurements. Its decisions do not change the output; with verify reject
 they change the sampled text, but not its distribution.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from swiftspec.config import MAX_MEASURED_DRAFT_STEPS, EngineConfig
 from swiftspec.control.cost_model import CostModel
+from swiftspec.control.draft_budget import STOPPED, DraftBudget
 from swiftspec.control.round_stats import NO_SPECULATION, PROBE_ROUNDS, WINDOW_ROUNDS, Decision, RoundStats
 from swiftspec.control.row_times import PairTimes
-from swiftspec.control.trial_budget import STOPPED, TrialBudget
 
 DECISION_INTERVAL_ROUNDS = 8  # rounds from one decision to the next; a decision takes about 0.1 ms
 REFRESH_ROUNDS = 512  # rounds after which the time of an autoregressive round is measured again
@@ -30,7 +30,7 @@ MIN_CANDIDATE_SHARE = 0.85
 MAX_RAISE_STEPS = 2  # largest increase of d per decision, because the acceptance at new depths is an estimate
 
 
-def initial_stats(config: EngineConfig, row_times: PairTimes | None, budget: TrialBudget | None = None) -> RoundStats:
+def initial_stats(config: EngineConfig, row_times: PairTimes | None, budget: DraftBudget | None = None) -> RoundStats:
     """Returns the measurements before the first round. `budget`: that of an earlier start; None: there was none.
 
     With row times, d and bs are those with the most tokens per second at a typical acceptance rate, as far as they are
@@ -50,7 +50,7 @@ def initial_stats(config: EngineConfig, row_times: PairTimes | None, budget: Tri
         if config.adapt_steps:
             m.steps, m.nodes = _most_promising(promises)
         if promises.get((m.steps, m.nodes), 0.0) * row_times.target.at(1) < 1:  # an autoregressive round has one token
-            m.budget = TrialBudget(0.0, STOPPED)
+            m.budget = DraftBudget(0.0, STOPPED)
     if budget is not None:
         m.budget = budget
     m.speculating = not (config.self_switch and m.budget.spent)

@@ -8,8 +8,8 @@ from statistics import median
 from typing import NamedTuple
 
 from swiftspec.config import EngineConfig
+from swiftspec.control.draft_budget import DraftBudget
 from swiftspec.control.row_times import PairTimes
-from swiftspec.control.trial_budget import TrialBudget
 
 WINDOW_ROUNDS = 16  # speculative rounds that a decision is based on
 PROBE_ROUNDS = 4  # autoregressive rounds of a probe
@@ -62,7 +62,7 @@ class RoundStats:
     )  # seconds of recent autoregressive rounds
     ar_age: int = 0  # rounds measured since the last autoregressive round
     verify_times: dict[int, float] = field(default_factory=dict)  # latest measured seconds of a verification, by bs
-    budget: TrialBudget = field(default_factory=TrialBudget)  # of the rounds with the draft
+    budget: DraftBudget = field(default_factory=DraftBudget)  # of the rounds with the draft
     raised: bool = False  # whether the last change of the shape increased d or bs
     raise_cooldown: int = 0  # rounds until d and bs may be increased again; not positive: they may
 

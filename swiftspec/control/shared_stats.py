@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from swiftspec.config import EngineConfig
+from swiftspec.control.draft_budget import StoredBudgets
 from swiftspec.control.policy import initial_stats
 from swiftspec.control.round_stats import RoundStats
 from swiftspec.control.row_times import PairTimes
-from swiftspec.control.trial_budget import StoredBudgets
 
 
 class SharedStats:
@@ -33,7 +33,7 @@ class SharedStats:
         self._made = dict[tuple[str, int], RoundStats]()
 
     def of(self, kind: str) -> RoundStats:
-        """Returns the measurements of a kind of request (`trial_budget.kind_of`) in the present company."""
+        """Returns the measurements of a kind of request (`draft_budget.kind_of`) in the present company."""
         count = self._num_requests()
         found = self._made.get((kind, count))
         if found is None:

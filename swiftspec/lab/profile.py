@@ -27,7 +27,7 @@ from swiftspec.settings.flags import SETTINGS
 if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World
     from swiftspec.lab.sweep import Sweep
-    from swiftspec.lab.trials import SweepRequest
+    from swiftspec.lab.sweep_runs import SweepRequest
     from swiftspec.lab.worker_pool import Pair
     from swiftspec.settings.settings import Settings
     from swiftspec.startup.model_resolution import ResolvedModels
@@ -156,8 +156,8 @@ def _request(
     """Returns what the flags ask to measure."""
     from swiftspec.builder.hardware import resolve_device
     from swiftspec.control.step_times import GREEDY
-    from swiftspec.lab import trials
-    from swiftspec.lab.trials import USUAL, SweepRequest
+    from swiftspec.lab import sweep_runs
+    from swiftspec.lab.sweep_runs import USUAL, SweepRequest
     from swiftspec.startup.model_resolution import generation_defaults
 
     for name in ("limit", "max_tokens", "repeats"):
@@ -167,11 +167,11 @@ def _request(
         raise UserError("--splits requires several ranks: start it with torchrun --standalone --nproc-per-node N")
     device = resolve_device(settings.device).type
     configs = read_config(pair.target), read_config(pair.draft)
-    pairs, reasons = trials.splits(args.splits, ranks, *configs) if ranks > 1 else ([], [])
+    pairs, reasons = sweep_runs.splits(args.splits, ranks, *configs) if ranks > 1 else ([], [])
     for reason in reasons:
         print(f"swiftspec: skipped split {reason}", file=sys.stderr)
-    whole = all(trials.shard_error(config, ranks) is None for config in configs)
-    modes = trials.check_modes(args.modes)
+    whole = all(sweep_runs.shard_error(config, ranks) is None for config in configs)
+    modes = sweep_runs.check_modes(args.modes)
     if "async" in modes and ranks == 1 and device == "cuda":
         pairs = [(1, 0)]  # both models on one GPU
     elif "async" in modes and ranks == 1:

@@ -15,9 +15,9 @@ from swiftspec import file_io
 from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import CONTEXT_TOKENS, VERIFICATIONS_PER_PREFILL
 from swiftspec.errors import UserError
-from swiftspec.lab import calibration, measurement, round_costs, trials
+from swiftspec.lab import calibration, measurement, round_costs, sweep_runs
 from swiftspec.lab.round_costs import Trace
-from swiftspec.lab.trials import SweepRequest, Trial
+from swiftspec.lab.sweep_runs import SweepRequest, Trial
 from swiftspec.lab.worker_pool import EngineBuild, RankPool
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
@@ -28,7 +28,7 @@ STEP_REPEATS = 9
 TIMELINE_ROUNDS = 6  # rounds of the best asynchronous run whose timeline is stored
 WARM_UP_TOKENS = 16
 # tokens of the requests that measure step times (control/step_times.py)
-MEASURED_CONTEXT = CONTEXT_TOKENS + VERIFICATIONS_PER_PREFILL * max(*trials.BATCHES, *trials.ROWS) + 2
+MEASURED_CONTEXT = CONTEXT_TOKENS + VERIFICATIONS_PER_PREFILL * max(*sweep_runs.BATCHES, *sweep_runs.ROWS) + 2
 
 
 class SweepDisplay(Protocol):
@@ -91,7 +91,7 @@ class Sweep:
 
         Raises UserError if no run could be measured.
         """
-        contest = trials.initial_trials(self._request, self._pool.ranks)
+        contest = sweep_runs.initial_trials(self._request, self._pool.ranks)
         try:
             for repeat in range(self._request.repeats):
                 for trial in contest:
@@ -101,10 +101,10 @@ class Sweep:
             self._rounds()
             self._step_times()
             self._run_variations(self._variations)
-            self._run_variations(lambda: self._of_winner(trials.leaf_trials))
+            self._run_variations(lambda: self._of_winner(sweep_runs.leaf_trials))
             self._run_variations(lambda: self._of_winner(self._calibrated))
-            self._run_variations(lambda: trials.ablation(self.profile["runs"], self._request.base_ops))
-            self._run_variations(lambda: trials.populations(self.profile["runs"]))
+            self._run_variations(lambda: sweep_runs.ablation(self.profile["runs"], self._request.base_ops))
+            self._run_variations(lambda: sweep_runs.populations(self.profile["runs"]))
         except measurement.OutOfTime:
             self.profile["stopped"] = f"the budget of {self._request.budget:g} s is spent; raise it with --budget"
             self._show.note(self.profile["stopped"])
@@ -152,7 +152,7 @@ class Sweep:
     def _variations(self) -> list[Trial]:
         first = {**self.profile, "runs": [run for run in self.profile["runs"] if not run["variation"]]}
         winner = store.best_run(first)
-        return [] if winner is None else trials.variations(winner["plan"])
+        return [] if winner is None else sweep_runs.variations(winner["plan"])
 
     def _of_winner(self, make: Callable[[Json], list[Trial]]) -> list[Trial]:
         """Returns the trials that `make` derives from the plan of the fastest run so far."""
@@ -162,12 +162,12 @@ class Sweep:
     def _calibrated(self, plan: Json) -> list[Trial]:
         """Returns the trial of the fastest plan, `plan`, with the calibration that fits its rounds. Returns none if the
         plan has no draft tree, or if the rounds are too few."""
-        if plan["mode"] not in trials.TREE_MODES:
+        if plan["mode"] not in sweep_runs.TREE_MODES:
             return []
         self._step(f"calibration of {store.plan_title(plan)}")
-        recorded = self._traced(trials.calibration_trial(plan, calibration.RECORDED_CALIBRATION), plan)
+        recorded = self._traced(sweep_runs.calibration_trial(plan, calibration.RECORDED_CALIBRATION), plan)
         fitted = calibration.fit_calibration(recorded.rounds)
-        return [] if fitted is None else [trials.calibration_trial(plan, fitted)]
+        return [] if fitted is None else [sweep_runs.calibration_trial(plan, fitted)]
 
     def _decode(self, trial: Trial, steps: tuple[int | None, ...], variation: bool) -> None:
         """Builds the engine of a trial, decodes the prompts at each d and adds the speeds to the profile.
@@ -184,7 +184,7 @@ class Sweep:
                 times = None
                 if trial.mode == "async" and trial.draft_tp > 0:
                     times = measurement.phase_times(llm)
-                    steps = trials.depths(*times) if not known else steps
+                    steps = sweep_runs.depths(*times) if not known else steps
                 self._decode_prompts(llm, self._request.prompts[:1], WARM_UP_TOKENS)
                 for d in steps:
                     self._entry(trial, d, variation)  # so that a resumed sweep finds the d that are missing
@@ -249,7 +249,7 @@ class Sweep:
 
     def _drop(self) -> None:
         """Marks the runs that are too slow as dropped, so that they are not repeated."""
-        for index in trials.dominated_runs(self.profile["runs"]):
+        for index in sweep_runs.dominated_runs(self.profile["runs"]):
             run = self.profile["runs"][index]
             if not run["dropped"] and not run["variation"]:
                 run["dropped"] = "much slower than the fastest run"
@@ -269,10 +269,10 @@ class Sweep:
 
     def _step_times_of(self, side: str, tp: int) -> None:
         """Measures the step times of a model on `tp` ranks."""
-        plan = EngineConfig("ar", verify_batch=max(trials.ROWS), target_tp=tp)
+        plan = EngineConfig("ar", verify_batch=max(sweep_runs.ROWS), target_tp=tp)
         with self._pool.engine(EngineBuild(plan, alone=side)) as llm:
             verifier, room = measurement.tree_roles(llm).verifier, llm.max_model_len - 1
-            for rows in trials.ROWS:
+            for rows in sweep_runs.ROWS:
                 seconds = list(measurement.step_times(verifier, rows, room, STEP_REPEATS))
                 self.profile["steps"].append({"side": side, "tp": tp, "rows": rows, "seconds": seconds})
 
@@ -346,12 +346,12 @@ class Sweep:
 
     def _total(self) -> int:
         """Estimates the number of measurements, since the variations and dropped runs are not known in advance."""
-        contest = trials.initial_trials(self._request, self._pool.ranks)
-        alone = 2 * self._pool.ranks + len(trials.BATCHES) * 4 + len(trials.BATCHES) + 2
+        contest = sweep_runs.initial_trials(self._request, self._pool.ranks)
+        alone = 2 * self._pool.ranks + len(sweep_runs.BATCHES) * 4 + len(sweep_runs.BATCHES) + 2
         return len(contest) * self._request.repeats + alone + self._populations()
 
     def _populations(self) -> int:
-        return sum(map(len, trials.PARTICLES.values())) if "smc" in self._request.modes else 0
+        return sum(map(len, sweep_runs.PARTICLES.values())) if "smc" in self._request.modes else 0
 
     def _deadline(self) -> float:
         return self._began + self._request.budget
@@ -386,23 +386,23 @@ def describe_sampling(sampling: SamplingParams) -> str:
     if sampling.greedy:
         return "greedy"
     default = SamplingParams()
-    names = (name for name in trials.SAMPLING_FIELDS if getattr(sampling, name) != getattr(default, name))
+    names = (name for name in sweep_runs.SAMPLING_FIELDS if getattr(sampling, name) != getattr(default, name))
     changed = ", ".join(f"{name} {getattr(sampling, name):g}" for name in names)
     return f"sampled with {changed or 'temperature 1'}"
 
 
 def describe_trials(request: SweepRequest, ranks: int) -> Sequence[str]:
     """Returns lines that describe the measurements of a sweep, for --dry-run. `ranks`: number of ranks of the job."""
-    contest = trials.initial_trials(request, ranks)
+    contest = sweep_runs.initial_trials(request, ranks)
     lines = []
     for trial in contest:
         measured = trial.mode == "async" and not trial.steps
         d = "d measured" if measured else f"d in {', '.join(map(str, trial.steps))}" if trial.steps else ""
         lines.append(f"{store.plan_title(trial.row(None))} {d}".rstrip())
-    rows = f"{trials.ROWS[0]}..{trials.ROWS[-1]}"
+    rows = f"{sweep_runs.ROWS[0]}..{sweep_runs.ROWS[-1]}"
     lines.append(f"step times of both models on 1..{ranks} ranks, {rows} rows")
     lines.append("the winner with other bs or w, and with the calibration that fits its rounds")
     lines.append(f"the best serial and async runs with {request.base_ops} operators")
     lines.append(f"{len(request.prompts)} prompts, each {' and '.join(map(describe_sampling, request.samplings))}")
-    several = [f"{name} in {', '.join(map(str, values))}" for name, values in trials.PARTICLES.items()]
+    several = [f"{name} in {', '.join(map(str, values))}" for name, values in sweep_runs.PARTICLES.items()]
     return [*lines, *(["smc with one changed at a time: " + "; ".join(several)] if "smc" in request.modes else [])]

@@ -4,7 +4,7 @@ The states of the last request stay in the live cache at no cost. When a new req
 them, they are copied into the prefix cache, which has a budget in tokens and evicts the least recently used entry
 first. Entries are matched by their tokens. The contents follow from the requests and their results alone, so all ranks
 of a group hold the same entries, and the leader sends the number of cached tokens with each request. Several
-requests at a time (batches, mode smc) have cache/prefix_reuse.py instead.
+requests at a time (batches, mode smc) have cache/sequence_prefixes.py instead.
 
 Delta layers do not keep a state for every token. The caches of hybrids therefore take snapshots where later texts are
 likely to branch off: at the end of each prompt, and where a prompt first differs from an earlier text.

@@ -21,7 +21,7 @@ from swiftspec.cache.prefix_cache import (
     TokenText,
     common_prefix_len,
 )
-from swiftspec.cache.prefix_reuse import SequencePrefixes
+from swiftspec.cache.sequence_prefixes import SequencePrefixes
 from swiftspec.model.batch import ForwardOutput, HostBatch, Ints, merge_batches
 from swiftspec.runtime.coroutines import PREFILL, READ, CallQueue
 from swiftspec.runtime.executors.eager import EagerExecutor

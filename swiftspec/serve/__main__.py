@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from swiftspec.distributed.launch.launcher import LaunchedRank, launched, own_rank
-from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST, JobEnded
+from swiftspec.distributed.launch.launched_rank import LaunchedRank, launched, own_rank
+from swiftspec.distributed.launch.supervisor_link import EXIT_PEER_LOST, JobEnded
 from swiftspec.errors import RankLost, UserError
 from swiftspec.signals import SIGNAL_GRACE_S, TERMINATION_SIGNALS, TerminationGuard, ignore_signals
 from swiftspec.stdio import command_streams, warn
@@ -24,7 +24,7 @@ from swiftspec.stdio import command_streams, warn
 if TYPE_CHECKING:
     from swiftspec.cli.arguments import ParsedCommand
     from swiftspec.distributed.launch.control_socket import SupervisorClient
-    from swiftspec.distributed.launch.supervision import SupervisorLink
+    from swiftspec.distributed.launch.supervisor_link import SupervisorLink
     from swiftspec.distributed.launch.world import World
 
 

@@ -20,7 +20,7 @@ from swiftspec.serve.link.engine_client import EngineClient
 from swiftspec.serve.metrics.prometheus import PrometheusMetrics, metrics_router
 from swiftspec.serve.metrics.request_metrics import InstrumentedEngine, RequestRecord
 from swiftspec.serve.middleware.request_id import UnexpectedErrorMiddleware
-from swiftspec.serve.openai import chat, completions, render, responses, stored_responses
+from swiftspec.serve.openai import chat, completions, render, responses, stored_response_routes
 from swiftspec.serve.openai.response_store import ResponseStore
 from swiftspec.serve.page_routes import page_routes
 from swiftspec.text.codec import TextCodec, may_have_template
@@ -95,7 +95,7 @@ def create_app(
         app.include_router(create_router(context))
     store = ResponseStore()
     app.include_router(responses.responses_router(context, store))
-    app.include_router(stored_responses.stored_responses_router(store))
+    app.include_router(stored_response_routes.stored_responses_router(store))
     app.include_router(events.trace_events_router(engine.events, codec, keep_alive_s))
     app.include_router(metrics_router(metrics))
     app.router.routes.extend(page_routes())

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from swiftspec.distributed.launch.job_link import job_link
-from swiftspec.distributed.launch.launcher import LaunchedRank
+from swiftspec.distributed.launch.launched_rank import LaunchedRank
 from swiftspec.distributed.launch.supervised_process import Program
 from swiftspec.distributed.launch.supervisor import Supervisor
 

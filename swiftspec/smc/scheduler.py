@@ -20,7 +20,7 @@ from contextlib import suppress
 import numpy as np
 
 from swiftspec.cache.prefix_cache import TokenText, common_prefix_len
-from swiftspec.cache.prefix_reuse import SequencePrefixes
+from swiftspec.cache.sequence_prefixes import SequencePrefixes
 from swiftspec.config import PopulationConfig
 from swiftspec.errors import NonFiniteLogits
 from swiftspec.messages import RequestStart

@@ -60,7 +60,7 @@ def requests_of(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
 def test_requests_decoded_together_equal_each_alone(pair: Pair, plan: dict[str, Any], dtype: torch.dtype) -> None:
     """The second time prompts are found in the cache."""
     prompts, sampling = requests_of(8)
-    options = OPTIONS | {"dtype": dtype}
+    options: dict[str, Any] = OPTIONS | {"dtype": dtype}
     alone = LLMEngine(pair[0], config=EngineConfig("ar"), **options)
     plain = [replace(each, verify_batch=None, draft_steps=None) for each in sampling]
     wanted = [read(alone, [prompt], [each])[0][0] for prompt, each in zip(prompts, plain, strict=True)]

@@ -13,7 +13,7 @@ from swiftspec.builder import ranks
 from swiftspec.builder.ranks import Rank
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import RankRole
-from swiftspec.distributed.launch.supervision import Heartbeat, RankTable
+from swiftspec.distributed.launch.supervisor_link import Heartbeat, RankTable
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.transport.request_state import ModelLimits
 

@@ -12,8 +12,8 @@ import torch
 
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
+from swiftspec.control.draft_budget import STOPPED, DraftBudget
 from swiftspec.control.round_stats import RoundStats
-from swiftspec.control.trial_budget import STOPPED, TrialBudget
 from swiftspec.drafter_kinds import GRAFTED
 from swiftspec.errors import DrafterLost, UserError
 from swiftspec.llm_engine import LLMEngine
@@ -118,9 +118,9 @@ class Copying:
         return VerifyResult(proposal.request, proposal.round, proposal.prefix_len, path, tuple(text[: len(path)]))
 
 
-def graft(model: Scripted, clock: Clock, config: EngineConfig, budget: TrialBudget | None = None) -> FallbackDrafter:
+def graft(model: Scripted, clock: Clock, config: EngineConfig, budget: DraftBudget | None = None) -> FallbackDrafter:
     """A drafter that grafts suffix lookup on `model`, with an open request of a text that repeats 20 tokens."""
-    suffix, budget = SuffixDrafter(8, 1000), budget or TrialBudget()
+    suffix, budget = SuffixDrafter(8, 1000), budget or DraftBudget()
     stats = RoundStats(config, speculating=not budget.spent, budget=budget)
     stats.ar_seconds.append(1.0)
     grafted = FallbackDrafter(Controller(model, lambda kind: stats, suffix=suffix, clock=clock), suffix)
@@ -151,7 +151,7 @@ def test_rounds_skip_a_slow_model(draft_s: float, mode: Any) -> None:
 def test_suffix_lookup_remains_while_the_model_waits_for_a_trial() -> None:
     """The budget of the model is spent, and what suffix lookup gains is not credited to it."""
     clock = Clock()
-    model, verifier, budget = Scripted(clock, 2.0), Copying(clock), TrialBudget(0.0, STOPPED)
+    model, verifier, budget = Scripted(clock, 2.0), Copying(clock), DraftBudget(0.0, STOPPED)
     grafted = graft(model, clock, EngineConfig(self_switch=True), budget)
     for _ in range(40):
         grafted.observe(verifier.verify(grafted.propose()))
@@ -161,7 +161,7 @@ def test_suffix_lookup_remains_while_the_model_waits_for_a_trial() -> None:
 
 def test_a_model_that_adds_nothing_to_suffix_lookup_is_charged_its_time() -> None:
     clock = Clock()
-    model, verifier, budget = Scripted(clock, 0.3), Copying(clock), TrialBudget()
+    model, verifier, budget = Scripted(clock, 0.3), Copying(clock), DraftBudget()
     grafted = graft(model, clock, EngineConfig("async", self_switch=True), budget)
     for _ in range(60):
         grafted.observe(verifier.verify(grafted.propose()))

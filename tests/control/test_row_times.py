@@ -16,6 +16,7 @@ from swiftspec.builder.rules import resolve_config
 from swiftspec.config import MAX_ADAPTED_NODES, EngineConfig
 from swiftspec.control import row_times
 from swiftspec.control.cost_model import CostModel
+from swiftspec.control.draft_budget import INITIAL_SAVINGS, DraftBudget
 from swiftspec.control.measurement_file import MeasurementFile
 from swiftspec.control.policy import FIRST_DECISION_ROUNDS, decide, initial_stats
 from swiftspec.control.round_stats import NO_SPECULATION, RoundSample, RoundStats
@@ -26,7 +27,6 @@ from swiftspec.control.row_times import (
     measure_pair_times,
     measure_row_times,
 )
-from swiftspec.control.trial_budget import INITIAL_SAVINGS, TrialBudget
 from swiftspec.drafter_kinds import SUFFIX_LOOKUP
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
@@ -158,7 +158,7 @@ def test_speculation_that_does_not_pay_ends_without_a_measurement_of_autoregress
 def test_a_draft_that_cannot_pay_at_a_typical_acceptance_rate_is_not_used_at_first() -> None:
     m = initial_stats(ADAPTIVE, pair_times(lambda rows: 1.0 + 0.1 * rows, 0.8))
     assert m.current == NO_SPECULATION and m.missed_round is not None and not m.budget.may_start(m.missed_round, None)
-    earlier = TrialBudget()
+    earlier = DraftBudget()
     assert initial_stats(ADAPTIVE, m.row_times, earlier).speculating, "it paid in an earlier start"
 
 
@@ -229,7 +229,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[RoundStats]:
     """The measurements with which the controllers of the test begin."""
     made: list[RoundStats] = []
 
-    def record(config: EngineConfig, times: PairTimes | None, budget: TrialBudget | None) -> RoundStats:
+    def record(config: EngineConfig, times: PairTimes | None, budget: DraftBudget | None) -> RoundStats:
         made.append(initial_stats(config, times, budget))
         return made[-1]
 

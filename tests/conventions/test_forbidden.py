@@ -19,7 +19,7 @@ GRAPHS = {"CUDAGraph", "make_graphed_callables", "graph_pool_handle", "torch.cud
 WAITS = {"torch.cuda.synchronize", "torch.cuda.empty_cache", "torch.cuda.ipc_collect"}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
 ENVIRONMENT_USERS = {
-    "distributed/launch/launcher.py",
+    "distributed/launch/launched_rank.py",
     "distributed/launch/network_interface.py",
     "distributed/launch/supervised_process.py",  # passes the environment on
     "text/codec.py",  # sets a variable of the tokenizers library
@@ -201,7 +201,7 @@ def test_a_violation_is_found(rule: Rule, path: str, source: str) -> None:
 
 GOOD = [
     ("distributed/collectives/torch_dist.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
-    ("distributed/launch/launcher.py", "import os\nrank = os.environ['RANK']"),
+    ("distributed/launch/launched_rank.py", "import os\nrank = os.environ['RANK']"),
     ("distributed/transport/grpc/client.py", "import grpc"),
     ("tree/tree.py", "KINDS = {'a': 1}\nx = KINDS['a']\n__all__ = ['x']"),
     ("tree/tree.py", "def f(state):\n    out = []\n    out.append(state.print)\n    state.load(1)"),

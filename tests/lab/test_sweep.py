@@ -13,7 +13,7 @@ import torch
 from swiftspec.cli.arguments import parse_command
 from swiftspec.cli.terminal import StartupProgress
 from swiftspec.errors import UserError
-from swiftspec.lab import calibration, measurement, profile, trials
+from swiftspec.lab import calibration, measurement, profile, sweep_runs
 from swiftspec.lab import sweep as sweeps
 from swiftspec.lab.measurement import RequestProgress
 from swiftspec.lab.profile import main
@@ -36,8 +36,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The flags of a short sweep with a separate working folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(trials, "PARTICLES", {"particles": (2,), "smc_groups": (2,)})
-    monkeypatch.setattr(trials, "BATCHES", (4, 8))
+    monkeypatch.setattr(sweep_runs, "PARTICLES", {"particles": (2,), "smc_groups": (2,)})
+    monkeypatch.setattr(sweep_runs, "BATCHES", (4, 8))
     monkeypatch.setattr(calibration, "MIN_CHOICES", 5)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "def add(a"}\n{"prompt": "class"}\n')
     prompts = ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "profiles")]
@@ -116,7 +116,7 @@ def test_an_interrupted_sweep_resumes_without_repetition(
         run.seconds = run.rounds * (1 + llm.config.initial_draft_steps * 0.1 * (llm.config.mode == "serial"))
         return run
 
-    monkeypatch.setattr(trials, "SERIAL_STEPS", (1, 2, 4))
+    monkeypatch.setattr(sweep_runs, "SERIAL_STEPS", (1, 2, 4))
     monkeypatch.setattr(RankPool, "engine", counting)
     monkeypatch.setattr(measurement, "decode_all", by_rounds)
     args = [*pair, *short, "--modes", "ar,serial", "--budget", "10m"]  # which a busy machine does not spend
@@ -247,7 +247,7 @@ def test_one_gpu_runs_both_models_asynchronously_and_its_ablation_is_captured(
         found = serve_found.ResolvedModels.resolve(settings, 1, StartupProgress(quiet=True))
         asked = Pair(Path(pair[1]), Path(pair[3]), {})
 
-        def request(device: str) -> trials.SweepRequest:
+        def request(device: str) -> sweep_runs.SweepRequest:
             monkeypatch.setattr("swiftspec.builder.hardware.resolve_device", lambda name: torch.device(device))
             return profile._request(args, settings, 1, asked, found)
 
@@ -258,7 +258,7 @@ def test_one_gpu_runs_both_models_asynchronously_and_its_ablation_is_captured(
         (Path(pair[1]) / "generation_config.json").unlink()
     assert "async" not in here.modes and (here.base_ops, here.draft_leaves) == ("reference", 4)
     assert "async" in gpu.modes and (gpu.pairs, gpu.base_ops, gpu.draft_leaves) == ([(1, 0)], "unfused", 8)
-    made = {trial.mode: trial for trial in trials.initial_trials(gpu, 1)}
+    made = {trial.mode: trial for trial in sweep_runs.initial_trials(gpu, 1)}
     assert made["async"].plan(2).overlap_on_one_gpu and made["async"].steps == made["serial"].steps
     assert {made[mode].draft_leaves for mode in ("async", "serial")} == {8}
     greedy, sampled = gpu.samplings

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST
+from swiftspec.distributed.launch.supervisor_link import EXIT_PEER_LOST
 from swiftspec.serve import __main__ as command
 from swiftspec.serve import rank_process
 from swiftspec.serve.__main__ import exit_process

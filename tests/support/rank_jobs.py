@@ -19,8 +19,8 @@ from swiftspec.backends.reference import reference
 from swiftspec.builder.load_options import LoadOptions, Side
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.control import policy
+from swiftspec.control.draft_budget import DraftBudget
 from swiftspec.control.round_stats import Decision, RoundStats
-from swiftspec.control.trial_budget import TrialBudget
 from swiftspec.distributed.collectives.shm import SharedMemoryGroup
 from swiftspec.distributed.launch.world import join_world
 from swiftspec.distributed.remote import failover
@@ -227,7 +227,7 @@ def _without_timeouts() -> Iterator[None]:
 def switched_by_dice(chance: float | None) -> Iterator[None]:
     """Replaces the decisions of the policy in every round, d and bs included, by random ones with that probability,
     whatever the draft costs."""
-    decide, settle, draw = policy.decide, TrialBudget.settle, random.Random(3)
+    decide, settle, draw = policy.decide, DraftBudget.settle, random.Random(3)
 
     def by_dice(measured: RoundStats) -> Decision:
         if draw.random() >= (chance or 0):
@@ -235,11 +235,11 @@ def switched_by_dice(chance: float | None) -> Iterator[None]:
         return Decision(draw.randint(1, 6), draw.choice((8, 5, 2)), not measured.speculating or draw.random() < 0.3)
 
     if chance is not None:
-        policy.decide, TrialBudget.settle = by_dice, lambda self, gain: None
+        policy.decide, DraftBudget.settle = by_dice, lambda self, gain: None
     try:
         yield
     finally:
-        policy.decide, TrialBudget.settle = decide, settle
+        policy.decide, DraftBudget.settle = decide, settle
 
 
 def answer(llm: LLMEngine, prompt: list[int], values: Json) -> Json:

@@ -12,8 +12,8 @@ import torch
 from swiftspec.config import EngineConfig
 from swiftspec.control import policy
 from swiftspec.control.controller import Controller
+from swiftspec.control.draft_budget import DraftBudget
 from swiftspec.control.round_stats import Decision, RoundStats
-from swiftspec.control.trial_budget import TrialBudget
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.tree import sampled_children
@@ -132,7 +132,7 @@ def test_rounds_without_the_draft_keep_the_distribution(monkeypatch: pytest.Monk
     """After a first round the drafter pauses for one round, then receives the tokens of the meantime."""
     pair = Pair(2, 3, plan_of(mode, 3, 1, 2), PLAIN)
     pair.around = lambda drafter: Controller(drafter, cache(lambda kind: RoundStats(pair.plan)))
-    monkeypatch.setattr(TrialBudget, "settle", lambda self, gain: None)  # the rounds must not depend on the clock
+    monkeypatch.setattr(DraftBudget, "settle", lambda self, gain: None)  # the rounds must not depend on the clock
     monkeypatch.setattr(policy, "decide", lambda measured: Decision(2, 3, not measured.speculating))
     assert pair.enumerate(monkeypatch, 3, 4)[0] < 1e-12
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from swiftspec.distributed.group.command_stream import CommandStream
 from swiftspec.distributed.group.follower_dispatch import Action
-from swiftspec.distributed.launch.supervision import Heartbeat
+from swiftspec.distributed.launch.supervisor_link import Heartbeat
 from swiftspec.distributed.transport.codec import Message, Words, pack_message
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.transport import Transport

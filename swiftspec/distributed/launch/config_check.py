@@ -13,7 +13,7 @@ from typing import Any
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.startup_barrier import Entry, StartupBarrier, Validator, describe_difference
-from swiftspec.distributed.launch.supervision import RankInfo
+from swiftspec.distributed.launch.supervisor_link import RankInfo
 from swiftspec.distributed.launch.world import World
 from swiftspec.errors import UserError
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 
-from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST, Heartbeat, RankInfo, SupervisorLink
+from swiftspec.distributed.launch.supervisor_link import EXIT_PEER_LOST, Heartbeat, RankInfo, SupervisorLink
 
 HEARTBEAT_INTERVAL_S = 0.25
 LINK, SHUTDOWN = b"w", b"l"

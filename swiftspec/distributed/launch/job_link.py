@@ -10,7 +10,7 @@ import struct
 from contextlib import suppress
 from typing import Protocol
 
-from swiftspec.distributed.launch.launcher import LaunchedRank
+from swiftspec.distributed.launch.launched_rank import LaunchedRank
 
 BACKLOG_CONNECTIONS = 128
 

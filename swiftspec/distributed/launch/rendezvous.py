@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from swiftspec.distributed.launch.startup_barrier import LogFn, PollTimer, Timeouts, first_line, format_ranks
-from swiftspec.distributed.launch.supervision import JobEnded
+from swiftspec.distributed.launch.supervisor_link import JobEnded
 from swiftspec.errors import RankLost, UserError
 
 DEAD_AFTER_S = 2.0  # seconds; an incarnation is considered dead if its counter was not incremented for this time

@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from swiftspec.distributed.launch.launcher import LaunchedRank
+from swiftspec.distributed.launch.launched_rank import LaunchedRank
 from swiftspec.distributed.launch.startup_barrier import LogFn, PollTimer, Timeouts, first_line
 from swiftspec.errors import UserError
 

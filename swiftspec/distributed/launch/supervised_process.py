@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swiftspec.distributed.launch.control_socket import HEARTBEAT, decode_heartbeat, encode_first_message
-from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST
+from swiftspec.distributed.launch.supervisor_link import EXIT_PEER_LOST
 
 STARTUP_HEARTBEAT_TIMEOUT_S = 30.0  # until the process is ready: imports of large libraries hold the interpreter lock
 EXIT_HEARTBEAT_TIMEOUT_S = 15.0  # once it was asked to exit: the interpreter's shutdown sends no heartbeats

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from swiftspec import __version__
-from swiftspec.distributed.launch.launcher import LaunchedRank, explicit_rank, launched
+from swiftspec.distributed.launch.launched_rank import LaunchedRank, explicit_rank, launched
 from swiftspec.distributed.launch.rendezvous import Rendezvous, RendezvousInfo
 from swiftspec.distributed.launch.startup_barrier import (
     Entry,
@@ -23,7 +23,7 @@ from swiftspec.distributed.launch.startup_barrier import (
     no_log,
 )
 from swiftspec.distributed.launch.store import open_store
-from swiftspec.distributed.launch.supervision import SupervisorLink
+from swiftspec.distributed.launch.supervisor_link import SupervisorLink
 from swiftspec.errors import UserError
 from swiftspec.settings_schema import require
 

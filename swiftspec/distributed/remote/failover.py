@@ -18,7 +18,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.distributed.launch.config_check import RankConfig, check_consistent
 from swiftspec.distributed.launch.rendezvous import RendezvousInfo
-from swiftspec.distributed.launch.supervision import RankTable
+from swiftspec.distributed.launch.supervisor_link import RankTable
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.remote.client import DrafterLate, DraftLink
 from swiftspec.distributed.transport.codec import Words

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from swiftspec.distributed.group.command_stream import CommandStream
 from swiftspec.distributed.group.leader import LeaderDrafter
-from swiftspec.distributed.launch.supervision import Heartbeat
+from swiftspec.distributed.launch.supervisor_link import Heartbeat
 from swiftspec.distributed.remote.served_roles import DraftTraceSender, ServedDrafter, ServedRole
 from swiftspec.distributed.remote.session_messages import Answer, ErrorCode, pack_error
 from swiftspec.distributed.transport.codec import Frame

@@ -23,7 +23,7 @@ from swiftspec.serve.format.conversation import (
     template_tool_call,
 )
 from swiftspec.serve.format.generation_output import GenerationOutput, OutputDelta
-from swiftspec.serve.format.tools import ParsedToolCall
+from swiftspec.serve.format.tool_parser import ParsedToolCall
 from swiftspec.serve.known_fields import reject_unsupported
 from swiftspec.serve.schema import (
     Body,

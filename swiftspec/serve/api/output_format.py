@@ -17,7 +17,7 @@ from swiftspec.serve.format.reasoning import ReasoningParser
 from swiftspec.serve.format.template_format import TemplateFormat
 from swiftspec.serve.format.tool_format import ToolCallFormat
 from swiftspec.serve.format.tool_grammar import tool_call_grammar
-from swiftspec.serve.format.tools import AllowedText, ToolCallParser
+from swiftspec.serve.format.tool_parser import AllowedText, ToolCallParser
 from swiftspec.text.codec import TextCodec
 from swiftspec.text.harmony import ChannelParser, HarmonyCodec, harmony_markers
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from swiftspec.serve.errors import ApiError, unsupported
-from swiftspec.serve.format.tool_reader import STRICT_JSON
+from swiftspec.serve.format.call_reader import STRICT_JSON
 from swiftspec.serve.schema import Body, ExtensibleBody, JsonObject, ShortText, Text, Variables
 from swiftspec.text.messages import template_message, template_tool_call
 

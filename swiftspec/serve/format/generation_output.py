@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from swiftspec import answer_stats
 from swiftspec.serve.format.output_parser import MarkupParser, OutputParser, OutputText
-from swiftspec.serve.format.tools import ParsedToolCall
+from swiftspec.serve.format.tool_parser import ParsedToolCall
 from swiftspec.serve.link.engine_client import (
     EngineClient,
     EngineRequest,

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from swiftspec.sampling.grammar_process import ANY_OBJECT, bound_whitespace
+from swiftspec.serve.format.call_reader import STRICT_JSON, TOOL_NAME
 from swiftspec.serve.format.output_parser import OutputPart, OutputText
-from swiftspec.serve.format.tool_reader import STRICT_JSON, TOOL_NAME
-from swiftspec.serve.format.tools import ParsedToolCall
+from swiftspec.serve.format.tool_parser import ParsedToolCall
 from swiftspec.text.harmony import (
     CHANNEL,
     CONSTRAIN,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from swiftspec.serve.format.reasoning import ReasoningParser
-from swiftspec.serve.format.tools import ParsedToolCall, ToolCallParser
+from swiftspec.serve.format.tool_parser import ParsedToolCall, ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)

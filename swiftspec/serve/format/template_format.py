@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from swiftspec.errors import UserError
+from swiftspec.serve.format.call_reader import STRICT_JSON
 from swiftspec.serve.format.reasoning import THINK
 from swiftspec.serve.format.tool_format import (
     ATOM,
@@ -24,8 +25,7 @@ from swiftspec.serve.format.tool_format import (
     common_suffix,
     literal_pieces,
 )
-from swiftspec.serve.format.tool_reader import STRICT_JSON
-from swiftspec.serve.format.tools import ParsedToolCall, ToolCallParser
+from swiftspec.serve.format.tool_parser import ParsedToolCall, ToolCallParser
 
 Messages = list[dict[str, Any]]
 CallWriter = Callable[[list[Mapping[str, Any]]], str]

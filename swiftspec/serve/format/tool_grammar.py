@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from swiftspec.sampling.grammar_process import ANY_OBJECT, bound_whitespace
+from swiftspec.serve.format.call_reader import schema_types
 from swiftspec.serve.format.tool_format import COUNT, ID, ParameterFormat, ToolCallFormat
-from swiftspec.serve.format.tool_reader import schema_types
 
 DEFINITIONS = ("$defs", "definitions")
 ID_PATTERNS = {ID: "/[a-zA-Z0-9]{9}/", COUNT: "/[0-9]{1,3}/"}

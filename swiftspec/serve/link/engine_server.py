@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Literal
 
 from swiftspec.distributed.launch.control_socket import SupervisorClient
-from swiftspec.distributed.launch.supervision import RankInfo, SupervisorLink
+from swiftspec.distributed.launch.supervisor_link import RankInfo, SupervisorLink
 from swiftspec.errors import RankLost, UserError
 from swiftspec.serve.link import frames
 from swiftspec.serve.link.engine_loop import EngineLoop, engine_info

@@ -11,7 +11,7 @@ from typing import overload
 
 from swiftspec.cli.terminal import StartupProgress
 from swiftspec.distributed.launch.control_socket import SupervisorClient
-from swiftspec.distributed.launch.supervision import RankInfo
+from swiftspec.distributed.launch.supervisor_link import RankInfo
 from swiftspec.serve.link import frames
 from swiftspec.serve.link.frame_socket import FrameSocket
 from swiftspec.serve.link.frames import FrontEndLost

@@ -34,7 +34,7 @@ from swiftspec.serve.format.generation_output import (
     RequestOutputs,
 )
 from swiftspec.serve.format.logprobs import LogprobFormatter, TokenFields
-from swiftspec.serve.format.tools import ParsedToolCall
+from swiftspec.serve.format.tool_parser import ParsedToolCall
 from swiftspec.serve.known_fields import reject_unsupported
 from swiftspec.serve.openai.choice_writer import ChoiceWriter
 from swiftspec.serve.openai.choices import requested_choices, sampled_requests

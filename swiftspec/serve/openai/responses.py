@@ -33,7 +33,7 @@ from swiftspec.serve.metrics.request_metrics import REQUEST_CONTEXT
 from swiftspec.serve.openai.response_items import conversation_items, listed_items
 from swiftspec.serve.openai.response_store import ResponseStore, StoredResponse
 from swiftspec.serve.openai.responses_writer import ResponsesWriter
-from swiftspec.serve.openai.stored_responses import NOT_FOUND
+from swiftspec.serve.openai.stored_response_routes import NOT_FOUND
 from swiftspec.serve.schema import (
     Body,
     ConstraintFields,

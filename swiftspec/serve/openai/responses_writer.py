@@ -11,7 +11,7 @@ from swiftspec.serve.app_context import new_id
 from swiftspec.serve.errors import ApiError, error_body
 from swiftspec.serve.format.generation_output import GenerationOutput, OutputDelta
 from swiftspec.serve.format.logprobs import LogprobFormatter
-from swiftspec.serve.format.tools import ParsedToolCall
+from swiftspec.serve.format.tool_parser import ParsedToolCall
 from swiftspec.serve.sse import sse_event
 
 REASONING, MESSAGE = "reasoning", "message"

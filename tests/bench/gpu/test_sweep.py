@@ -10,7 +10,7 @@ import pytest
 
 from bench.data.heldout import DEMO
 from bench.gpu import sweep
-from swiftspec.lab import trials
+from swiftspec.lab import sweep_runs
 from swiftspec.lab.worker_pool import Pair
 from swiftspec.profiles import store
 
@@ -34,9 +34,9 @@ def test_the_splits_are_those_of_the_machine(device: str, ranks: int, pairs: lis
 
 @pytest.mark.slow
 def test_it_writes_a_valid_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "BATCHES", (8,))
-    monkeypatch.setattr(trials, "SERIAL_STEPS", (1,))
-    monkeypatch.setattr(trials, "ROWS", (1,))
+    monkeypatch.setattr(sweep_runs, "BATCHES", (8,))
+    monkeypatch.setattr(sweep_runs, "SERIAL_STEPS", (1,))
+    monkeypatch.setattr(sweep_runs, "ROWS", (1,))
     file = tmp_path / "sweep.json"
     found = sweep.run(arguments(json=file), sweep.PrintedProgress())
     assert found is not None and store.load(file)["runs"] == found["runs"]

@@ -16,7 +16,7 @@ from bench.paper.report import Report, pairs_report, write_report
 from bench.paper.results import ABLATION, EQUAL_DEPTH, SPLITS, TREE, TUNING, Cell, Result, ResultFile
 from bench.paper.systems import ALL, BASE, KERNELS, PAPER_SPLITS, PLAIN, SPLIT, SYSTEMS, Shape, System, split_name
 from swiftspec.control.step_times import GREEDY
-from swiftspec.lab.trials import BATCHES
+from swiftspec.lab.sweep_runs import BATCHES
 
 FAMILIES = "mtbench", "humaneval", "gsm8k", "alpaca", "cnndm", "nq"
 SPEEDS = {PLAIN: 90.0, BASE: 100.0, SPLIT: 140.0, KERNELS: 120.0, ALL: 160.0}

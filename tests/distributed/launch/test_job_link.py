@@ -6,7 +6,7 @@ import secrets
 from dataclasses import replace
 
 from swiftspec.distributed.launch.job_link import job_link
-from swiftspec.distributed.launch.launcher import LaunchedRank
+from swiftspec.distributed.launch.launched_rank import LaunchedRank
 from tests.support.http import until
 
 

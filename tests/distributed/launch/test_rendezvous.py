@@ -15,7 +15,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import RankConfig, check_consistent, settings_of
 from swiftspec.distributed.launch.rendezvous import DEAD_AFTER_S, Rendezvous, losses_at_the_end_ignored
 from swiftspec.distributed.launch.startup_barrier import Timeouts
-from swiftspec.distributed.launch.supervision import JobEnded, RankInfo, RankTable, SupervisorLink
+from swiftspec.distributed.launch.supervisor_link import JobEnded, RankInfo, RankTable, SupervisorLink
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.remote.failover import DraftGroupRecovery
 from swiftspec.distributed.transport.connections import Connections

@@ -12,7 +12,7 @@ import pytest
 
 from swiftspec.distributed.launch import store as module
 from swiftspec.distributed.launch import world as worlds
-from swiftspec.distributed.launch.launcher import LaunchedRank
+from swiftspec.distributed.launch.launched_rank import LaunchedRank
 from swiftspec.distributed.launch.startup_barrier import Timeouts
 from swiftspec.distributed.launch.store import open_store
 from swiftspec.distributed.launch.world import World, join_world

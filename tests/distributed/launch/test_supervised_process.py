@@ -21,7 +21,7 @@ from swiftspec.distributed.launch.supervised_process import (
     WORK_UNIT_TIMEOUT_S,
     SupervisedProcess,
 )
-from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST
+from swiftspec.distributed.launch.supervisor_link import EXIT_PEER_LOST
 from tests.support.tiny_supervisor import FOREVER, program
 
 ROOT = Path(__file__).parents[3]

@@ -17,7 +17,7 @@ from swiftspec import _C
 from swiftspec.backends.cpu import cpu as host
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.group.leader import FollowerGroup, LeaderDrafter
-from swiftspec.distributed.launch.supervision import Heartbeat
+from swiftspec.distributed.launch.supervisor_link import Heartbeat
 from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter
 from swiftspec.distributed.remote.served_roles import DraftTraceSender, ServedDrafter
 from swiftspec.distributed.remote.server import DraftGroupServer

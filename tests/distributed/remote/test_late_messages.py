@@ -12,6 +12,7 @@ import pytest
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.remote import client
 from swiftspec.distributed.remote.client import DrafterLate, DraftLink, RemoteDrafter
+from swiftspec.distributed.remote.remote_verifier import RemoteVerifier
 from swiftspec.distributed.remote.served_roles import ServedDrafter, ServedRole
 from swiftspec.distributed.remote.server_link import ServerLink
 from swiftspec.distributed.remote.session_messages import (
@@ -24,7 +25,6 @@ from swiftspec.distributed.remote.session_messages import (
     unpack_timed,
 )
 from swiftspec.distributed.remote.sessions import WorkerSessions
-from swiftspec.distributed.remote.verifier import RemoteVerifier
 from swiftspec.distributed.remote.worker import Worker
 from swiftspec.distributed.transport.codec import Frame, Words, pack_message, pack_scored_result, unpack_proposal
 from swiftspec.distributed.transport.opcodes import Opcode

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from swiftspec.sampling.grammar_process import build_grammar
 from swiftspec.serve.format.harmony import HarmonyParser, harmony_grammar, harmony_messages, harmony_tools
 from swiftspec.serve.format.output_parser import OutputPart, OutputText
-from swiftspec.serve.format.tools import ParsedToolCall
+from swiftspec.serve.format.tool_parser import ParsedToolCall
 from swiftspec.text.harmony import MARKER_TOKENS
 from tests.support.harmony import EOS, SPECIAL, marked
 from tests.support.toy_pair import byte_level_tokenizer

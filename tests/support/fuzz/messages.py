@@ -19,8 +19,8 @@ from swiftspec.distributed.group.command_stream import CommandStream
 from swiftspec.distributed.group.follower_dispatch import Action, FollowerDispatcher
 from swiftspec.distributed.group.leader import FollowerGroup, LeaderDrafter, run_follower
 from swiftspec.distributed.group.leader import dispatch_loop as follow_calls
-from swiftspec.distributed.launch.launcher import launched
-from swiftspec.distributed.launch.supervision import Heartbeat
+from swiftspec.distributed.launch.launched_rank import launched
+from swiftspec.distributed.launch.supervisor_link import Heartbeat
 from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter
 from swiftspec.distributed.remote.served_roles import DraftTraceSender
 from swiftspec.distributed.remote.server import DraftGroupServer

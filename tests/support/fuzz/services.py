@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from swiftspec.builder.remote_roles import ping
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter, RemoteTreeDeltaLink
+from swiftspec.distributed.remote.remote_verifier import RemoteVerifier
 from swiftspec.distributed.remote.served_roles import ServedDrafter, ServedRole, ServedTreeDrafter, ServedVerifier
 from swiftspec.distributed.remote.server_link import ServerLink, read_tokenizer
 from swiftspec.distributed.remote.session_messages import (
@@ -21,7 +22,6 @@ from swiftspec.distributed.remote.session_messages import (
     unpack_timed,
 )
 from swiftspec.distributed.remote.sessions import WorkerSessions
-from swiftspec.distributed.remote.verifier import RemoteVerifier
 from swiftspec.distributed.remote.worker import Worker
 from swiftspec.distributed.transport.codec import (
     PROTOCOL_VERSION,

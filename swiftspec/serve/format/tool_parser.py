@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from swiftspec.serve.format.call_reader import CallReader, CallText, NotACall, Steps
 from swiftspec.serve.format.reasoning import partial_marker_length
 from swiftspec.serve.format.tool_format import ToolCallFormat
-from swiftspec.serve.format.tool_reader import CallReader, CallText, NotACall, Steps
 
 
 @dataclass(frozen=True, slots=True)

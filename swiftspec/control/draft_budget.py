@@ -32,7 +32,7 @@ GREEDY, SAMPLED, GUIDED = "greedy", "sampled", "guided"  # kinds of requests
 
 
 @dataclass(slots=True)
-class TrialBudget:
+class DraftBudget:
     """Budget of the rounds with a draft, over all requests of one kind."""
 
     savings: float = INITIAL_SAVINGS  # gains less losses of all rounds so far
@@ -122,57 +122,57 @@ class TrialBudget:
         }
 
     @staticmethod
-    def from_json(data: object) -> TrialBudget:
+    def from_json(data: object) -> DraftBudget:
         """Raises ValueError if `data` was not made by `to_json`."""
         if not isinstance(data, dict) or {*data} != {"savings", "allowance", "failures", "token_cost"}:
-            raise ValueError("not a trial budget")
+            raise ValueError("not a draft budget")
         if not all(type(value) in (int, float) and math.isfinite(value) for value in data.values()):
-            raise ValueError("not a trial budget")
+            raise ValueError("not a draft budget")
         failures, token_cost = data["failures"], data["token_cost"]
         if failures not in range(MAX_FAILURES + 1) or token_cost < 0:
-            raise ValueError("not a trial budget")
-        return TrialBudget(data["savings"], data["allowance"], failures, token_cost)
+            raise ValueError("not a draft budget")
+        return DraftBudget(data["savings"], data["allowance"], failures, token_cost)
 
 
 @dataclass(frozen=True, slots=True)
-class TrialBudgets:
+class DraftBudgets:
     """The budgets of one drafter, by kind of request: greedy, sampled, and with guidance."""
 
     FILE_STEM: ClassVar[str] = "trial-budgets"
 
-    by_kind: dict[str, TrialBudget]
+    by_kind: dict[str, DraftBudget]
 
     def to_json(self) -> dict[str, object]:
         return {kind: budget.to_json() for kind, budget in self.by_kind.items()}
 
     @staticmethod
-    def from_json(data: object) -> TrialBudgets:
+    def from_json(data: object) -> DraftBudgets:
         """Raises ValueError if `data` was not made by `to_json`."""
         if not isinstance(data, dict):
-            raise ValueError("not trial budgets")
+            raise ValueError("not draft budgets")
         kinds = (kind for kind in (GREEDY, SAMPLED, GUIDED) if kind in data)
-        return TrialBudgets({kind: TrialBudget.from_json(data[kind]) for kind in kinds})
+        return DraftBudgets({kind: DraftBudget.from_json(data[kind]) for kind in kinds})
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBudgets:
     """The budgets of an earlier start, and the file of those of this one. `file`: None: nothing is stored."""
 
-    file: MeasurementFile[TrialBudgets] | None
-    known: TrialBudgets
+    file: MeasurementFile[DraftBudgets] | None
+    known: DraftBudgets
 
     @staticmethod
-    def read(file: MeasurementFile[TrialBudgets] | None) -> StoredBudgets:
+    def read(file: MeasurementFile[DraftBudgets] | None) -> StoredBudgets:
         """Reads the budgets of an earlier start, if there are any."""
         known = None if file is None else file.read()
-        return StoredBudgets(file, known or TrialBudgets({}))
+        return StoredBudgets(file, known or DraftBudgets({}))
 
-    def of(self, kind: str) -> TrialBudget | None:
+    def of(self, kind: str) -> DraftBudget | None:
         """Returns the stored budget of requests of a kind; None if there is none."""
         found = self.known.by_kind.get(kind)
         return None if found is None else replace(found)
 
-    def keep(self, kind: str, budget: TrialBudget) -> None:
+    def keep(self, kind: str, budget: DraftBudget) -> None:
         """Stores the budget of requests of a kind, unless what is to be stored is stored already."""
         before = self.known.by_kind.get(kind)
         if before is None or before.to_json() != budget.to_json():

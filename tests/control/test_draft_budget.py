@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
-from swiftspec.control.measurement_file import MeasurementFile
-from swiftspec.control.round_stats import RoundStats
-from swiftspec.control.row_times import PairTimes, RowTimes
-from swiftspec.control.trial_budget import (
+from swiftspec.control.draft_budget import (
     INITIAL_SAVINGS,
     MAX_ALLOWANCE,
     MAX_FAILURES,
     RECENT_ROUNDS,
     TRIAL_ROUNDS,
     TRIAL_SHARE,
+    DraftBudget,
+    DraftBudgets,
     StoredBudgets,
-    TrialBudget,
-    TrialBudgets,
 )
+from swiftspec.control.measurement_file import MeasurementFile
+from swiftspec.control.round_stats import RoundStats
+from swiftspec.control.row_times import PairTimes, RowTimes
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
 from tests.control.test_policy import FakeRounds
@@ -103,7 +103,7 @@ def test_no_text_loses_more_than_its_budget(phases: list[Phase], request_rounds:
 
 def test_a_prompt_is_prefilled_when_the_draft_is_tried() -> None:
     """The price of a trial contains the prefill."""
-    budget = TrialBudget(savings=13.0, allowance=-1.0, backlog=100, token_cost=0.1)
+    budget = DraftBudget(savings=13.0, allowance=-1.0, backlog=100, token_cost=0.1)
     assert not budget.may_start(2.0, None) and budget.may_start(1.5, None)
     budget.savings, budget.token_cost = 0.0, 0.002
     stats = RoundStats(EngineConfig(self_switch=True), KNOWN, speculating=False, budget=budget)
@@ -118,12 +118,12 @@ def test_a_prompt_is_prefilled_when_the_draft_is_tried() -> None:
 
 
 AMOUNTS = st.floats(-1e3, 1e3)
-BUDGETS = st.builds(TrialBudget, AMOUNTS, AMOUNTS, st.integers(0, MAX_FAILURES), st.floats(0, 10))
+BUDGETS = st.builds(DraftBudget, AMOUNTS, AMOUNTS, st.integers(0, MAX_FAILURES), st.floats(0, 10))
 
 
 @given(st.dictionaries(st.sampled_from(("greedy", "sampled", "guided")), BUDGETS))
-def test_stored_budgets_are_rounded_down(budgets: dict[str, TrialBudget]) -> None:
-    read = TrialBudgets.from_json(json.loads(json.dumps(TrialBudgets(budgets).to_json()))).by_kind
+def test_stored_budgets_are_rounded_down(budgets: dict[str, DraftBudget]) -> None:
+    read = DraftBudgets.from_json(json.loads(json.dumps(DraftBudgets(budgets).to_json()))).by_kind
     assert {*read} == {*budgets}
     for kind, budget in budgets.items():
         assert budget.savings - 0.11 <= read[kind].savings <= budget.savings
@@ -136,11 +136,11 @@ def test_stored_budgets_are_rounded_down(budgets: dict[str, TrialBudget]) -> Non
     ids=str,
 )
 def test_damaged_budgets_are_ignored(change: dict[str, object], tmp_path: Path) -> None:
-    file = MeasurementFile.of(tmp_path, {}, TrialBudgets)
-    file.path.write_text(json.dumps({"greedy": TrialBudget().to_json() | change}))
+    file = MeasurementFile.of(tmp_path, {}, DraftBudgets)
+    file.path.write_text(json.dumps({"greedy": DraftBudget().to_json() | change}))
     stored = StoredBudgets.read(file)
     assert stored.of("greedy") is None
-    stored.keep("greedy", TrialBudget(3.0))
+    stored.keep("greedy", DraftBudget(3.0))
     assert (again := StoredBudgets.read(file).of("greedy")) is not None and again.savings == 3.0
 
 

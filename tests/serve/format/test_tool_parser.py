@@ -16,7 +16,7 @@ from swiftspec.sampling.grammar_process import build_grammar
 from swiftspec.serve.format.template_format import TemplateFormat, derive_template_format, with_written_calls
 from swiftspec.serve.format.tool_format import ToolCallFormat
 from swiftspec.serve.format.tool_grammar import tool_call_grammar
-from swiftspec.serve.format.tools import AllowedText, ParsedToolCall, ToolCallParser
+from swiftspec.serve.format.tool_parser import AllowedText, ParsedToolCall, ToolCallParser
 from tests.support.cases import examples
 from tests.support.grammars import accepts
 from tests.support.tool_templates import TEMPLATES, rendering

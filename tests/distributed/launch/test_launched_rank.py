@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from swiftspec.distributed.launch.launcher import LaunchedRank, launched, own_rank
+from swiftspec.distributed.launch.launched_rank import LaunchedRank, launched, own_rank
 from swiftspec.errors import UserError
 
 JOB = {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "somewhere", "MASTER_PORT": "29500"}
@@ -57,5 +57,5 @@ def test_an_invalid_value_is_one_line_that_names_the_variable(values: dict[str, 
 
 @pytest.mark.slow
 def test_the_launcher_imports_no_torch() -> None:
-    code = "import sys, swiftspec.distributed.launch.launcher; sys.exit('torch' in sys.modules)"
+    code = "import sys, swiftspec.distributed.launch.launched_rank; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from swiftspec.backends.reference import reference
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
-from swiftspec.cache.prefix_reuse import SequencePrefixes
+from swiftspec.cache.sequence_prefixes import SequencePrefixes
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion
 from swiftspec.llm_engine import LLMEngine
