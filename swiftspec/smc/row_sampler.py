@@ -33,10 +33,10 @@ class SamplingClass(NamedTuple):
     def of(params: SamplingParams, vocab: int) -> SamplingClass:
         """Returns the class of a request. top_p may need all tokens, which is known on the device only; the other
         filters need no more than top_k."""
-        few = max(params.top_k, 1)
-        if params.top_k > 1:
-            few = filters.TOP_CANDIDATES if few <= filters.TOP_CANDIDATES else vocab
-        ranked = min(vocab if params.top_p < 1 else few, vocab)
+        if params.top_p < 1 or params.top_k > filters.TOP_CANDIDATES:
+            ranked = vocab
+        else:
+            ranked = min(filters.TOP_CANDIDATES if params.top_k > 1 else 1, vocab)
         biased = bool(params.logit_bias) or params.excludes_tokens
         return SamplingClass(params.penalised or params.min_tokens > 0, biased, ranked if params.filtered else 0)
 
