@@ -3,10 +3,12 @@
     python -m bench.quality [--seeds 12] [--plot docs/quality.svg]                 # functions, demo models
     python -m bench.quality --gsm8k test.jsonl --model TARGET --draft-model DRAFT  # word problems, other models
     python -m bench.quality --dial 4 --plot docs/dial.svg              # from particles to exact verification
+    python -m bench.quality --dial 4 --model SMOLLM2.gguf --draft-model swiftspec/demo/smollm2/draft.gguf
 
 Each function of bench/data/functions.py is completed by plain sampling, by exact speculation and by particles with
 several N, K and powers (alpha); the systems alternate. With `--dial K` the particles have K draft tokens, of which 0 to
-K are verified exactly (`smc_exact`), and powers are left out.
+K are verified exactly (`smc_exact`), powers are left out, and the plot shows tokens per round instead of tokens per
+second, because on a CPU only rounds without exactly verified tokens are one native call.
 
 A completion ends with the function. It parses if `ast` accepts the whole function, and passes if its asserts hold in a
 separate process (bench/sandbox.py). Further columns: the target's log-probability per token of the completions at
@@ -64,11 +66,16 @@ class System:
     particles: list[list[list[str]]] = field(default_factory=list)  # all particles of each text's request
     likelihood: list[float] = field(default_factory=list)
     tokens: int = 0
+    rounds: int = 0
     seconds: float = 0.0
 
     @property
     def rate(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.tokens / self.rounds
 
     def add(self, task: int, answer: Completion, said: Callable[[Sequence[int]], str]) -> None:
         """Adds one answer to the task with number `task`. The last argument converts tokens to text."""
@@ -79,6 +86,7 @@ class System:
         self.texts[task].append(said(answer.token_ids))
         self.particles[task].append([] if end is None else [said(each.tokens) for each in end.particles])
         self.tokens += len(answer.token_ids)
+        self.rounds += answer.stats.rounds
         self.seconds += answer.stats.decode_time
 
 
@@ -147,7 +155,7 @@ def measure(made: Sequence[System], prompts: Sequence[Sequence[int]], said: Call
     """Runs every system on every prompt with every seed, alternating between systems."""
     for system in made:
         system.llm.generate(prompts[0], SamplingParams(system.temperature, max_tokens=8))
-    score = scorer(1.0) if args.gsm8k is None else None
+    score = scorer(1.0, args.model) if args.gsm8k is None else None
     known = dict[tuple[int, ...], float]()
     for seed in range(args.seeds):
         for task, prompt in enumerate(prompts):
@@ -205,29 +213,29 @@ def judged(system: System, judge: Judge) -> Row:
 def table(rows: Sequence[Row]) -> str:
     """Formats the rows as Markdown, shares in percent."""
     plain = rows[0].system.rate
-    head = ["", "tok/s", "speed", "parses", "passes", "any passes", "different", "log p"]
+    head = ["", "tok/s", "speed", "tokens per round", "parses", "passes", "any passes", "different", "log p"]
     lines = [head, ["---"] * len(head)]
     for row in rows:
         share = ["{:.1f} ± {:.1f} %".format(*(100 * part for part in each)) for each in (row.parses, row.passes)]
         some = "{:.1f} ± {:.1f} % of {}".format(*(100 * part for part in row.any_passes), row.few)
-        speed = [f"{row.system.rate:.0f}", f"{row.system.rate / plain:.2f}x"]
+        speed = [f"{row.system.rate:.0f}", f"{row.system.rate / plain:.2f}x", f"{row.system.tokens_per_round:.2f}"]
         log_p = "-" if math.isnan(row.log_p[0]) else "{:.2f} ± {:.2f}".format(*row.log_p)  # not scored for GSM8K
         lines.append([row.system.name, *speed, *share, some, f"{row.different:.2f}", log_p])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def draw(axes: Axes, points: Sequence[tuple[str, float, float, float]], title: str) -> None:
-    """Draws the share of completions that pass against speed, with numbered points and a legend.
+def draw(axes: Axes, points: Sequence[tuple[str, float, float, float]], title: str, xlabel: str) -> None:
+    """Draws the share of completions that pass against a measure of speed, with numbered points and a legend.
 
-    `points`: name, relative speed, share, and standard error of the share.
+    `points`: name, speed, share, and standard error of the share.
     """
     for number, (name, speed, share, error) in enumerate(points, 1):
         colour = "C3" if "smc" in name else "C0"
         axes.errorbar(speed, share, error, marker="o", markersize=4, color=colour, label=f"{number}  {name}")
         axes.annotate(str(number), (speed, share), (4, 4), textcoords="offset points", color=colour)
-    scale_speeds(axes)
     axes.yaxis.set_major_formatter("{x:.0%}")
-    axes.set(title=title, xlabel="tokens per second relative to plain sampling")
+    axes.set_title(title, loc="left")
+    axes.set_xlabel(xlabel)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
@@ -283,10 +291,15 @@ def main() -> None:
     print(table(rows))
     if args.plot:
         plain = rows[0].system.rate
-        points = [(row.system.name, row.system.rate / plain, *row.passes) for row in rows]
         title = f"completions that pass their asserts: {len(prompts)} functions, {args.seeds} seeds each"
         with svg_axes(args.plot) as axes:
-            draw(axes, points, title)
+            if args.dial is None:
+                points = [(row.system.name, row.system.rate / plain, *row.passes) for row in rows]
+                scale_speeds(axes)
+                draw(axes, points, title, "tokens per second relative to plain sampling")
+            else:
+                points = [(row.system.name, row.system.tokens_per_round, *row.passes) for row in rows]
+                draw(axes, points, title, "tokens per round of the target")
 
 
 if __name__ == "__main__":

@@ -84,9 +84,9 @@ class Result:
         return 1000 * self.seconds / self.rounds
 
 
-def scorer(temperature: float) -> Callable[[Sequence[int], Sequence[int]], float]:
+def scorer(temperature: float, target: Path = DEMO / "target") -> Callable[[Sequence[int], Sequence[int]], float]:
     """Returns a function that computes the target's mean log-likelihood per token of a text after a prompt."""
-    model = load_model(DEMO / "target", dtype=torch.float32, ops=reference, max_positions=2 * CONTEXT)
+    model = load_model(target, dtype=torch.float32, ops=reference, max_positions=2 * CONTEXT)
     runner = Runner(model, reference, model.spec.vocab_size, context=CONTEXT, tree_slots=CONTEXT)
 
     def score(prompt: Sequence[int], text: Sequence[int]) -> float:

@@ -46,7 +46,7 @@ def system(name: str, texts: list[str], seconds: float, particles: list[list[str
     for text, rest in zip(texts, particles, strict=True):
         end = None if not rest else SimpleNamespace(particles=[SimpleNamespace(tokens=each) for each in rest])
         answer: Any = SimpleNamespace(
-            token_ids=text, stats=SimpleNamespace(population=end, decode_time=seconds / len(texts))
+            token_ids=text, stats=SimpleNamespace(population=end, decode_time=seconds / len(texts), rounds=len(text))
         )
         made.add(0, answer, lambda tokens: "".join(map(str, tokens)))
         made.likelihood.append(-float(len(text)))
