@@ -210,14 +210,20 @@ def judged(system: System, judge: Judge) -> Row:
     )  # fmt: skip
 
 
+def percent(share: tuple[float, float]) -> str:
+    """Formats a share with its standard error, which is left out where a single sample has none."""
+    mean, error = (100 * part for part in share)
+    return f"{mean:.1f} %" if math.isnan(error) else f"{mean:.1f} ± {error:.1f} %"
+
+
 def table(rows: Sequence[Row]) -> str:
     """Formats the rows as Markdown, shares in percent."""
     plain = rows[0].system.rate
     head = ["", "tok/s", "speed", "tokens per round", "parses", "passes", "any passes", "different", "log p"]
     lines = [head, ["---"] * len(head)]
     for row in rows:
-        share = ["{:.1f} ± {:.1f} %".format(*(100 * part for part in each)) for each in (row.parses, row.passes)]
-        some = "{:.1f} ± {:.1f} % of {}".format(*(100 * part for part in row.any_passes), row.few)
+        share = [percent(each) for each in (row.parses, row.passes)]
+        some = f"{percent(row.any_passes)} of {row.few}"
         speed = [f"{row.system.rate:.0f}", f"{row.system.rate / plain:.2f}x", f"{row.system.tokens_per_round:.2f}"]
         log_p = "-" if math.isnan(row.log_p[0]) else "{:.2f} ± {:.2f}".format(*row.log_p)  # not scored for GSM8K
         lines.append([row.system.name, *speed, *share, some, f"{row.different:.2f}", log_p])

@@ -64,8 +64,8 @@ def test_autoregressive_and_particle_answers_are_scored_alike() -> None:
         smc = judged(system("smc", [right, wrong], 4.0, [[right, right, wrong], [wrong, broken, wrong]]), score)
         assert smc.passes[0] == 0.5 and smc.any_passes[0] == 0.5 and (smc.few, smc.different) == (3, 2.0)
         lines = table([plain, smc]).splitlines()
-    assert lines[2].startswith("| plain | 4 | 1.00x | 75.0 ± ") and "100.0 ± nan % of 4" in lines[2]
-    assert lines[3].startswith("| smc | 1 | 0.25x | 100.0 ± 0.0 % | 50.0 ± 50.0 % | 50.0 ± 50.0 % of 3 | 2.00 |")
+    assert lines[2].startswith("| plain | 4 | 1.00x | 1.00 | 75.0 ± ") and "| 100.0 % of 4 |" in lines[2]
+    assert lines[3].startswith("| smc | 1 | 0.25x | 1.00 | 100.0 ± 0.0 % | 50.0 ± 50.0 % | 50.0 ± 50.0 % of 3 | 2.00 |")
 
 
 def test_standard_errors_are_those_over_seeds() -> None:
