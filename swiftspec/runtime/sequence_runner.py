@@ -28,6 +28,8 @@ from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.runner import Call, Runner
 from swiftspec.sampling.guidance import Guidance
 
+MAX_CATCH_UP_ROWS = 64  # verified tokens of the rounds since the last forward of a draft head
+
 
 class SequencePool:
     """The sequences of the cache of one model, which concurrent requests take and give back.
@@ -211,7 +213,9 @@ class SequenceRunner(Runner):
     def run(self, batch: HostBatch, *, head: bool = True) -> ForwardOutput:
         if self.input_hidden is not None and batch.chain is not None:
             batch = replace(batch, hidden=self.input_hidden(batch))
-        priority = PREFILL if self._prefilling else self.pool.priority
+        # what a head reads after each round is no prompt: the rounds of other requests need not wait for it
+        catches_up = batch.hidden is not None and len(batch) <= MAX_CATCH_UP_ROWS
+        priority = PREFILL if self._prefilling and not catches_up else self.pool.priority
         output = self.run_call(ForwardCall(self.pool.executor, batch, head, priority))
         self.hidden = output.hidden
         return output
@@ -251,13 +255,13 @@ class ForwardCall:
 
     @property
     def key(self) -> object:
-        return self.executor
+        return self.executor, self.batch.hidden is None
 
     def run(self, others: Sequence[ForwardCall]) -> None:
         """Runs the rows of all calls in one forward."""
         calls, runner = [self, *others], self.executor.runner
         batch = merge_batches([call.batch for call in calls])
-        if self.priority == PREFILL:
+        if self.priority == PREFILL or not self.head:
             output = runner.run(batch, head=self.head)
         else:
             output = ForwardOutput(self.executor.forward(batch), runner.hidden)

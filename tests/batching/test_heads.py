@@ -13,12 +13,13 @@ from swiftspec.config import EngineConfig
 from swiftspec.drafter_kinds import GRAFTED
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
-from tests.batching.test_tree_batch import assert_idle, read
+from tests.batching.test_tree_batch import assert_idle, decoding_of, read
 from tests.distributed.group.test_concurrent_requests import assert_equal_caches
 from tests.runtime.test_head_drafter import Pair, make_head_pair
 from tests.support.cases import fast_first
 from tests.support.draft_heads import make_dflash
 from tests.support.rank_threads import engine_on_threads
+from tests.support.roles import drafter_of
 from tests.support.tiny_checkpoints import make_checkpoint
 
 OPTIONS: dict[str, Any] = {"dtype": torch.float64, "max_model_len": 128}
@@ -83,6 +84,20 @@ def test_the_head_drafts_as_well_in_company(pair: Pair) -> None:
         pass
     assert [(each.stats.rounds, each.stats.accepted) for each in requests] == [(s.rounds, s.accepted) for s in wanted]
     assert sum(each.accepted for each in wanted) > 0
+
+
+def test_requests_share_the_forwards_of_the_head(pair: Pair) -> None:
+    """Those over verified tokens, too."""
+    config, forwards = EngineConfig("serial", verify_batch=4, draft_steps=2), list[int]()
+    for requests in (1, 4):
+        llm = LLMEngine(*pair, replace(config, max_num_seqs=requests), **OPTIONS)
+        rows = list[int]()
+        runner = decoding_of(llm).pools[1].runner if requests > 1 else drafter_of(llm).runner
+        runner.hooks.append(lambda began, count, rows=rows: rows.append(count))
+        sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        llm.generate_batch([[5, 17, 3, 9]] * requests, sampling)
+        forwards.append(len(rows))
+    assert forwards[1] < 2 * forwards[0]
 
 
 @pytest.mark.slow
