@@ -31,7 +31,6 @@ def answer_summary(
     finish_reason: str,
     sampling: SamplingParams,
     load_time: float,
-    outages: Sequence[Outage] = (),
 ) -> Json:
     """Returns the object that --json prints. All numbers in it are finite.
 
@@ -50,7 +49,7 @@ def answer_summary(
             "total_tokens": len(prompt_token_ids) + len(token_ids),
         },
         "timings": timings(stats, len(token_ids), load_time),
-        "metrics": metrics(plan.for_request(sampling), stats, len(token_ids), outages),
+        "metrics": metrics(plan.for_request(sampling), stats, len(token_ids)),
         **({"guidance": guidance_stats(sampling)} if sampling.guided else {}),
         **synthetic_stats(stats),
         **(population_stats(plan, stats) if plan.mode == "smc" else {}),
@@ -117,14 +116,14 @@ def timings(stats: Stats, tokens: int, load_time: float) -> Json:
     }
 
 
-def metrics(plan: EngineConfig, stats: Stats, tokens: int, outages: Sequence[Outage] = ()) -> Json:
+def metrics(plan: EngineConfig, stats: Stats, tokens: int) -> Json:
     """Returns metrics under vLLM's names; the fields from `mode` on are SwiftSpec's own.
 
     Acceptance statistics count output tokens only, so that tokens = rounds + accepted tokens, even if the answer ends
     within the last round. `target_busy` and `draft_busy` are the shares of the decode time in the forwards of each
     model; their sum can exceed 1, because in mode async they run concurrently.
 
-    `plan`: the configuration for this request. `tokens`: output tokens. `outages`: intervals without the draft group.
+    `plan`: the configuration for this request. `tokens`: output tokens.
     """
     return {
         "time_to_first_token_ms": _ms(stats.first_token_time),
@@ -138,7 +137,7 @@ def metrics(plan: EngineConfig, stats: Stats, tokens: int, outages: Sequence[Out
         "target_busy": min(_share(stats.target_busy_time, stats.decode_time), 1.0),
         "draft_busy": min(_share(stats.draft_busy_time, stats.decode_time), 1.0),
         "drafter_lost": stats.drafter_lost,
-        "draft_outages": [outage_record(each) for each in outages],
+        "draft_outages": [outage_record(each) for each in stats.outages],
         **final_round_shape(plan, stats),
         "policy": policy_stats(stats),
     }

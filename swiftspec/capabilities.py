@@ -283,7 +283,6 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
     },
     "mode async": {
         "one rank": Conflict(),
-        "several requests": Conflict(),
         "suffix lookup": Conflict(fix="use {mode} serial"),
         "draft head": Conflict(fix="use {mode} serial"),
         "population": NO_POPULATION,
@@ -312,6 +311,7 @@ TABLE: Mapping[str, Mapping[str, Conflict]] = {
     },
     "several requests": {
         "profile": Conflict("since it holds the tree of a single request", REMOVE),
+        "overlap": Conflict(),
         "target worker": Conflict(),
         "draft worker": Conflict(),
     },

@@ -49,6 +49,8 @@ class Stats:
     # batch runs counts for one of its requests
     graph_captures: int = 0
     drafter_lost: str | None = None  # why the drafter is lost; None while it is available
+    # `Outage` objects (remote/failover.py): intervals during which a draft in another process was unavailable
+    outages: Sequence[Any] = ()
     # mean tokens per round of synthetic acceptance, whose output is not the target's; None: the output is the target's
     synthetic_acceptance_length: float | None = None
     finish_reason: str | None = None  # as on the last chunk
@@ -132,15 +134,17 @@ class TreeDecoding:
         notify: Observer = no_observer,
         policy_report: Callable[[], Any] = lambda: None,
         captured_graphs: Callable[[], int] = lambda: 0,
+        outages: Callable[[], Sequence[Any]] = tuple,
     ) -> None:
         """`notify`: observer of the events of the decoding loop.
         `policy_report`: returns the report of the controller that wraps the drafter, or None without a controller.
         `captured_graphs`: returns the number of CUDA graphs that this process has captured.
+        `outages`: returns the list of `Stats.outages` of the running request.
         """
         self.drafter, self.verifier = drafter, verifier
         self.active_drafter = drafter  # of the latest request; a `NoDrafter` if that request disables the draft
         self.synthetic_acceptance_length: float | None = None  # see `Stats`; of requests that use the draft
-        self._notify, self._policy_report = notify, policy_report
+        self._notify, self._policy_report, self._outages = notify, policy_report, outages
         self.captured_graphs = captured_graphs
 
     @property
@@ -159,6 +163,7 @@ class TreeDecoding:
     def chunks(self, stop_criteria: StopCriteria, stats: Stats) -> Iterator[TokenChunk]:
         if self.active_drafter is self.drafter:
             stats.synthetic_acceptance_length = self.synthetic_acceptance_length
+            stats.outages = self._outages()
         for proposal, result in decode(self.active_drafter, self.verifier, self._notify):
             stats.drafter_lost = self.active_drafter.lost_reason
             chunk = _cut(result, stop_criteria.max_tokens - stats.tokens, stop_criteria.stop_token_ids)

@@ -15,7 +15,6 @@ from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memor
 from swiftspec.batching.batch_request import BatchRequest, IsCancelled, NextRequest
 from swiftspec.batching.tree_batch import TreeBatchDecoding
 from swiftspec.builder.roles import Roles
-from swiftspec.distributed.remote.failover import Outage
 from swiftspec.engine import Completion, Stats, StopCriteria, TokenChunk, decode_request, request_start
 from swiftspec.errors import NonFiniteLogits, UserError, truncated_repr
 from swiftspec.observe.draft_monitor import DraftMonitor
@@ -68,11 +67,6 @@ class TokenEngine:
         self._lock = threading.RLock()  # held during a round
         self._open: tuple[Generator[Any], int] | None = None  # the running request and its thread
         self._closed = False
-
-    @property
-    def outages(self) -> Sequence[Outage]:
-        """Intervals of the latest request during which a draft in another process was unavailable."""
-        return self.roles.outages
 
     @property
     def max_model_len(self) -> int:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
+from itertools import count
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from swiftspec.runtime.coroutines import (
     VERIFICATION,
     CallQueue,
     RequestCoroutine,
+    joint_calls,
     suspend,
 )
 from swiftspec.runtime.sequence_runner import SequencePool
@@ -35,9 +38,11 @@ from swiftspec.runtime.sequence_runner import SequencePool
 class RunningRequest(RequestCoroutine):
     """A request that runs on one of the decodings of a batch."""
 
-    def __init__(self, request: BatchRequest, decoding: TreeDecoding) -> None:
+    def __init__(self, request: BatchRequest, decoding: TreeDecoding, number: int) -> None:
+        """`number`: identifies the request in messages between ranks."""
         super().__init__(self._decode)
         self.request, self.decoding, self._is_current = request, decoding, True
+        self._start = replace(request.start, request=number)
         self.num_sequences = _num_sequences(request.start.sampling)
         self.prefilled = False  # whether its prompt is in the caches
 
@@ -50,7 +55,7 @@ class RunningRequest(RequestCoroutine):
 
     def _decode(self) -> None:
         each, is_current = self.request, lambda: self._is_current
-        chunks = decode_request(self.decoding, each.start, each.stop_criteria, each.stats, is_current)
+        chunks = decode_request(self.decoding, self._start, each.stop_criteria, each.stats, is_current)
         with closing(chunks):
             for chunk in chunks:
                 suspend(chunk)
@@ -70,6 +75,7 @@ class TreeBatchDecoding:
         is one. `calls`: of all runners."""
         self.decodings, self.pools, self._calls, self.captured_graphs = decodings, pools, calls, captured_graphs
         self._running = deque[RunningRequest]()
+        self._numbers = count(1)  # of requests; those of callers may recur
 
     @property
     def max_requests(self) -> int:
@@ -78,12 +84,11 @@ class TreeBatchDecoding:
 
     @property
     def busy(self) -> tuple[float, float]:
-        target, *draft = (pool.runner.busy for pool in self.pools)
-        return target, sum(draft)
+        return self.decodings[0].busy
 
     def open(self, start: RequestStart, stop_criteria: StopCriteria) -> int:
         self._end_all()
-        return self.decodings[0].open(start, stop_criteria)
+        return self.decodings[0].open(replace(start, request=next(self._numbers)), stop_criteria)
 
     def chunks(self, stop_criteria: StopCriteria, stats: Stats) -> Iterator[TokenChunk]:
         return self.decodings[0].chunks(stop_criteria, stats)
@@ -145,7 +150,7 @@ class TreeBatchDecoding:
     def _admit(self, request: BatchRequest) -> None:
         in_use = [running.decoding for running in self._running]
         decoding = next(each for each in self.decodings if each not in in_use)
-        self._running.append(RunningRequest(request, decoding))
+        self._running.append(RunningRequest(request, decoding, next(self._numbers)))
 
     def _advance(self, cancelled: IsCancelled) -> Iterator[tuple[BatchRequest, TokenChunk]]:
         """Resumes all requests that do not wait for a call, and then runs calls, if all wait for one."""
@@ -186,16 +191,15 @@ class TreeBatchDecoding:
     def _run_calls(self) -> None:
         """Runs the calls that come first, as one. A prefill chunk is among them if the next forward verifies."""
         waiting = [(running, running.waiting) for running in self._running if running.waiting is not None]
-        trees = [each for each in waiting if each[1].priority != PREFILL]
-        first = min((call.priority for _, call in trees), default=PREFILL)
-        key = next((call.key for _, call in trees if call.priority == first), None)
         new = next((running for running, call in waiting if call.priority == PREFILL), None)
-        if first >= VERIFICATION and new is not None:
+        trees = joint_calls([running for running, call in waiting if call.priority != PREFILL])
+        verifies = all(call.priority >= VERIFICATION for running, call in waiting if running in trees)
+        if verifies and new is not None:
             self._run([new])
             self._running.remove(new)
             self._running.append(new)  # the next chunk is that of another request
         if trees:  # after the chunk, since the verified requests read logits and hidden states of the last forward
-            self._run([running for running, call in trees if call.priority == first and call.key == key])
+            self._run(trees)
 
     def _run(self, requests: Sequence[RunningRequest]) -> None:
         self._calls.run([running.waiting for running in requests if running.waiting is not None])

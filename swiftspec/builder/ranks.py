@@ -15,15 +15,21 @@ from swiftspec.builder.models import LocalRoles, Models
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives.join import RankGroup, count_exchanges, end_startup, join_group
 from swiftspec.distributed.collectives.leave import leave_group
-from swiftspec.distributed.group.concurrent_requests import FollowerRequests
+from swiftspec.distributed.group.concurrent_requests import FollowerRequests, LeaderCallQueue
 from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
 from swiftspec.distributed.group.leader import FollowerGroup, LeaderDrafter, run_follower, wait_for_shutdown
 from swiftspec.distributed.launch.config_check import RankConfig, RankRole, check_consistent, report_startup_error
 from swiftspec.distributed.launch.supervisor_link import Heartbeat, RankTable
 from swiftspec.distributed.launch.world import World, cores_near_gpu, pin_to_cores
-from swiftspec.distributed.remote.failover import DraftGroupRecovery, Reconnector
+from swiftspec.distributed.remote.failover import DraftGroupRecovery
+from swiftspec.distributed.remote.reconnector import Reconnector
 from swiftspec.distributed.remote.served_roles import DraftTraceSender
-from swiftspec.distributed.remote.server import DraftGroupServer
+from swiftspec.distributed.remote.server import (
+    ConcurrentDraftGroupServer,
+    DraftGroupServer,
+    suspend_until_received,
+)
+from swiftspec.distributed.transport.channels import ChannelSet
 from swiftspec.distributed.transport.connections import Connections
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.request_state import ModelLimits
@@ -33,6 +39,7 @@ from swiftspec.errors import RankLost, UserError
 from swiftspec.model.checkpoint_files import Progress
 from swiftspec.runtime.fallback_drafter import FAILURES
 from swiftspec.runtime.graph_capture import capture_graphs, run_captures
+from swiftspec.runtime.local_drafter import LocalDrafter
 
 Load = Callable[["Rank"], LocalRoles]  # loads the models of a rank and returns the roles on them
 
@@ -284,24 +291,44 @@ def run_until_shutdown(rank: Rank, *, traced: bool) -> None:
         if supervised and isinstance(error, RankLost):  # the group is broken: this rank is restarted
             raise error
 
+    def serve(channel: Transport, drafter: LocalDrafter, team: FollowerGroup) -> DraftGroupServer:
+        return DraftGroupServer(
+            channel,
+            LeaderDrafter(drafter, team),
+            rank.limits,
+            DraftTraceSender(channel, drafter, traced=traced),
+            rank.models.cancel_check,
+            rank.heartbeat,
+            on_error=on_error,
+        )
+
     try:
-        if target is not None and rank.held.drafter is not None:
-            recording = DraftTraceSender(target, rank.held.drafter, traced=traced)
-            DraftGroupServer(
-                target,
-                LeaderDrafter(rank.held.drafter, rank.lead()),
-                rank.limits,
-                recording,
-                rank.models.cancel_check,
-                rank.heartbeat,
-                on_error=on_error,
-            ).run()
-        else:
+        if target is None or rank.held.drafter is None:
             _follow(rank, leader)
+        elif not rank.held.others:
+            serve(target, rank.held.drafter, rank.lead()).run()
+        else:
+            _serve_concurrent_requests(rank, target, serve)
     except BaseException:
         rank.leave(restarting=supervised, lost=True)
         raise
     rank.leave()
+
+
+def _serve_concurrent_requests(
+    rank: Rank, target: Transport, serve: Callable[[Transport, LocalDrafter, FollowerGroup], DraftGroupServer]
+) -> None:
+    """Serves several requests on the draft's leader until SHUTDOWN. `serve`: returns the server of one of them."""
+    calls = LeaderCallQueue(rank.lead())
+    for pool in rank.held.pools:
+        pool.calls = calls
+    drafters = [each.drafter for each in (rank.held, *rank.held.others) if each.drafter is not None]
+    channels = ChannelSet(target, len(drafters), suspend_until_received)
+    servers = [
+        serve(channel, drafter, calls.group_of(index))
+        for index, (channel, drafter) in enumerate(zip(channels.channels, drafters, strict=True))
+    ]
+    ConcurrentDraftGroupServer(channels, servers, calls, rank.models.cancel_check, rank.heartbeat).run()
 
 
 def _follow(rank: Rank, leader: Transport) -> None:

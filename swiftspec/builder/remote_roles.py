@@ -17,7 +17,8 @@ from swiftspec.builder.roles import EngineLimits, Roles, TreeRoles, check_reques
 from swiftspec.builder.rules import Choices, resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter
-from swiftspec.distributed.remote.failover import Reconnector, RemoteDraft
+from swiftspec.distributed.remote.failover import RemoteDraft
+from swiftspec.distributed.remote.reconnector import Reconnector
 from swiftspec.distributed.remote.remote_verifier import RemoteVerifier
 from swiftspec.distributed.remote.server_link import ServerLink, read_tokenizer
 from swiftspec.distributed.remote.session_messages import ModelIdentity, ModelInfo, SessionStart

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from swiftspec.batching.tree_batch import TreeBatchDecoding
@@ -25,9 +26,12 @@ from swiftspec.distributed.group.concurrent_requests import LeaderCallQueue
 from swiftspec.distributed.group.leader import LeaderDrafter, LeaderScheduler, LeaderVerifier
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter
-from swiftspec.distributed.remote.failover import FailoverDrafter, Outage, RemoteDraft
+from swiftspec.distributed.remote.failover import FailoverDrafter, RemoteDraft
+from swiftspec.distributed.remote.reconnector import ReconnectedLink, SharedReconnector
 from swiftspec.distributed.remote.server_link import ServerLink
+from swiftspec.distributed.transport.channels import ChannelSet
 from swiftspec.distributed.transport.request_state import ModelLimits, RequestState
+from swiftspec.distributed.transport.transport import Transport
 from swiftspec.engine import Decoding, TreeDecoding
 from swiftspec.errors import DrafterLost, UserError
 from swiftspec.model.checkpoint_files import Progress
@@ -37,6 +41,7 @@ from swiftspec.observe.trace import DraftTimeline, ObserverToggle, ParticleTrace
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.observe.trace_format import Record, trace_header
 from swiftspec.params import MAX_LOGPROB_VALUES, MAX_LOGPROBS, SamplingParams
+from swiftspec.runtime.coroutines import CallQueue
 from swiftspec.runtime.graph_capture import capture_graphs, num_captures, run_captures
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import OverlappedDrafter, ThreadedVerifier, warm_up
@@ -140,12 +145,6 @@ class Roles:
     rpc_log: RpcLog | None = None  # RPCs with workers; None without workers
     models: Models | None = None  # the models of this process; None without any
 
-    @property
-    def outages(self) -> Sequence[Outage]:
-        """Intervals of the latest request during which a draft in another process was unavailable."""
-        drafter = self.decoding.active_drafter if isinstance(self.decoding, TreeDecoding) else None
-        return drafter.outages if isinstance(drafter, FailoverDrafter) else ()
-
     def reusable_texts(self) -> list[TokenText]:
         """Returns the texts whose prefixes a request without guidance does not need to prefill: none if the target runs
         in another process. A draft head can reduce what is reused of them."""
@@ -204,7 +203,7 @@ def build_roles(
             models=models,
         )
     if config.max_num_seqs > 1:
-        first, trees = _trees(models, config, rank, recorder, progress)
+        first, trees, config = _trees(models, config, rank, recorder, progress)
         head = trace_begin(recorder, options.trace_metadata(config))
         return Roles(
             trees, first, config=config, limits=limits, rank=rank, recorder=recorder, trace_header=head, models=models
@@ -242,9 +241,10 @@ def _population(
 
 def _trees(
     models: Models, config: EngineConfig, rank: Rank | None, recorder: Recorder, progress: Progress | None
-) -> tuple[TreeRoles, TreeBatchDecoding]:
-    """Returns the roles of the first of several concurrent requests, and the decoding with roles for each of them. If
-    there are several ranks, these forward their calls to the followers."""
+) -> tuple[TreeRoles, TreeBatchDecoding, EngineConfig]:
+    """Returns the roles of the first of several concurrent requests, the decoding with roles for each of them, and the
+    config. If there are several ranks, the roles forward their calls to the followers; with a draft group, d in the
+    config is measured if it was None."""
     key = drafter_key(config, models.draft_head)
     entry = DRAFTERS[key]
     if rank is None:
@@ -257,14 +257,20 @@ def _trees(
         for pool in held.pools:
             pool.calls = calls
     assert held.verifier is not None
-    times = models.target_times(config, held.verifier) if held.drafter is None else None
+    each_held = [held, *held.others]
+    recorders = [recorder, *(Recorder(beside=recorder) for _ in held.others)]
+    drafts: list[RemoteDraft | None] = [None] * len(each_held)
+    if rank is not None and rank.connections.draft_leader is not None and leading is not None:
+        verifier = LeaderVerifier(held.verifier, leading.group_of(0))
+        drafts, config = _draft_channels(rank, models, config, calls, verifier, recorders)
+    times = models.target_times(config, held.verifier) if entry.needs == "nothing" else None
 
     budget = RowBudget(calls)
     lookup = SharedLookup(budget)
 
-    def make_roles(index: int, local: LocalRoles) -> TreeRoles:
+    def make_roles(index: int, local: LocalRoles, draft: RemoteDraft | None) -> TreeRoles:
         assert local.verifier is not None
-        verifier, drafter = local.verifier, local.drafter
+        verifier, drafter = local.verifier, local.drafter or (None if draft is None else draft.drafter)
         if drafter is None:
             inputs = DrafterInputs(
                 config, _model_limits(models, config), verifier=verifier, target_times=times, lookup=lookup
@@ -274,9 +280,9 @@ def _trees(
             return TreeRoles(key, drafter, verifier, local)
         team = leading.group_of(index)
         led = LeaderDrafter(drafter, team) if isinstance(drafter, LocalDrafter) else drafter
-        return TreeRoles(key, led, LeaderVerifier(verifier, team), local)
+        return TreeRoles(key, led, LeaderVerifier(verifier, team), local, draft)
 
-    roles = [make_roles(index, local) for index, local in enumerate((held, *held.others))]
+    roles = list(map(make_roles, count(), each_held, drafts))
     pair_times = None
     if rank is None and held.drafter is not None:
         pair_times = models.row_times(config, held.verifier, held.drafter)
@@ -286,12 +292,45 @@ def _trees(
     budgets = models.draft_budgets(config) if rank is None else None
     stats = SharedStats(config, pair_times, budgets, lambda: calls.num_requests)
     decodings = list[TreeDecoding]()
-    for parts in roles:
+    for parts, own in zip(roles, recorders, strict=True):
         given = _wrapper_inputs(parts, config, models, rank is None, stats, lookup)
-        own = recorder if parts is roles[0] else Recorder(beside=recorder)
         decodings.append(_tree_decoding(parts, config, own, given, None))
     captured = partial(num_captures, held.verifier, held.drafter)
-    return roles[0], TreeBatchDecoding(decodings, held.pools, calls, captured)
+    return roles[0], TreeBatchDecoding(decodings, held.pools, calls, captured), config
+
+
+def _draft_channels(
+    rank: Rank,
+    models: Models,
+    config: EngineConfig,
+    calls: CallQueue,
+    verifier: Verifier,
+    recorders: Sequence[Recorder],
+) -> tuple[list[RemoteDraft | None], EngineConfig]:
+    """Returns the draft group as each of several concurrent requests sees it, and the config with d. `verifier`: of the
+    first of them. `recorders`: of each of them."""
+    assert rank.connections.draft_leader is not None
+    channels = ChannelSet(rank.connections.draft_leader, len(recorders), calls.wait)
+    parts: Sequence[ReconnectedLink | None] = [None] * len(recorders)
+    if rank.recovery is not None:
+        parts = SharedReconnector(rank.recovery, channels).parts
+    links = [_draft_link(rank, config, *each, calls) for each in zip(channels.channels, recorders, strict=True)]
+    drafters = list[RemoteDrafter]()
+    for link in links:
+        drafters.append(RemoteDrafter(link, config.initial_draft_steps))
+        if config.draft_steps is None:
+            room = models.options.max_model_len - 1
+            config = replace(config, draft_steps=_measure_draft_steps(config, verifier, drafters[0], room))
+    return list(map(RemoteDraft, drafters, links, parts)), config
+
+
+def _draft_link(
+    rank: Rank, config: EngineConfig, transport: Transport, recorder: Recorder, calls: CallQueue | None = None
+) -> DraftLink:
+    """Returns the link to the draft group. `calls`: of the concurrent requests, if there are several."""
+    state = RequestState(rank.limits, rejection_sampling=config.verify == "reject")
+    in_company = (lambda: False) if calls is None else (lambda: calls.company)
+    return DraftLink(ServerLink(transport, state, "draft"), recorder=recorder, in_company=in_company)
 
 
 def _alone(models: Models, config: EngineConfig, remote: RemoteDraft | None, progress: Progress | None) -> TreeRoles:
@@ -327,8 +366,7 @@ def _lead(rank: Rank, models: Models, config: EngineConfig, recorder: Recorder) 
         return TreeRoles(key, LeaderDrafter(held.drafter, team), verifier, held), config
     if rank.connections.draft_leader is None:
         return TreeRoles(key, entry.build(DrafterInputs(config, rank.limits)), verifier, held), config
-    state = RequestState(rank.limits, rejection_sampling=config.verify == "reject")
-    link = DraftLink(ServerLink(rank.connections.draft_leader, state, "draft"), recorder=recorder)
+    link = _draft_link(rank, config, rank.connections.draft_leader, recorder)
     drafter = entry.build(DrafterInputs(config, link=link))
     assert isinstance(drafter, RemoteDrafter)
     if config.draft_steps is None:
@@ -414,6 +452,7 @@ def _tree_decoding(
         _observers(recorder, parts, controller, rpc_log),
         policy_report=(lambda: None) if controller is None else controller.report,
         captured_graphs=partial(num_captures, held.verifier, held.drafter),
+        outages=(lambda: drafter.outages) if isinstance(drafter, FailoverDrafter) else tuple,
     )
     decoding.synthetic_acceptance_length = config.synthetic_acceptance_length
     return decoding

@@ -110,7 +110,6 @@ def _answer(command: ParsedCommand, prompt: str, session: Session) -> int:
             finish_reason=stream.finish_reason or "abort",
             sampling=sampling,
             load_time=session.llm.load_time,
-            outages=session.llm.outages,
         )
         print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
     else:

@@ -14,16 +14,16 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from swiftspec.runtime.runner import Call
 
 if TYPE_CHECKING:
     from greenlet import greenlet
 
-# Priorities of calls: results are read first, every request expands its tree before the rows of any are chosen, then
-# all are verified, and new prompts are prefilled last.
-READ, EXPANSION, ROW_BUDGET, VERIFICATION, PREFILL = range(5)
+# Priorities of calls: results are read first, every request expands its tree, or receives its proposal from the draft
+# group, before the rows of any are chosen, then all are verified, and new prompts are prefilled last.
+READ, EXPANSION, RECEIVE, ROW_BUDGET, VERIFICATION, PREFILL = range(6)
 
 
 class CallQueue:
@@ -58,6 +58,18 @@ class CallQueue:
         except Exception as error:
             for call in calls:
                 call.error = error
+
+
+R = TypeVar("R", bound="RequestCoroutine")
+
+
+def joint_calls(requests: Sequence[R]) -> list[R]:
+    """Returns those of the requests whose calls run next, as one: the calls of the first priority that are alike."""
+    waiting = [(each, each.waiting) for each in requests if each.waiting is not None]
+    if not waiting:
+        return []
+    _, first = min(waiting, key=lambda pair: pair[1].priority)
+    return [each for each, call in waiting if (call.priority, call.key) == (first.priority, first.key)]
 
 
 def in_coroutine() -> bool:

@@ -26,11 +26,11 @@ def engine_on_threads(
     on_follower: Callable[[LocalRoles], object] = lambda held: None,
     **options: Any,
 ) -> Generator[tuple[LLMEngine, list[LocalRoles]]]:
-    """An engine on `config.target_tp` ranks, and the roles of all ranks; those of the followers are complete, and have
+    """An engine on the ranks of `config`, and the roles of all ranks; those of the followers are complete, and have
     executed all commands, after the context. `on_follower`: called before a follower executes commands. The context
     raises the error of a follower."""
     loading: Any = options
-    size, store, roles = config.target_tp, HashStore(), list[LocalRoles]()
+    size, store, roles = config.num_ranks, HashStore(), list[LocalRoles]()
     worlds = [World(rank, size, rank, size, "localhost", store) for rank in range(size)]
 
     def follow(world: World) -> None:

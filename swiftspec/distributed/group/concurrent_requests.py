@@ -16,9 +16,10 @@ from swiftspec.distributed.group.leader import FollowerGroup
 from swiftspec.distributed.transport.codec import Message, Words
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.request_state import in_range
-from swiftspec.runtime.coroutines import ROW_BUDGET, CallQueue, RequestCoroutine, in_coroutine
+from swiftspec.runtime.coroutines import RECEIVE, ROW_BUDGET, CallQueue, RequestCoroutine, in_coroutine
 from swiftspec.runtime.runner import Call
 
+LEADER_CALLS = (RECEIVE, ROW_BUDGET)  # the followers get their outcome: the rows of a proposal
 NO_CALLS, PREFILL_CALLS, ALL_CALLS = 0, 1, 2  # which calls suspend a request, as `CallQueue.wait` decides
 
 
@@ -37,7 +38,7 @@ class LeaderCallQueue(CallQueue):
         return _RequestFollowerGroup(self._team, partial(self._select, index))
 
     def run(self, calls: Sequence[Call]) -> None:
-        if calls[0].priority != ROW_BUDGET:
+        if calls[0].priority not in LEADER_CALLS:
             self._team.broadcast(Opcode.CALLS_RUN, tuple(self._indices[call] for call in calls))
         super().run(calls)
 
@@ -49,7 +50,7 @@ class LeaderCallQueue(CallQueue):
             self._sent = state
 
     def _suspend(self, call: Call) -> None:
-        if call.priority == ROW_BUDGET:  # the leader alone chooses the rows of a proposal
+        if call.priority in LEADER_CALLS:
             super()._suspend(call)
             return
         index, _ = self._sent  # it waits inside a call of its roles, which has selected it

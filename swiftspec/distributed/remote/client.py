@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from swiftspec.control.step_times import DraftTimes
@@ -30,6 +30,9 @@ from swiftspec.tree.replica import TreeDelta
 
 ANSWER_TIMEOUT_S = 10.0  # seconds; the longest wait for a proposal
 OPEN_TIMEOUT_S = 60.0  # seconds; the longest wait for the first proposal, which includes the prefill
+# Seconds that a request waits for its first proposal while others run, which wait with it. Until the draft group has
+# prefilled its prompt, it is decoded without the draft.
+JOINT_OPEN_TIMEOUT_S = 0.02
 MAX_REASON_CHARS = 300  # characters of an error message from the draft
 ANSWER_OPCODES = (Opcode.PROPOSAL, Opcode.TREE_DELTA, Opcode.STEP_TIMES, Opcode.SESSION_ATTACHED)
 LATE_MESSAGE = "the draft did not answer in time"
@@ -59,11 +62,14 @@ class DraftLink:
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
         open_timeout_s: float = OPEN_TIMEOUT_S,
         recorder: Recorder | None = None,
+        in_company: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.lost_reason, self.recorder = lost_reason, recorder
+        """`in_company`: returns whether other requests run, which wait for the answers of this one."""
+        self.lost_reason, self.recorder, self._in_company = lost_reason, recorder, in_company
         self.answer_timeout_s, self.open_timeout_s = answer_timeout_s, open_timeout_s
         self._server, self._tracing = server, False
-        self._has_answered = False  # whether the draft has answered since the open request was sent
+        self._opened_at = 0.0  # `time.monotonic` time
+        self.awaits_first_answer = False  # whether a request was sent that the draft has not answered yet
 
     @property
     def busy(self) -> float:
@@ -81,18 +87,27 @@ class DraftLink:
         return self._server.state
 
     @property
+    def is_opening(self) -> bool:
+        """Whether other requests run, and the draft may still be prefilling the prompt of this one."""
+        waiting = self.awaits_first_answer and self._in_company()
+        return waiting and time.monotonic() - self._opened_at < self.open_timeout_s
+
+    @property
     def timeout_s(self) -> float:
         """Longest wait for the next proposal, in seconds."""
-        return self.answer_timeout_s if self._has_answered else self.open_timeout_s
+        if self.is_opening:
+            return JOINT_OPEN_TIMEOUT_S
+        return self.open_timeout_s if self.awaits_first_answer and not self._in_company() else self.answer_timeout_s
 
     def note_answer(self, request: int) -> None:
         """Records that the draft has sent a proposal or a tree delta of a request."""
-        self._has_answered = self._has_answered or request == self.state.request
+        if request == self.state.request:
+            self.awaits_first_answer = False
 
     def attach(self, transport: Transport) -> None:
         """Replaces the lost connection by `transport`, to a draft that has no open request."""
         self._server.attach(transport)
-        self.lost_reason = None
+        self.lost_reason, self.awaits_first_answer = None, False
         if self._tracing:
             self.send(Opcode.SET_TRACE, [1])
 
@@ -102,7 +117,7 @@ class DraftLink:
             self.state.open(start)
         except ValueError as error:
             raise DrafterLost(f"this request cannot be sent to the draft: {error}") from None
-        self._has_answered = False
+        self.awaits_first_answer, self._opened_at = True, time.monotonic()
         self._send_all(
             [
                 *([] if steps is None else [(Opcode.SET_DRAFT_STEPS, [steps])]),
@@ -161,8 +176,11 @@ class DraftLink:
 
     def drain_trace(self, round_: int) -> None:
         """Receives trace records until the record of round `round_` has arrived, for at most LAST_ROUND_TIMEOUT_S.
-        Discards other messages, since the request has ended."""
+        Discards other messages, since the request has ended. Does nothing while other requests run, which would
+        wait."""
         assert self.recorder is not None
+        if self._in_company():
+            return
         deadline = time.monotonic() + LAST_ROUND_TIMEOUT_S
         with contextlib.suppress(ConnectionError, TimeoutError, ValueError, RequestRefused):
             # without the record, the trace lacks the draft's timeline of this round

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from threading import Event, Thread
 from typing import Protocol
 
 from swiftspec.config import EngineConfig
@@ -20,12 +19,13 @@ from swiftspec.distributed.launch.config_check import RankConfig, check_consiste
 from swiftspec.distributed.launch.rendezvous import RendezvousInfo
 from swiftspec.distributed.launch.supervisor_link import RankTable
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.remote.client import DrafterLate, DraftLink
+from swiftspec.distributed.remote.client import LATE_MESSAGE, DrafterLate, DraftLink
+from swiftspec.distributed.remote.reconnector import MIN_DELAY_S, ReconnectedLink, Reconnector
 from swiftspec.distributed.transport.codec import Words
 from swiftspec.distributed.transport.connections import Connections, accept_draft_leader
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.transport import Transport
-from swiftspec.errors import RankLost, UserError
+from swiftspec.errors import RankLost
 from swiftspec.messages import Proposal, RequestStart, VerifyResult, merge_results
 from swiftspec.observe.rpc_latency import RpcLog
 from swiftspec.runtime.drafter import Drafter, DrafterWrapper, NoDrafter
@@ -38,72 +38,8 @@ FIRST_PROPOSAL_TIMEOUT_S = 2.0
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.5, 10.0
 TIMEOUT_FACTOR = 5.0
 STEADY_ROUNDS = 16  # rounds with a proposal in time after which the backoff is reset
-MIN_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # seconds between two attempts, doubled up to the maximum
 POLL_S = 0.1  # seconds between two polls of a draft group that loads its weights
 LOAD_TIMEOUT_S = 600.0  # seconds; the longest wait for a draft group to load its weights
-
-
-class Reconnector:
-    """Recovers the connection to a drafter in a background thread, which runs until `close`."""
-
-    def __init__(
-        self,
-        connect: Callable[[], Transport | None],
-        on_lost: Callable[[], None] = lambda: None,
-        *,
-        on_demand: bool,
-        max_delay_s: float = MAX_DELAY_S,
-    ) -> None:
-        """`connect`: returns a transport to the recovered drafter, or None if there is none yet. An exception of a lost
-        connection or a UserError means the same.
-
-        `on_lost`: called when the drafter is lost.
-        `on_demand`: whether `connect` is called only after the drafter was lost, until it succeeds.
-        `max_delay_s`: longest pause between two attempts.
-        """
-        self._connect, self._on_lost, self._on_demand, self._max_delay_s = connect, on_lost, on_demand, max_delay_s
-        self._recovered: Transport | None = None
-        self._wanted, self._closing = Event(), Event()
-        if not on_demand:
-            self._wanted.set()
-        self._thread = Thread(target=self._run, name="reconnect", daemon=True)
-        self._thread.start()
-
-    @property
-    def closing(self) -> bool:
-        """Whether `close` was called, so that an attempt in progress should be given up."""
-        return self._closing.is_set()
-
-    def poll(self) -> Transport | None:
-        """Returns the transport once after each recovery, and None at all other times."""
-        back, self._recovered = self._recovered, None
-        return back
-
-    def on_lost(self) -> None:
-        """Notifies the reconnector that the drafter is lost."""
-        self._on_lost()
-        self._wanted.set()
-
-    def close(self) -> None:
-        """Stops the thread."""
-        self._closing.set()
-        self._wanted.set()
-        self._thread.join(2 * MIN_DELAY_S)
-
-    def _run(self) -> None:
-        while self._wanted.wait() and not self._closing.is_set():
-            if self._on_demand:
-                self._wanted.clear()
-            pause = MIN_DELAY_S
-            while not self._closing.wait(pause):
-                try:
-                    found = self._connect()
-                except (RankLost, UserError, OSError):
-                    found = None
-                if found is not None:
-                    self._recovered = found
-                    break
-                pause = min(2 * pause, self._max_delay_s)
 
 
 class ResumableDrafter(Drafter, Protocol):
@@ -134,7 +70,7 @@ class RemoteDraft:
 
     drafter: RecoverableDrafter
     connection: DraftLink
-    reconnector: Reconnector | None
+    reconnector: ReconnectedLink | None
     rpc_log: RpcLog | None = None  # RPC latencies, if the drafter is a worker
     disconnect: Callable[[], None] = lambda: None  # ends the connection to a worker
 
@@ -186,6 +122,7 @@ class FailoverDrafter(DrafterWrapper[ResumableDrafter]):
     def propose(self) -> Proposal:
         if self._attach():  # the restarted draft prefills first, so this round is without it
             self._start(replace(self._opening, tokens=tuple(self._tokens)))
+            self._in_step = not (self._lost or self._remote.connection.awaits_first_answer)  # a controller may wait
             return self._fallback.propose()
         if self._lost or not (self._in_step or self._caught_up()):
             return self._fallback.propose()
@@ -238,7 +175,12 @@ class FailoverDrafter(DrafterWrapper[ResumableDrafter]):
         if self._rounds_to_skip > 0:
             self._rounds_to_skip -= 1
             return False
-        return self._try(self._catch_up) and self._in_step
+        if not self._try(self._catch_up):
+            return False
+        link = self._remote.connection
+        if self.lost_reason is None and link.awaits_first_answer and not link.is_opening:
+            self._on_late(LATE_MESSAGE)
+        return self._in_step
 
     def _catch_up(self) -> None:
         if self._remote.drafter.poll():
@@ -266,7 +208,10 @@ class FailoverDrafter(DrafterWrapper[ResumableDrafter]):
 
     def _on_late(self, reason: str) -> None:
         """Begins an outage after a late proposal. The next attempt is made 2^n - 1 rounds later, after n earlier late
-        proposals."""
+        proposals. While other requests run, a first proposal is not waited for, and not late before its timeout."""
+        if self._remote.connection.is_opening:
+            self._in_step = False
+            return
         self._record_outage(reason)
         self._in_step, self._rounds_in_step = False, 0
         self._rounds_to_skip = 2**self._num_late - 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from swiftspec.distributed.group.command_stream import CommandStream
 from swiftspec.distributed.group.leader import LeaderDrafter
 from swiftspec.distributed.launch.supervisor_link import Heartbeat
 from swiftspec.distributed.remote.served_roles import DraftTraceSender, ServedDrafter, ServedRole
 from swiftspec.distributed.remote.session_messages import Answer, ErrorCode, pack_error
+from swiftspec.distributed.transport.channels import ChannelSet, ReceiveCall
 from swiftspec.distributed.transport.codec import Frame
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.request_state import ModelLimits, StaleRound
@@ -17,7 +18,10 @@ from swiftspec.distributed.transport.transport import Receiver, Transport
 from swiftspec.errors import RankLost, UserError
 from swiftspec.file_io import one_line
 from swiftspec.runtime.cancellation import CancelCheck, Cancelled
+from swiftspec.runtime.coroutines import PREFILL, CallQueue, RequestCoroutine, joint_calls, suspend
 from swiftspec.runtime.fallback_drafter import FAILURES
+
+MAX_EXPANSIONS_BEFORE_PREFILL = 4  # joint expansions while a new request waits for its next prefill chunk
 
 
 class SessionServer(ABC):
@@ -114,6 +118,11 @@ class DraftGroupServer(SessionServer):
         self._answered = False  # whether native code has answered the last message
         cancel_check.cancelled = self._commands.request_ended
 
+    @property
+    def request_ended(self) -> Callable[[], bool]:
+        """Returns whether the target has ended the request whose prompt is being prefilled."""
+        return self._commands.request_ended
+
     def run(self) -> None:
         """Executes the target's messages until SHUTDOWN. A failure of the draft model ends only the current request.
 
@@ -160,3 +169,104 @@ class DraftGroupServer(SessionServer):
         if not isinstance(error, (StaleRound, RankLost, UserError, *FAILURES)):
             raise error
         return self._error_answer(error, frame)
+
+
+class ConcurrentDraftGroupServer:
+    """Server of concurrent requests on the draft group's leader. Every request has a channel, a drafter and a
+    `DraftGroupServer` of its own, which runs as a coroutine.
+
+    Messages are read between two forwards, so a result is answered before the trees of other requests are expanded
+    further. The expansions of all trees run as one forward. A prefill chunk of a new request runs while no tree is
+    expanded, and at the latest after MAX_EXPANSIONS_BEFORE_PREFILL expansions.
+    """
+
+    def __init__(
+        self,
+        channels: ChannelSet,
+        servers: Sequence[DraftGroupServer],
+        calls: CallQueue,
+        cancel_check: CancelCheck,
+        heartbeat: Heartbeat,
+    ) -> None:
+        """`channels`: those of the transport to the target's leader; `servers`: of each of them.
+        `calls`: of the drafters' runners.
+        `cancel_check`: cancellation check of these runners during prefill.
+        `heartbeat`: records when this rank is busy.
+        """
+        self._channels, self._servers, self._calls, self._heartbeat = channels, servers, calls, heartbeat
+        self._requests = [RequestCoroutine(server.run) for server in servers]
+        self._resumed = servers[0]  # whose coroutine was resumed last
+        self._expansions = 0  # joint forwards since the last prefill chunk
+        cancel_check.cancelled = lambda: self._resumed.request_ended()
+
+    def run(self) -> None:
+        """Serves all requests until SHUTDOWN. Raises RankLost as `DraftGroupServer.run` does."""
+        try:
+            while self._resume_all():
+                self._run_calls()
+        finally:
+            for each in self._requests:
+                each.end()
+
+    def _resume_all(self) -> bool:
+        """Runs all requests until each waits for a message or a forward. Returns False after SHUTDOWN."""
+        for server, each in zip(self._servers, self._requests, strict=True):
+            self._calls.company = sum(map(_is_running, self._servers, self._requests)) > 1
+            self._channels.native_replies = not self._calls.company
+            if each.waiting is None:
+                self._resumed = server
+                each.waiting = each.resume()
+                if each.waiting is None:
+                    return False
+        return True
+
+    def _run_calls(self) -> None:
+        """Receives messages, and then runs the next forward unless a message has ended the wait of a request."""
+        idle = [each for each in self._requests if isinstance(each.waiting, ReceiveCall)]
+        working = [each for each in self._requests if each not in idle]
+        self._receive(block=not working)
+        ended = [each for each in idle if isinstance(each.waiting, ReceiveCall) and each.waiting.ended]
+        for each in ended or self._run_forward(working):
+            each.waiting = None
+
+    def _receive(self, *, block: bool) -> None:
+        """Receives the messages that have arrived, or with `block` waits for one. An error ends the wait of all
+        requests."""
+        if block:
+            self._heartbeat.mark_idle()
+        try:
+            if block:
+                self._channels.receive()
+            self._channels.receive_available()
+        except (ConnectionError, ValueError) as error:
+            waits = [each.waiting for each in self._requests if isinstance(each.waiting, ReceiveCall)]
+            if not waits:
+                raise RankLost(str(error)) from None
+            for each in waits:
+                each.error = error
+        self._heartbeat.mark_busy()
+
+    def _run_forward(self, working: Sequence[RequestCoroutine]) -> Sequence[RequestCoroutine]:
+        """Runs a forward for some of the requests that wait for one. Returns these."""
+        if not working:
+            return ()
+        chosen = joint_calls(working)
+        prefills = [each for each in working if each.waiting is not None and each.waiting.priority == PREFILL]
+        self._expansions += 1
+        if prefills and (chosen[0] in prefills or self._expansions > MAX_EXPANSIONS_BEFORE_PREFILL):
+            chosen, self._expansions = prefills[:1], 0
+        self._calls.run([each.waiting for each in chosen if each.waiting is not None])
+        return chosen
+
+
+def _is_running(server: DraftGroupServer, request: RequestCoroutine) -> bool:
+    """Returns whether a request is open, or executes a message, such as its start."""
+    return server.role.state.is_open or not isinstance(request.waiting, ReceiveCall)
+
+
+def suspend_until_received(call: ReceiveCall) -> None:
+    """Suspends a request of a server until its channel has a message. Raises the error of the call, unless a message
+    came before it."""
+    suspend(call)
+    if call.error is not None and not call.channel.unread:
+        raise call.error

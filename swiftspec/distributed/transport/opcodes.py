@@ -49,3 +49,4 @@ class Opcode(IntEnum):
     REQUEST_SELECT = 33  # of concurrent requests: batch index of the next call, and which calls suspend a request
     REQUEST_RESUME = 34  # as REQUEST_SELECT; continues the call of that request
     CALLS_RUN = 35  # batch indices of the requests whose calls run as one
+    CHANNEL_SELECT = 36  # batch index of the request that the following messages are about, see transport/channels.py

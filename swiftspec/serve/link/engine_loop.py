@@ -220,7 +220,7 @@ class EngineLoop:
         if llm.config.mode == "smc":
             extra = {**extra, **answer_stats.population_stats(llm.config, stats)}
         timings = answer_stats.timings(stats, stats.tokens, llm.load_time)
-        metrics = answer_stats.metrics(llm.config.for_request(sampling), stats, stats.tokens, llm.outages)
+        metrics = answer_stats.metrics(llm.config.for_request(sampling), stats, stats.tokens)
         choice_frames: list[frames.Choice] = []
         if choices is not None and stats.population is not None:
             choice_frames = [

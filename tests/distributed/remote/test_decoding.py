@@ -193,7 +193,7 @@ def test_a_drafter_that_restarts_costs_speed_only(pair: tuple[Path, Path], targe
             if count == 20:
                 assert running.stats.drafter_lost is not None
                 draft.start()
-        assert text == whole and len(running.outages) == 1
+        assert text == whole and len(running.stats.outages) == 1
         again = running.generate(PROMPT, params)
         assert again.token_ids == whole and again.stats.drafter_lost is None
         draft.stop()

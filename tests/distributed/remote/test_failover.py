@@ -4,6 +4,7 @@ receives exactly the verified text."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -16,6 +17,7 @@ from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.request_state import ModelLimits, RequestState
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.drafter import DrafterWrapper, NoDrafter
 from tests.support.cases import examples
 from tests.support.proposals import draft_proposal
 
@@ -227,6 +229,43 @@ def test_a_recovered_draft_continues_within_the_request() -> None:
     assert decoded(machine, 5) == 2
     assert machine.draft.openings == 1 and machine.reconnector.losses > 0
     assert [outage.until is None for outage in machine.failover_drafter.outages] == [False]
+
+
+class OpensLater(DrafterWrapper[RemoteDrafter]):
+    """Opens the draft after three rounds of a request, as a controller does that decodes without it first."""
+
+    def open(self, start: RequestStart) -> None:
+        self.opening, self.text, self.rounds = start, list(start.tokens), 0
+        self.none = NoDrafter()
+        self.none.open(start)
+
+    def propose(self) -> Proposal:
+        if self.rounds < 3:
+            return self.none.propose()
+        if self.rounds == 3:
+            self.inner.open(replace(self.opening, tokens=tuple(self.text)))
+        return replace(self.inner.propose(), round=self.none.propose().round)
+
+    def observe(self, result: VerifyResult) -> None:
+        if self.rounds >= 3:
+            self.inner.observe(replace(result, round=self.rounds - 3))
+        self.none.observe(result)
+        self.text += result.tokens
+        self.rounds += 1
+
+
+def test_a_recovered_draft_continues_if_a_controller_opens_it_later() -> None:
+    machine = Machine()
+    failover = machine.failover_drafter
+    failover.inner = OpensLater(failover._remote.drafter)  # type: ignore[arg-type]
+    machine.begin()
+    assert [decoded(machine, 1) for _ in range(3)] == [1, 1, 1]
+    machine.die()
+    machine.decode()
+    assert failover.lost_reason is not None
+    machine.come_back()
+    assert [decoded(machine, 1) for _ in range(6)] == [1, 1, 1, 2, 2, 2]
+    assert failover.lost_reason is None and machine.draft.openings == 1
 
 
 def test_a_draft_that_is_always_late_is_asked_with_backoff() -> None:

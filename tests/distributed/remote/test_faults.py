@@ -15,7 +15,7 @@ import pytest
 
 from swiftspec.builder.load_options import WorkerAddress
 from swiftspec.distributed.remote import failover, served_roles
-from swiftspec.distributed.remote.failover import MAX_DELAY_S
+from swiftspec.distributed.remote.reconnector import MAX_DELAY_S
 from swiftspec.distributed.remote.session_messages import Answer
 from swiftspec.distributed.remote.worker import WorkerServer
 from swiftspec.distributed.transport.grpc import client
@@ -142,7 +142,7 @@ def test_a_slow_draft_costs_speed_only(
         slow("draft", pair[1], 0.3) as draft,
         client_on_workers(both["target"].client_address(), draft.client_address(), mode=mode, draft_steps=1) as running,
     ):
-        assert running.generate(PROMPT, SAMPLED).token_ids == plain and running.outages
+        assert running.generate(PROMPT, SAMPLED).token_ids == plain and running.stats.outages
 
 
 @pytest.mark.slow
