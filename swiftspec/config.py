@@ -195,7 +195,7 @@ class EngineConfig:
     )
     max_num_seqs: int = setting(
         1,
-        "Requests decoded concurrently in modes ar, serial and async, each with its own tree, guided ones counted twice.",
+        "Requests decoded concurrently (not in mode smc), each with its own tree, guided ones counted twice.",
         SPECULATION,
         "G",
         ge=1,

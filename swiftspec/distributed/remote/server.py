@@ -92,6 +92,7 @@ class DraftGroupServer(SessionServer):
     """
 
     role: ServedDrafter
+    alone = True  # whether no other request is running on this rank
 
     def __init__(
         self,
@@ -116,12 +117,11 @@ class DraftGroupServer(SessionServer):
         self._target, self._drafter, self._recording = target, drafter, recording
         self._heartbeat, self._notify = heartbeat, on_error
         self._answered = False  # whether native code has answered the last message
-        cancel_check.cancelled = self._commands.request_ended
+        cancel_check.cancelled = self.request_ended
 
-    @property
-    def request_ended(self) -> Callable[[], bool]:
+    def request_ended(self) -> bool:
         """Returns whether the target has ended the request whose prompt is being prefilled."""
-        return self._commands.request_ended
+        return self._commands.request_ended()
 
     def run(self) -> None:
         """Executes the target's messages until SHUTDOWN. A failure of the draft model ends only the current request.
@@ -140,7 +140,9 @@ class DraftGroupServer(SessionServer):
         if self.role.work_due:
             return None
         self._heartbeat.mark_idle()
-        native = self.role.state.is_open and self._recording.native_replies and not self._commands.buffered
+        native = (
+            self.alone and self.role.state.is_open and self._recording.native_replies and not self._commands.buffered
+        )
         reply = self._drafter.fast_reply() if native else None
         if reply is None:
             frame = self._commands.recv()
@@ -210,9 +212,9 @@ class ConcurrentDraftGroupServer:
 
     def _resume_all(self) -> bool:
         """Runs all requests until each waits for a message or a forward. Returns False after SHUTDOWN."""
+        self._calls.company = sum(map(_is_running, self._servers, self._requests)) > 1
         for server, each in zip(self._servers, self._requests, strict=True):
-            self._calls.company = sum(map(_is_running, self._servers, self._requests)) > 1
-            self._channels.native_replies = not self._calls.company
+            server.alone = not self._calls.company
             if each.waiting is None:
                 self._resumed = server
                 each.waiting = each.resume()

@@ -22,18 +22,13 @@ from swiftspec.runtime.coroutines import RECEIVE
 
 
 class ChannelSet:
-    """The channels of a transport.
-
-    `native_replies`: whether native code may reply to messages (`Transport.recv_or_reply`). It knows no channels, so
-    other requests must not be running.
-    """
+    """The channels of a transport."""
 
     def __init__(self, transport: Transport, count: int, wait: Callable[[ReceiveCall], object]) -> None:
         """`count`: number of channels. `wait`: suspends a request until a message on its channel has arrived, or raises
         the error of the call."""
         self.transport, self.wait = transport, wait
         self.channels = [Channel(self, index) for index in range(count)]
-        self.native_replies = False
         self._sent = self._received = 0  # channels of the last message in each direction
 
     def renewed(self, transport: Transport) -> ChannelSet:
@@ -117,9 +112,8 @@ class Channel:
             raise TimeoutError(f"no message from {self.peer}")
 
     def recv_or_reply(self, reply: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
-        """See `Transport.recv_or_reply`."""
-        native = self._owner.native_replies and self._owner.is_selected(self._index)
-        answered = native and self._owner.receive_or_reply(reply, asks, answers, note)
+        """See `Transport.recv_or_reply`. Other requests must not be running, since native code knows no channels."""
+        answered = self._owner.is_selected(self._index) and self._owner.receive_or_reply(reply, asks, answers, note)
         return (*self.recv(), answered)
 
     def restart(self) -> None:
