@@ -4,8 +4,9 @@
     python -m bench.concurrent --url llama.cpp=http://127.0.0.1:8080    with a server of the same model
 
 Each client sends its next request when the previous one has ended. Two kinds of text: `fresh`, questions answered at
-temperature 0.7 (the demo models continue source code), and `copy`, where the answer repeats most of the prompt, so that
-suffix lookup pays. No prompt occurs twice in an engine, because suffix lookup would find its earlier answer.
+temperature 0.7 (models without a chat template continue source code), and `copy`, where the answer repeats most of the
+prompt, so that suffix lookup pays. No prompt occurs twice in an engine, because suffix lookup would find its earlier
+answer.
 
 The engines, and the servers of --url, alternate within each of the turns, in another order each time. A row gives the
 median of the turns with the smallest and the largest value. Every answer has `--max-tokens` tokens.
@@ -209,9 +210,10 @@ def main() -> None:
         "trees": {"max_num_seqs": args.max_num_seqs, "draft_model": args.draft_model},
         "ar": {"max_num_seqs": args.max_num_seqs, "mode": "ar"},
     }
-    chat = args.model != "demo"  # which continues source code
     try:
-        systems: list[System] = [Engine(name, LLM(**common, **options[name]), chat) for name in args.systems]
+        engines = {name: LLM(**common, **options[name]) for name in args.systems}
+        chat = all(llm.session.codec.has_template for llm in engines.values())  # others continue source code
+        systems: list[System] = [Engine(name, llm, chat) for name, llm in engines.items()]
         with ExitStack() as stack:
             for name, url in args.url:
                 client = CompletionClient(name, url, model=None, chat=chat, api_key=None)
