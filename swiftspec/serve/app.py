@@ -18,7 +18,7 @@ from swiftspec.serve.app_context import AppContext, CompileGrammar
 from swiftspec.serve.grammar_compiler import SandboxedGrammarCompiler
 from swiftspec.serve.link.engine_client import EngineClient
 from swiftspec.serve.metrics.prometheus import PrometheusMetrics, metrics_router
-from swiftspec.serve.metrics.request_metrics import InstrumentedEngine, RequestRecord
+from swiftspec.serve.metrics.request_metrics import RequestRecord, RequestRecorder
 from swiftspec.serve.middleware.request_id import UnexpectedErrorMiddleware
 from swiftspec.serve.openai import chat, completions, render, responses, stored_response_routes
 from swiftspec.serve.openai.response_store import ResponseStore
@@ -70,10 +70,16 @@ def create_app(
         codec = _codec_of(_model_folder(engine))
     model_names = model_names or [_model_folder(engine).name]
     metrics = metrics or PrometheusMetrics(engine, model_names[0])
-    instrumented = InstrumentedEngine(engine, [metrics.record_request, *on_finished])
-    metrics.live_tokens = instrumented.live_tokens
+    recorder = RequestRecorder([metrics.record_request, *on_finished])
+    metrics.live_tokens = recorder.live_tokens
     context = AppContext(
-        instrumented, codec, model_names, compile or SandboxedGrammarCompiler(), keep_alive_s, always_usage
+        engine=engine,
+        recorder=recorder,
+        codec=codec,
+        model_names=model_names,
+        compile=compile or SandboxedGrammarCompiler(),
+        keep_alive_s=keep_alive_s,
+        always_usage=always_usage,
     )
     error_schema: dict[int | str, dict[str, Any]] = {"default": {"model": Error, "description": "An error."}}
     app = FastAPI(

@@ -18,6 +18,7 @@ from swiftspec.serve.errors import ApiError, unavailable_error
 from swiftspec.serve.format.template_format import TemplateFormat
 from swiftspec.serve.link.engine_client import EngineClient
 from swiftspec.serve.link.frames import EngineInfo
+from swiftspec.serve.metrics.request_metrics import RequestRecorder
 from swiftspec.text.codec import TextCodec
 
 P = ParamSpec("P")
@@ -28,10 +29,11 @@ RETRY_AFTER_S = 2.0  # sent to clients while the server does not accept requests
 
 @dataclass(frozen=True, slots=True)
 class AppContext:
-    """Shared state of the endpoints; see `app.create_app` for the parameters. `created`: start time of the server in
-    seconds since 1970."""
+    """Shared state of the endpoints; see `app.create_app` for the parameters. `recorder`: measures their requests.
+    `created`: start time of the server in seconds since 1970."""
 
     engine: EngineClient
+    recorder: RequestRecorder
     codec: Callable[[], TextCodec | None]
     model_names: Sequence[str]
     compile: CompileGrammar

@@ -119,6 +119,25 @@ def test_the_server_describes_itself(player: Player, client: httpx.Client) -> No
     assert client.get("/v1/models/none").status_code == 404
 
 
+@pytest.mark.parametrize("path", ["/health/generate", CHAT, TEXT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_generated_answer_is_measured(player: Player, client: httpx.Client, path: str, stream: bool) -> None:
+    def count() -> float:
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in client.get("/metrics").text.splitlines()
+            if line.startswith("swiftspec:request_success_total")
+        )
+
+    before = count()
+    if path == "/health/generate":
+        client.get(path)
+    else:
+        body = {TEXT: {"prompt": "a"}, RESPONSES: {"input": "a"}}.get(path, {**HELLO, "max_tokens": 50})
+        client.post(path, json={**body, "stream": stream})
+    assert count() == before + 1
+
+
 def test_tokens_and_text(player: Player, client: httpx.Client) -> None:
     assert client.post("/tokenize", json={"prompt": "a"}).json()["token_strs"] is None
     answer = client.post("/tokenize", json={"prompt": "def é", "return_token_strs": True}).json()

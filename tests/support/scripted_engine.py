@@ -9,10 +9,11 @@ from typing import Any
 from swiftspec import answer_stats
 from swiftspec.config import EngineConfig
 from swiftspec.engine import Stats
+from swiftspec.serve.format.generation_output import GenerationOutput, GenerationRequest, OutputDelta, stream_deltas
 from swiftspec.serve.link.engine_client import EngineRequest, EngineState
 from swiftspec.serve.link.frames import DoneFrame, EngineInfo, RankState, TokensFrame
 from swiftspec.serve.link.trace_events import TraceEventBuffer
-from swiftspec.serve.metrics.request_metrics import InstrumentedEngine
+from swiftspec.serve.metrics.request_metrics import RequestRecorder
 
 PLAN = {"mode": "serial", "target_tp": 1, "verify_batch": 8}
 RANKS = [RankState(0, "target", 7, "up", 0)]
@@ -56,15 +57,28 @@ def complete_frames(stats: Stats, tokens: Sequence[int] = (), mode: str = "seria
     return [*chunks, DoneFrame(1, timings, metrics, {})]
 
 
-async def collect_frames(
-    engine: InstrumentedEngine, *requests: EngineRequest, max_frames: int | None = None
-) -> list[Any]:
-    """The frames of requests up to the last DoneFrame, or the first `max_frames`."""
-    received: list[Any] = []
-    async with aclosing(engine.stream_frames(*requests)) as frames:
-        async for _, frame in frames:
-            received.append(frame)
-            num_done = sum(isinstance(frame, DoneFrame) for frame in received)
-            if num_done == len(requests) or len(received) == max_frames:
-                break
-    return received
+class LetterCodec:
+    """A tokenizer for which token n has the n-th letter as its text."""
+
+    special, byte_tokens = frozenset[int](), frozenset[int]()
+
+    def token_text(self, tokens: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def scripted_deltas(
+    engine: ScriptedEngine, recorder: RequestRecorder, *requests: EngineRequest, stop: str = ""
+) -> AsyncGenerator[OutputDelta]:
+    """The output of these requests as the endpoints read it. `stop`: a stop string that ends each of them."""
+    codec: Any = LetterCodec()
+    stops = [stop] if stop else []
+    outputs = [GenerationOutput.create(GenerationRequest(request, stops), codec) for request in requests]
+    return stream_deltas(outputs, engine, recorder)
+
+
+async def collect_deltas(
+    engine: ScriptedEngine, recorder: RequestRecorder, *requests: EngineRequest, stop: str = ""
+) -> list[OutputDelta]:
+    """All of `scripted_deltas`."""
+    async with aclosing(scripted_deltas(engine, recorder, *requests, stop=stop)) as deltas:
+        return [delta async for delta in deltas]

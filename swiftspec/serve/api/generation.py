@@ -29,6 +29,7 @@ from swiftspec.serve.format.template_format import (
     with_written_calls,
 )
 from swiftspec.serve.link.engine_client import EngineClient, EngineRequest
+from swiftspec.serve.metrics.request_metrics import RequestRecorder
 from swiftspec.serve.schema import SamplingFields, ScoringFields
 from swiftspec.serve.sse import ENCODER, EventStream, cancel_on_disconnect, sse_event
 from swiftspec.text.codec import TextCodec, Truncation
@@ -60,7 +61,7 @@ class OutputSource(Protocol):
 
     @property
     def started(self) -> bool: ...
-    def deltas(self, engine: EngineClient) -> AsyncGenerator[OutputDelta]: ...
+    def deltas(self, engine: EngineClient, recorder: RequestRecorder) -> AsyncGenerator[OutputDelta]: ...
 
 
 class OutputWriter(Protocol):
@@ -241,7 +242,7 @@ async def respond(
     if not stream:
 
         async def run_to_end() -> None:
-            async with contextlib.aclosing(output.deltas(context.engine)) as deltas:
+            async with contextlib.aclosing(output.deltas(context.engine, context.recorder)) as deltas:
                 async for delta in deltas:
                     writer.delta_events(delta)
 
@@ -271,7 +272,7 @@ async def _format(writer: OutputWriter, encode: Callable[[], bytes]) -> bytes:
 
 async def _events(context: AppContext, output: OutputSource, writer: OutputWriter) -> AsyncGenerator[bytes]:
     start_events = writer.start_events
-    async with contextlib.aclosing(output.deltas(context.engine)) as deltas:
+    async with contextlib.aclosing(output.deltas(context.engine, context.recorder)) as deltas:
         async for delta in deltas:
             data = start_events() + await _format(writer, partial(writer.delta_events, delta))
             start_events = bytes  # returns b"": the start events are sent once

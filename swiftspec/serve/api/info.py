@@ -140,6 +140,7 @@ def _health(context: AppContext) -> Response:
 
 
 async def _run_to_end(context: AppContext, request: EngineRequest) -> None:
-    async with contextlib.aclosing(context.engine.stream_frames(request)) as frames:
-        async for _ in frames:
-            pass
+    with context.recorder.record([request]) as record:
+        async with contextlib.aclosing(context.engine.stream_frames(request)) as frames:
+            async for index, frame in frames:
+                record.add_frame(index, frame)

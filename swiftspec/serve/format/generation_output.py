@@ -21,6 +21,7 @@ from swiftspec.serve.link.engine_client import (
     RequestFrame,
 )
 from swiftspec.serve.link.frames import Choice, DoneFrame, PromptLogprobsFrame, TokenLogprob, TokensFrame
+from swiftspec.serve.metrics.request_metrics import RequestRecorder
 from swiftspec.text.codec import TextCodec
 from swiftspec.text.harmony import HarmonyCodec
 from swiftspec.text.stream import CONTEXT_TOKENS, MarkerCodec, TextBuilder, TokenCodec
@@ -191,9 +192,9 @@ class GenerationOutput:
         """What ended the output: a stop string, a token of `stop_token_ids`, or neither (None)."""
         return self.text_builder.stop_reason(self.request.stop_token_ids)
 
-    def deltas(self, engine: EngineClient) -> AsyncGenerator[OutputDelta]:
+    def deltas(self, engine: EngineClient, recorder: RequestRecorder) -> AsyncGenerator[OutputDelta]:
         """Runs the request and yields the output of each round; see `stream_deltas`."""
-        return stream_deltas([self], engine)
+        return stream_deltas([self], engine, recorder)
 
     def add_frame(self, frame: RequestFrame) -> tuple[OutputDelta | None, bool]:
         """Adds a frame. Returns the output that it adds, and whether the engine is to end the request early."""
@@ -328,9 +329,9 @@ class RequestOutputs:
         """Whether the engine has sent a frame."""
         return any(output.started for output in self.outputs)
 
-    def deltas(self, engine: EngineClient) -> AsyncGenerator[OutputDelta]:
+    def deltas(self, engine: EngineClient, recorder: RequestRecorder) -> AsyncGenerator[OutputDelta]:
         """Runs all requests and yields the output of each round; see `stream_deltas`."""
-        return stream_deltas(self.outputs, engine)
+        return stream_deltas(self.outputs, engine, recorder)
 
     def choices(self) -> Iterator[tuple[int, GenerationOutput]]:
         """Yields the choices that the client gets, after the last delta, each with its index. The index is that of the
@@ -380,26 +381,35 @@ class RequestOutputs:
         return {"timings": _combined_timings([done.timings for done in done_frames])}
 
 
-async def stream_deltas(outputs: Sequence[GenerationOutput], engine: EngineClient) -> AsyncGenerator[OutputDelta]:
+async def stream_deltas(
+    outputs: Sequence[GenerationOutput], engine: EngineClient, recorder: RequestRecorder
+) -> AsyncGenerator[OutputDelta]:
     """Runs the requests of these outputs and yields the output of each round, and a last delta for each output. A stop
     string ends its request early; closing this generator cancels all requests. Raises the exceptions of
-    `EngineClient.stream_frames`."""
+    `EngineClient.stream_frames`.
+
+    `recorder`: measures the requests, as one.
+    """
     stop: bool | None = None
     unfinished = set(range(len(outputs)))
     requests = [output.request.engine_request for output in outputs]
-    async with contextlib.aclosing(engine.stream_frames(*requests)) as frames:
-        while unfinished:
-            try:
-                index, frame = await frames.asend(stop)
-            except StopAsyncIteration:
-                break
-            delta, stop = outputs[index].add_frame(frame)
-            if delta is not None:
-                delta.choice = index
-                yield delta
-            if isinstance(frame, DoneFrame):
-                unfinished.remove(index)
-                yield replace(outputs[index].finish(), choice=index)
+    with recorder.record(requests) as record:
+        async with contextlib.aclosing(engine.stream_frames(*requests)) as frames:
+            while unfinished:
+                try:
+                    index, frame = await frames.asend(stop)
+                except StopAsyncIteration:
+                    break
+                record.add_frame(index, frame)
+                delta, stop = outputs[index].add_frame(frame)
+                if stop:
+                    record.choices[index].finish_reason = "stop"
+                if delta is not None:
+                    delta.choice = index
+                    yield delta
+                if isinstance(frame, DoneFrame):
+                    unfinished.remove(index)
+                    yield replace(outputs[index].finish(), choice=index)
     for index in sorted(unfinished):
         yield replace(outputs[index].finish(), choice=index)
 

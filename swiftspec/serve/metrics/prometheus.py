@@ -31,7 +31,7 @@ PLAN_LABELS = ("mode", "target_tp", "draft_tp", "verify_batch", "draft_leaves", 
 class PrometheusMetrics:
     """Prometheus metrics of one server.
 
-    `render` reads the gauges from `engine`. `record_request` is an `on_finished` callback of `InstrumentedEngine`, and
+    `render` reads the gauges from `engine`. `record_request` is an `on_finished` callback of `RequestRecorder`, and
     `record_refusal` the `on_refusal` callback of `SecurityMiddleware`. `kv_block_size`: tokens per block in
     `cache_config_info`.
     """

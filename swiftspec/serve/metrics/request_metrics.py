@@ -1,26 +1,23 @@
-"""Per-request records: an engine wrapper that measures each request and passes the record to callbacks at its end."""
+"""Per-request records: `RequestRecorder` measures each request and passes its record to callbacks at its end."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from swiftspec.observe.rpc_latency import RpcRecord
 from swiftspec.serve.link.engine_client import (
-    EngineClient,
     EngineRequest,
-    EngineState,
     GenerationFailedError,
     InvalidRequestError,
     RequestFrame,
     RequestRejectedError,
 )
-from swiftspec.serve.link.frames import DoneFrame, EngineInfo, TokensFrame
-from swiftspec.serve.link.trace_events import TraceEventBuffer
+from swiftspec.serve.link.frames import DoneFrame, TokensFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +57,27 @@ class ChoiceRecord:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Measurements of one request in the front end. Times are seconds of the monotonic clock."""
+    """Measurements of one request in the front end. Times are seconds of `clock`."""
 
     choices: list[ChoiceRecord]
     started_at: float
     context: RequestContext
+    clock: Callable[[], float]
     rpc_records: list[RpcRecord] = field(default_factory=list)  # RPCs to workers
     ended_at: float = 0.0
     outcome: str = "error"  # stop, length, abort, error, busy, unavailable or invalid
     error: Exception | None = None
+
+    def add_frame(self, index: int, frame: RequestFrame) -> None:
+        """Adds a frame of the choice `index`."""
+        choice = self.choices[index]
+        if isinstance(frame, DoneFrame):
+            choice.done = frame
+        elif isinstance(frame, TokensFrame):
+            choice.token_times.append(self.clock())
+            choice.num_tokens += len(frame.token_ids)
+            self.rpc_records += frame.rpc_records
+            choice.finish_reason = choice.finish_reason or frame.finish_reason
 
     @property
     def accepted(self) -> bool:
@@ -101,20 +110,17 @@ class RequestRecord:
         return None if None in reasons else next((reason for reason in reasons if reason != "stop"), "stop")
 
 
-class InstrumentedEngine:
-    """Wrapper of an `EngineClient` that measures each request.
+class RequestRecorder:
+    """Measures requests, including those that are still running.
 
     `on_finished`: callbacks that get the record of each request when it completes, fails or is cancelled.
     `clock`: returns the current time in seconds.
     """
 
     def __init__(
-        self,
-        engine: EngineClient,
-        on_finished: Sequence[Callable[[RequestRecord], None]],
-        clock: Callable[[], float] = time.monotonic,
+        self, on_finished: Sequence[Callable[[RequestRecord], None]], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._engine, self._on_finished, self._clock = engine, on_finished, clock
+        self._on_finished, self._clock = on_finished, clock
         self._live: list[RequestRecord] = []
 
     def live_tokens(self) -> int:
@@ -125,38 +131,17 @@ class InstrumentedEngine:
             len(each.request.prompt) + each.num_tokens for each in choices if each.token_times and each.done is None
         )
 
-    @property
-    def state(self) -> EngineState:
-        return self._engine.state
-
-    @property
-    def info(self) -> EngineInfo | None:
-        return self._engine.info
-
-    @property
-    def events(self) -> TraceEventBuffer:
-        return self._engine.events
-
-    async def stream_frames(self, *requests: EngineRequest) -> AsyncGenerator[tuple[int, RequestFrame], bool | None]:
-        """See `EngineClient.stream_frames`."""
-        record = RequestRecord([ChoiceRecord(request) for request in requests], self._clock(), REQUEST_CONTEXT.get())
-        stop: bool | None = None
+    @contextmanager
+    def record(self, requests: Sequence[EngineRequest]) -> Iterator[RequestRecord]:
+        """Records one request, whose choices are these engine requests, while the block runs. The block adds the frames
+        (`RequestRecord.add_frame`); how it ends determines the outcome."""
+        choices = [ChoiceRecord(request) for request in requests]
+        record = RequestRecord(choices, self._clock(), REQUEST_CONTEXT.get(), self._clock)
         cancelled = False
         self._live.append(record)
         try:
-            async with aclosing(self._engine.stream_frames(*requests)) as frames:
-                while True:
-                    index, frame = await frames.asend(stop)
-                    self._record_frame(record, record.choices[index], frame)
-                    stop = yield index, frame
-                    if stop:
-                        record.choices[index].finish_reason = "stop"
-        except StopAsyncIteration:
-            return
-        except (
-            GeneratorExit,
-            asyncio.CancelledError,
-        ):  # the client disconnected, or the caller closed the generator after the end
+            yield record
+        except (GeneratorExit, asyncio.CancelledError):  # the client disconnected
             cancelled = True
             raise
         except Exception as error:
@@ -171,15 +156,6 @@ class InstrumentedEngine:
                 record.outcome = record.finish_reason() or ("abort" if cancelled else "error")
             for callback in self._on_finished:
                 callback(record)
-
-    def _record_frame(self, record: RequestRecord, choice: ChoiceRecord, frame: RequestFrame) -> None:
-        if isinstance(frame, DoneFrame):
-            choice.done = frame
-        elif isinstance(frame, TokensFrame):
-            choice.token_times.append(self._clock())
-            choice.num_tokens += len(frame.token_ids)
-            record.rpc_records += frame.rpc_records
-            choice.finish_reason = choice.finish_reason or frame.finish_reason
 
 
 def _outcome(error: Exception) -> str:

@@ -24,7 +24,7 @@ SAMPLING_ATTRIBUTES = ("temperature", "top_p", "top_k", "max_tokens", "frequency
 
 class RequestTracing:
     """Exporter of one span per request, in a background thread. `record` is an `on_finished` callback of
-    `InstrumentedEngine`."""
+    `RequestRecorder`."""
 
     def __init__(self, endpoint: str, model_name: str, exporter: Callable[[str], SpanExporter] | None = None) -> None:
         """Raises UserError if OpenTelemetry is not installed or the endpoint is invalid.

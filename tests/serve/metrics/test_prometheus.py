@@ -26,10 +26,10 @@ from swiftspec.serve.link.engine_client import (
 )
 from swiftspec.serve.link.frames import RankState
 from swiftspec.serve.metrics.prometheus import PrometheusMetrics, metrics_router
-from swiftspec.serve.metrics.request_metrics import InstrumentedEngine
+from swiftspec.serve.metrics.request_metrics import RequestRecorder
 from tests.support.cases import examples
 from tests.support.proposals import LOOKUP
-from tests.support.scripted_engine import ScriptedEngine, TickingClock, collect_frames, complete_frames
+from tests.support.scripted_engine import ScriptedEngine, TickingClock, collect_deltas, complete_frames
 
 ROOT = Path(__file__).parents[3]
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -54,12 +54,12 @@ def after(*answers: Any, num_choices: int = 1) -> Samples:
     """The metrics after these requests."""
     engine = ScriptedEngine(*answers)
     metrics = PrometheusMetrics(engine, "m")
-    watched = InstrumentedEngine(engine, [metrics.record_request], TickingClock())
+    recorder = RequestRecorder([metrics.record_request], TickingClock())
 
     async def all_of_them() -> None:
         for _ in answers:
             with suppress(RequestRejectedError, GenerationFailedError):
-                await collect_frames(watched, *[EngineRequest([1, 2, 3], {})] * num_choices)
+                await collect_deltas(engine, recorder, *[EngineRequest([1, 2, 3], {})] * num_choices)
 
     asyncio.run(all_of_them())
     return samples(metrics)

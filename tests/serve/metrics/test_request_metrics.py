@@ -1,4 +1,4 @@
-"""InstrumentedEngine: one record per request, however it ends, without an effect on the request."""
+"""RequestRecorder: one record per request, however it ends, without an effect on the request."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from swiftspec.serve.link.engine_client import (
     InvalidRequestError,
     RequestRejectedError,
 )
-from swiftspec.serve.metrics.request_metrics import InstrumentedEngine, RequestRecord
-from tests.support.scripted_engine import INFO, ScriptedEngine, TickingClock, collect_frames, complete_frames
+from swiftspec.serve.metrics.request_metrics import RequestRecord, RequestRecorder
+from tests.support.scripted_engine import (
+    ScriptedEngine,
+    TickingClock,
+    collect_deltas,
+    complete_frames,
+    scripted_deltas,
+)
 
 REQUEST = EngineRequest([1, 2], {})
 
@@ -27,13 +33,12 @@ def test_a_complete_answer() -> None:
     frames = complete_frames(Stats(first_token_time=0.25), [3, 2])
     records: list[RequestRecord] = []
     engine = ScriptedEngine(frames)
-    instrumented = InstrumentedEngine(engine, [records.append], TickingClock())
-    assert asyncio.run(collect_frames(instrumented, REQUEST)) == frames and engine.closed == 1
+    deltas = asyncio.run(collect_deltas(engine, RequestRecorder([records.append], TickingClock()), REQUEST))
+    assert [delta.content for delta in deltas] == ["aaa", "aa", ""] and engine.closed == 1
     (record,) = records
     (choice,) = record.choices
     assert (choice.num_tokens, record.outcome, choice.done, record.accepted) == (5, "stop", frames[-1], True)
     assert (record.started_at, choice.token_times, record.ended_at, record.queue_time_s) == (1.0, [2.0, 3.0], 4.0, 0.75)
-    assert (instrumented.state, instrumented.info) == (engine.state, INFO)
 
 
 def outcomes(records: list[RequestRecord]) -> list[Any]:
@@ -54,25 +59,31 @@ def outcomes(records: list[RequestRecord]) -> list[Any]:
 def test_an_error_is_passed_on(error: Exception, outcome: str, accepted: bool) -> None:
     records: list[RequestRecord] = []
     with pytest.raises(type(error)):
-        asyncio.run(collect_frames(InstrumentedEngine(ScriptedEngine([error]), [records.append]), REQUEST))
+        asyncio.run(collect_deltas(ScriptedEngine([error]), RequestRecorder([records.append]), REQUEST))
     assert [(record.outcome, record.error, record.accepted, record.queue_time_s) for record in records] == [
         (outcome, error, accepted, None)
     ]
 
 
+def test_an_answer_without_a_finish_reason_is_an_error() -> None:
+    """Whether the engine says that it is done or not."""
+    tokens, done = complete_frames(Stats(), [3])
+    unfinished = structs.replace(tokens, finish_reason=None)
+    for frames in ([unfinished, done], [unfinished]):
+        records: list[RequestRecord] = []
+        with pytest.raises(GenerationFailedError, match="without a finish reason"):
+            asyncio.run(collect_deltas(ScriptedEngine(frames), RequestRecorder([records.append]), REQUEST))
+        assert outcomes(records) == [("error", 3, frames[-1] if len(frames) > 1 else None)]
+
+
 def test_an_answer_ended_at_a_stop_string_has_finish_reason_stop() -> None:
     """Frames in flight still arrive, and the engine's statistics."""
     records: list[RequestRecord] = []
-    *_, done = frames = complete_frames(Stats(), [3, 2, 4])
-    engine = ScriptedEngine(frames)
-
-    async def request() -> None:
-        async with aclosing(InstrumentedEngine(engine, [records.append]).stream_frames(REQUEST)) as frames:
-            (_, frame), over = await anext(frames), True
-            while frame != done:
-                (_, frame), over = await frames.asend(over), None
-
-    asyncio.run(request())
+    *rounds, done = complete_frames(Stats(), [3, 2, 4])
+    last = structs.replace(rounds[-1], finish_reason="length")
+    engine = ScriptedEngine([*rounds[:-1], last, done])
+    deltas = asyncio.run(collect_deltas(engine, RequestRecorder([records.append]), REQUEST, stop="aaa"))
+    assert sum(delta.end_token - delta.first_token for delta in deltas) == 3
     assert outcomes(records) == [("stop", 9, done)]
     assert engine.num_stops == 1 and engine.closed == 1
 
@@ -80,8 +91,13 @@ def test_an_answer_ended_at_a_stop_string_has_finish_reason_stop() -> None:
 def test_an_answer_closed_early_is_aborted() -> None:
     records: list[RequestRecord] = []
     engine = ScriptedEngine(complete_frames(Stats(), [3, 2]))
-    instrumented = InstrumentedEngine(engine, [records.append])
-    assert len(asyncio.run(collect_frames(instrumented, REQUEST, max_frames=1))) == 1
+
+    async def request() -> None:
+        async with aclosing(scripted_deltas(engine, RequestRecorder([records.append]), REQUEST)) as deltas:
+            assert (await anext(deltas)).content == "aaa"
+            assert not records
+
+    asyncio.run(request())
     assert outcomes(records) == [("abort", 3, None)] and engine.closed == 1
 
 
@@ -104,8 +120,8 @@ def test_a_disconnect_aborts_the_request(waits: bool) -> None:
         sending, held = asyncio.Event(), asyncio.Event()
 
         async def request() -> None:
-            async with aclosing(InstrumentedEngine(engine, [records.append]).stream_frames(REQUEST)) as frames:
-                async for _ in frames:
+            async with aclosing(scripted_deltas(engine, RequestRecorder([records.append]), REQUEST)) as deltas:
+                async for _ in deltas:
                     sending.set()
                     if not waits:
                         await held.wait()
@@ -127,8 +143,8 @@ def test_the_choices_of_a_request_are_one_record() -> None:
     last = structs.replace(second[0], finish_reason="length")
     pairs = [(1, last), (0, first[0]), (0, first[1]), (1, second[1]), (0, first[2])]
     records: list[RequestRecord] = []
-    instrumented = InstrumentedEngine(ScriptedEngine(pairs), [records.append], TickingClock())
-    asyncio.run(collect_frames(instrumented, REQUEST, REQUEST))
+    recorder = RequestRecorder([records.append], TickingClock())
+    asyncio.run(collect_deltas(ScriptedEngine(pairs), recorder, REQUEST, REQUEST))
     (record,) = records
     assert [(choice.num_tokens, choice.finish_reason) for choice in record.choices] == [(5, "stop"), (4, "length")]
     assert (record.outcome, record.time_to_first_token_s, record.queue_time_s) == ("length", 1.0, 0.75)

@@ -21,10 +21,10 @@ from swiftspec.messages import VerifiedRound
 from swiftspec.observe.rpc_latency import ClockOffset, RpcRecord
 from swiftspec.serve.link.engine_client import EngineRequest, RequestRejectedError
 from swiftspec.serve.link.frames import TokensFrame
-from swiftspec.serve.metrics.request_metrics import REQUEST_CONTEXT, InstrumentedEngine, RequestContext
+from swiftspec.serve.metrics.request_metrics import REQUEST_CONTEXT, RequestContext, RequestRecorder
 from swiftspec.serve.metrics.tracing import RequestTracing
 from tests.support.collector import collecting
-from tests.support.scripted_engine import ScriptedEngine, TickingClock, collect_frames, complete_frames
+from tests.support.scripted_engine import ScriptedEngine, TickingClock, collect_deltas, complete_frames
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -40,13 +40,13 @@ def spans(
         return memory
 
     traced = RequestTracing("http://collector:4318", "m", exporter)
-    watched = InstrumentedEngine(ScriptedEngine(*answers), [traced.record], TickingClock())
+    engine, recorder = ScriptedEngine(*answers), RequestRecorder([traced.record], TickingClock())
 
     async def all_of_them() -> None:
         REQUEST_CONTEXT.set(visit)
         for _ in answers:
             with suppress(RequestRejectedError):
-                await collect_frames(watched, *[ask] * num_choices)
+                await collect_deltas(engine, recorder, *[ask] * num_choices)
 
     asyncio.run(all_of_them())
     traced.close()
@@ -113,8 +113,9 @@ def test_spans_are_exported_over_http() -> None:
     with collecting() as collector:
         traced = RequestTracing(collector.url, "m")
         asyncio.run(
-            collect_frames(
-                InstrumentedEngine(ScriptedEngine(complete_frames(Stats(), [1])), [traced.record]),
+            collect_deltas(
+                ScriptedEngine(complete_frames(Stats(), [1])),
+                RequestRecorder([traced.record]),
                 EngineRequest([1], {}),
             )
         )

@@ -15,8 +15,15 @@ from swiftspec.engine import Stats
 from swiftspec.messages import NodeSource, VerifiedRound
 from swiftspec.serve.link.engine_client import EngineRequest
 from swiftspec.serve.metrics.prometheus import PrometheusMetrics
-from swiftspec.serve.metrics.request_metrics import InstrumentedEngine
-from tests.support.scripted_engine import INFO, ScriptedEngine, TickingClock, complete_frames
+from swiftspec.serve.metrics.request_metrics import RequestRecorder
+from tests.support.scripted_engine import (
+    INFO,
+    ScriptedEngine,
+    TickingClock,
+    collect_deltas,
+    complete_frames,
+    scripted_deltas,
+)
 
 # what vLLM's dashboard reads, and the labels, besides the model, that gateways read
 READ_ELSEWHERE = {
@@ -62,14 +69,8 @@ def test_the_values_are_those_of_our_metrics() -> None:
     )  # fmt: skip
     engine = ScriptedEngine(complete_frames(stats, [2, 1]))
     metrics = PrometheusMetrics(engine, "m")
-    watched = InstrumentedEngine(engine, [metrics.record_request], TickingClock())
-
-    async def request() -> None:
-        async with aclosing(watched.stream_frames(EngineRequest([1, 2, 3], {}))) as frames:
-            async for _ in frames:
-                pass
-
-    asyncio.run(request())
+    recorder = RequestRecorder([metrics.record_request], TickingClock())
+    asyncio.run(collect_deltas(engine, recorder, EngineRequest([1, 2, 3], {})))
     ours, theirs = values(metrics, "swiftspec:"), values(metrics, "vllm:")
     assert {name for name, _ in theirs} >= READ_ELSEWHERE
     current = {key: value for key, value in theirs.items() if key[0] not in EARLIER}
@@ -99,24 +100,24 @@ def test_kv_cache_usage_follows_the_requests_that_run() -> None:
     frames: list[Any] = complete_frames(Stats(prompt_tokens=3), [2, 1])
     engine = ScriptedEngine(frames, frames)
     metrics = PrometheusMetrics(engine, "m")
-    watched = InstrumentedEngine(engine, [metrics.record_request], TickingClock())
-    metrics.live_tokens = watched.live_tokens
+    recorder = RequestRecorder([metrics.record_request], TickingClock())
+    metrics.live_tokens = recorder.live_tokens
 
     def usage() -> float:
         return values(metrics, "vllm:")["kv_cache_usage_perc", (("model_name", "m"),)]
 
     async def request() -> list[float]:
         seen = [usage()]
-        async with aclosing(watched.stream_frames(EngineRequest([1, 2, 3], {}))) as frames:
-            async for _ in frames:
+        async with aclosing(scripted_deltas(engine, recorder, EngineRequest([1, 2, 3], {}))) as deltas:
+            async for _ in deltas:
                 seen.append(usage())
         return [*seen, usage()]
 
     assert asyncio.run(request()) == [0, 0.05, 0.06, 0, 0]  # of 100 tokens
 
     async def cancelled() -> float:
-        async with aclosing(watched.stream_frames(EngineRequest([1, 2, 3], {}))) as frames:
-            await anext(frames)
+        async with aclosing(scripted_deltas(engine, recorder, EngineRequest([1, 2, 3], {}))) as deltas:
+            await anext(deltas)
         return usage()
 
     assert asyncio.run(cancelled()) == 0
