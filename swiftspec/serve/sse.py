@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+Write = Callable[[bytes], Awaitable[None]]
 ENCODER = msgspec.json.Encoder()
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -56,21 +58,21 @@ class EventStream(Response):
     Status 200 is sent with the first event or comment. An exception before that propagates, so that the response gets
     an error status; `on_error` converts a later exception to an event.
 
-    `events`: encoded events. The generator is closed when the client disconnects.
+    `produce`: writes the events, encoded, with the function that it gets. It is cancelled when the client disconnects.
     `on_error`: returns an encoded event for an exception, or None to let the exception propagate.
     `comment`: returns an encoded comment, which is sent after `keep_alive_s` seconds without output.
     """
 
     def __init__(
         self,
-        events: AsyncGenerator[bytes],
+        produce: Callable[[Write], Awaitable[None]],
         on_error: Callable[[Exception], bytes | None],
         comment: Callable[[], bytes],
         keep_alive_s: float,
     ) -> None:
         super().__init__(headers=SSE_HEADERS)
         del self.headers["content-length"]
-        self._events, self._on_error, self._comment, self._keep_alive_s = events, on_error, comment, keep_alive_s
+        self._produce, self._on_error, self._comment, self._keep_alive_s = produce, on_error, comment, keep_alive_s
         self._writing = asyncio.Lock()
         self._started = False
         self._last_write = 0.0
@@ -84,9 +86,7 @@ class EventStream(Response):
         self._last_write = time.monotonic()
         keep_alive = asyncio.ensure_future(self._keep_alive(send))
         try:
-            async with contextlib.aclosing(self._events) as events:
-                async for data in events:
-                    await self._write(send, data)
+            await self._produce(partial(self._write, send))
         except Exception as error:
             data = self._on_error(error) if self._started else None
             if data is None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query
@@ -14,7 +15,7 @@ from fastapi.responses import Response
 from swiftspec.observe.trace_format import TokenText, text_fields
 from swiftspec.serve.link.frames import TraceEvent
 from swiftspec.serve.link.trace_events import NumberedEvent, TraceEventBuffer
-from swiftspec.serve.sse import ENCODER, EventStream
+from swiftspec.serve.sse import ENCODER, EventStream, Write
 from swiftspec.text.codec import TextCodec
 
 MAX_INLINE_TOKENS = 200  # more unknown tokens are detokenized in a thread
@@ -68,12 +69,12 @@ def trace_events_router(
             await token_texts.line_with_texts(item.event, sent_tokens),
         )
 
-    async def stream(after: int | None) -> AsyncGenerator[bytes]:
+    async def write_events(after: int | None, write: Write) -> None:
         sent_tokens = set[int]()
-        yield RETRY_FIELD
+        await write(RETRY_FIELD)
         async with aclosing(events.subscribe(after)) as batches:
             async for batch in batches:
-                yield b"".join([await encode_item(item, sent_tokens) for item in batch])
+                await write(b"".join([await encode_item(item, sent_tokens) for item in batch]))
 
     @router.get("/v1/spec/events", response_class=Response, responses={200: {"content": {"text/event-stream": {}}}})
     async def stream_trace_events(
@@ -85,6 +86,6 @@ def trace_events_router(
         """Trace events as they occur: the header, then each round of each request."""
         if re.fullmatch(r"[0-9]{1,16}", last_event_id):  # a browser that reconnects
             after = int(last_event_id)
-        return EventStream(stream(after), lambda error: None, lambda: KEEP_ALIVE_COMMENT, keep_alive_s)
+        return EventStream(partial(write_events, after), lambda error: None, lambda: KEEP_ALIVE_COMMENT, keep_alive_s)
 
     return router

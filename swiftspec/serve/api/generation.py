@@ -31,7 +31,7 @@ from swiftspec.serve.format.template_format import (
 from swiftspec.serve.link.engine_client import EngineClient, EngineRequest
 from swiftspec.serve.metrics.request_metrics import RequestRecorder
 from swiftspec.serve.schema import SamplingFields, ScoringFields
-from swiftspec.serve.sse import ENCODER, EventStream, cancel_on_disconnect, sse_event
+from swiftspec.serve.sse import ENCODER, EventStream, Write, cancel_on_disconnect, sse_event
 from swiftspec.text.codec import TextCodec, Truncation
 from swiftspec.text.harmony import harmony_markers
 from swiftspec.text.template import PromptTooLong
@@ -262,7 +262,7 @@ async def respond(
     def comment() -> bytes:
         return b": queued\n\n" if not output.started and context.engine.state.waiting else b": keep-alive\n\n"
 
-    return EventStream(_events(context, output, writer), error_event, comment, context.keep_alive_s)
+    return EventStream(partial(_write_events, context, output, writer), error_event, comment, context.keep_alive_s)
 
 
 async def _format(writer: OutputWriter, encode: Callable[[], bytes]) -> bytes:
@@ -270,12 +270,13 @@ async def _format(writer: OutputWriter, encode: Callable[[], bytes]) -> bytes:
     return await run_in_threadpool(encode) if writer.has_logprobs else encode()
 
 
-async def _events(context: AppContext, output: OutputSource, writer: OutputWriter) -> AsyncGenerator[bytes]:
+async def _write_events(context: AppContext, output: OutputSource, writer: OutputWriter, write: Write) -> None:
+    """Runs the generation and writes the events of each round."""
     start_events = writer.start_events
     async with contextlib.aclosing(output.deltas(context.engine, context.recorder)) as deltas:
         async for delta in deltas:
             data = start_events() + await _format(writer, partial(writer.delta_events, delta))
             start_events = bytes  # returns b"": the start events are sent once
             if data:
-                yield data
-    yield start_events() + writer.end_events()
+                await write(data)
+    await write(start_events() + writer.end_events())
