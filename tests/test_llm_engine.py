@@ -16,7 +16,7 @@ from swiftspec.builder.rules import resolve_config
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm_engine import LLMEngine
-from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.messages import VerifyResult
 from swiftspec.params import SamplingParams
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -184,11 +184,11 @@ def test_a_failed_allocation_is_one_line(pair: tuple[Path, Path], monkeypatch: p
     llm = LLMEngine(pair[0], dtype=torch.float64)
     parts: Any = llm.roles.inner_roles
 
-    def full(proposal: Proposal) -> VerifyResult:
+    def full() -> VerifyResult:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(parts.verifier, "verify", full)
+        patch.setattr(parts.verifier, "wait", full)
         with pytest.raises(UserError, match="not enough memory for this request"):
             llm.generate(PROMPT, FREE)
     assert len(llm.generate(PROMPT, FREE).token_ids) == 24

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from swiftspec.capabilities import Features
-from swiftspec.messages import Proposal, RequestStart, SampledLogprob, VerifyResult
+from swiftspec.messages import RequestStart, SampledLogprob, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import TreeExecutor
 from swiftspec.runtime.runner import Runner
@@ -70,8 +70,7 @@ class TargetVerifier(LocalVerifier):
         complete logits: in a tensor-parallel group, or after a verification as one CUDA graph."""
         return self.executor.probabilities(tokens, parents)
 
-    def verify(self, proposal: Proposal) -> VerifyResult:
-        result = super().verify(proposal)
+    def complete(self, result: VerifyResult) -> VerifyResult:
         params, logprobs = self._sampler.params, None
         if params.logprobs is not None:
             with self.runner.translate_peer_errors():

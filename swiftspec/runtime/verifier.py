@@ -102,12 +102,10 @@ class LocalVerifier:
         return self
 
     def wait(self) -> VerifyResult:
-        """Runs the verification and returns its result. It runs only now, since this process has no work to overlap."""
-        return self.verify(self._submitted)
-
-    def verify(self, proposal: Proposal) -> VerifyResult:
-        """Runs the target over a proposal and returns the accepted path with the bonus token. `settle` commits the
-        path. Raises NonFiniteLogits if the target's logits contain NaN or infinity."""
+        """Runs the target over the submitted proposal and returns the accepted path with the bonus token. It runs only
+        now, since this process has no work to overlap. `settle` commits the path. Raises NonFiniteLogits if the
+        target's logits contain NaN or infinity."""
+        proposal = self._submitted
         assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in prefix length"
         accepted = self._accepted = self.executor.verify(proposal)
         if accepted.tokens[-1] < 0:
@@ -116,11 +114,19 @@ class LocalVerifier:
         if self.states is not None and (hidden := self.accepted_hidden()) is not None:
             self.states.append(proposal.prefix_len, hidden)
         about = proposal.request, proposal.round, proposal.prefix_len
-        return VerifyResult(*about, tuple(accepted.path), tuple(accepted.tokens), accepted.overlaps)
+        return self.complete(VerifyResult(*about, tuple(accepted.path), tuple(accepted.tokens), accepted.overlaps))
+
+    def verify(self, proposal: Proposal) -> VerifyResult:
+        """Submits a proposal and returns its result; see `wait`."""
+        return self.submit(proposal).wait()
+
+    def complete(self, result: VerifyResult) -> VerifyResult:
+        """Returns the result with the fields that a subclass adds."""
+        return result
 
     def accepted_hidden(self) -> Tensor | None:
         """Returns the hidden states [nodes, hidden layers, hidden size] of the accepted path's nodes, root first, on
-        the model's device, or None if the model keeps none. May be called after `verify`, until the target's next
+        the model's device, or None if the model keeps none. May be called after `wait`, until the target's next
         forward. `Runner.on_prompt_hidden` provides those of the prompt's tokens that are prefilled; tokens from the
         prefix cache have none."""
         return self.executor.hidden_states(self._accepted.path)
