@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -117,10 +118,8 @@ class TokenEngine:
         require(
             isinstance(sampling, SamplingParams), f"sampling must be SamplingParams, not {truncated_repr(sampling)}"
         )
-        tokens = token_ids(prompt)
         self._require_free()
-        self.limits.check(tokens, sampling)
-        return self._rounds(self._stream(tokens, sampling), cancelled)
+        return self._rounds(self._stream(self.request(0, prompt, sampling)), cancelled)
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
@@ -214,17 +213,22 @@ class TokenEngine:
             chunks = self._run_one_by_one(fetch, cancelled)
         return self._rounds(chunks, lambda: prefilling is not None and cancelled(prefilling))
 
-    def _stream(self, prompt: tuple[int, ...], sampling: SamplingParams) -> Generator[TokenChunk]:
-        self._requests += 1
-        request = self._requests
-        stats = self.stats = Stats(prompt_tokens=len(prompt))
-        start, stop_criteria = request_start(request, prompt, sampling), self._stop_criteria(prompt, sampling)
-        chunks = decode_request(self.decoding, start, stop_criteria, stats, lambda: self._requests == request)
-        with closing(chunks):
-            try:
+    def _stream(self, request: BatchRequest) -> Generator[TokenChunk]:
+        try:
+            with closing(self._chunks(request)) as chunks:
                 yield from chunks
-            finally:
-                self._monitor.add_rounds(stats.verified)
+        finally:
+            self._monitor.add_rounds(request.stats.verified)
+
+    def _chunks(self, request: BatchRequest) -> Generator[TokenChunk]:
+        """Begins a request, which ends the one before it, and returns its chunks. The roles get a number that is unique
+        in this engine, unlike that of the caller."""
+        self._requests += 1
+        number, self.stats = self._requests, request.stats
+        start = replace(request.start, request=number)
+        return decode_request(
+            self.decoding, start, request.stop_criteria, request.stats, lambda: self._requests == number
+        )
 
     def _stop_criteria(self, prompt: Sequence[int], sampling: SamplingParams) -> StopCriteria:
         negative = sampling.negative_prompt_ids if sampling.guided else ()
@@ -251,13 +255,15 @@ class TokenEngine:
         """Decodes the requests one after the other."""
         while (request := next_request()) is not None:
             reason = "abort"
-            with suppress(Cancelled), closing(self._stream(request.start.tokens, request.start.sampling)) as chunks:
-                try:
+            try:
+                with suppress(Cancelled), closing(self._chunks(request)) as chunks:
                     while not cancelled(request) and (chunk := next(chunks, None)) is not None:
-                        request.stats, reason = self.stats, chunk.finish_reason or "abort"
+                        reason = chunk.finish_reason or "abort"
                         yield request, chunk
-                except NonFiniteLogits as error:
-                    request.stats, request.error, reason = self.stats, error, "error"
+            except NonFiniteLogits as error:
+                request.error, reason = error, "error"
+            finally:
+                self._monitor.add_rounds(request.stats.verified)
             if reason in ("abort", "error"):
                 yield request, request.ended_chunk(reason)
 
