@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ class StructuredOutputsParams:
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
-    choice: tuple[str, ...] | list[str] | None = None
+    choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 

@@ -9,7 +9,6 @@ import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import fields
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -121,9 +120,8 @@ class AsyncEngine(RequestQueue):
 
     def _group(self, request: TextRequest, key: str | None) -> PendingGroup:
         """Returns a group of one request."""
-        sampling = request.sampling
-        values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
-        return PendingGroup([EngineRequest(request.prompt_token_ids, values, key)], self._queue_timeout_s)
+        engine_request = EngineRequest(request.prompt_token_ids, request.sampling, key)
+        return PendingGroup([engine_request], self._queue_timeout_s)
 
     async def _pieces(self, group: PendingGroup, builder: OutputBuilder) -> AsyncGenerator[TextChunk]:
         """Yields the output of a request. The last piece follows when the engine has ended the request."""

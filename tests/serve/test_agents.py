@@ -310,14 +310,15 @@ def test_what_other_clients_send(player: Player, client: TestClient) -> None:
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]}
     offered = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("f", "g")]
     post(client, RESPONSES, {"input": "a", "tools": offered, "tool_choice": allowed, "max_tool_calls": 3})
-    assert prompt(player).startswith("[tools]g [user]") and "grammar" in player.requests[-1].sampling
+    assert prompt(player).startswith("[tools]g [user]") and player.grammar
     post(client, MESSAGES, {**hello, "max_tokens": 5, "tool_choice": {"type": "any"}})
     post(client, CHAT, {**hello, "tool_choice": "required"})
     post(client, RESPONSES, {"input": "a", "tools": [], "tool_choice": "required"})
     post(client, CHAT, {**hello, "thinking": {"type": "disabled"}, "reasoning": {"effort": "low"}})
     text = {"temperature": "0.7", "max_tokens": "5", "stream": "false", "top_k": 4.0, "logit_bias": {"3": "1"}}
     post(client, CHAT, {**hello, **text})
-    assert {"temperature": 0.7, "max_tokens": 5, "top_k": 4}.items() <= player.requests[-1].sampling.items()
+    sampling = player.requests[-1].sampling
+    assert (sampling.temperature, sampling.max_tokens, sampling.top_k) == (0.7, 5, 4)
     custom = {"type": "custom", "custom": {"name": "patch", "format": {"type": "text"}}}
     called = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "+ a"}}
     used = [{"role": "assistant", "tool_calls": [called]}, {"role": "tool", "tool_call_id": "c", "content": "r"}]

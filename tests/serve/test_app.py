@@ -108,7 +108,7 @@ def test_the_server_describes_itself(player: Player, client: httpx.Client) -> No
     assert client.get("/health/generate").json()["status"] == "ok"
     for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200)):
         assert client.get("/health/generate", headers={"sec-fetch-site": site}).status_code == status
-    assert player.requests[0].sampling["max_tokens"] == 1
+    assert player.requests[0].sampling.max_tokens == 1
     assert client.get("/version").json()["version"]
     assert client.get("/ping").json() == client.post("/ping").json() == client.get("/health").json()
     player.state = EngineState("ready", "", 1, 2)

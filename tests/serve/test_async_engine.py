@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import aclosing, closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ def test_a_cancelled_task_leaves_the_queue(pair: tuple[Path, Path]) -> None:
 
 def test_a_request_ends_early_with_its_cost(pair: tuple[Path, Path]) -> None:
     async def scene(engine: AsyncEngine) -> None:
-        request = EngineRequest([5, 1], {"max_tokens": 30, "ignore_eos": True})
+        request = EngineRequest([5, 1], SamplingParams(max_tokens=30, ignore_eos=True))
         async with aclosing(engine.stream_frames(request)) as frames:
             await anext(frames)
             _, frame = await frames.asend(True)
@@ -198,7 +198,7 @@ def test_requests_of_one_caller_equal_each_alone(pair: tuple[Path, Path], config
     alone = [llm.llm_engine.generate(*request).token_ids for request in requests]
 
     async def scene(engine: AsyncEngine) -> None:
-        engine_requests = [EngineRequest(prompt, asdict(sampling)) for prompt, sampling in requests]
+        engine_requests = [EngineRequest(prompt, sampling) for prompt, sampling in requests]
         found: list[list[int]] = [[] for _ in requests]
         num_running = set[int]()
         async with aclosing(engine.stream_frames(*engine_requests)) as frames:
@@ -216,8 +216,7 @@ def test_texts_of_a_population_are_returned_if_requested(pair: tuple[Path, Path]
     alone = llm.llm_engine.generate([5, 1], LONG).stats.population.choices(2)
 
     async def scene(engine: AsyncEngine) -> None:
-        sampling = {"temperature": 0.8, "seed": 1, "max_tokens": 30, "ignore_eos": True}
-        async with aclosing(engine.stream_frames(EngineRequest([5, 1], sampling, choices=(2, 2)))) as frames:
+        async with aclosing(engine.stream_frames(EngineRequest([5, 1], LONG, choices=(2, 2)))) as frames:
             *_, (_, done) = [each async for each in frames]
         assert isinstance(done, DoneFrame) and done.extra["particles"] == 2
         assert [choice.token_ids for choice in done.choices] == [[*each.tokens] for each in alone]

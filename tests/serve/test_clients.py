@@ -35,7 +35,7 @@ def test_chat(player: Player, plain_url: str) -> None:
     answer = theirs(plain_url).chat.completions.create(model="toy", messages=HELLO, seed=5, extra_body={"top_k": 4})
     assert answer.choices[0].message.content == TEXT and answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None and answer.usage.completion_tokens == 14
-    assert (player.requests[0].sampling["seed"], player.requests[0].sampling["top_k"]) == (5, 4)
+    assert (player.requests[0].sampling.seed, player.requests[0].sampling.top_k) == (5, 4)
     assert answer.to_dict()["timings"] == TIMINGS
 
 
@@ -231,11 +231,11 @@ def test_a_json_schema(player: Player, plain_url: str) -> None:
     client = theirs(plain_url)
     client.chat.completions.create(model="toy", messages=HELLO, response_format=form)
     bounded = bound_whitespace(lenient(schema))  # without `strict`
-    assert json.loads(player.requests[-1].sampling["grammar"])["grammars"][0]["json_schema"] == bounded
+    assert json.loads(player.grammar)["grammars"][0]["json_schema"] == bounded
     text: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
     client.responses.create(model="toy", input="hello", text=text)
-    assert json.loads(player.requests[-1].sampling["grammar"])["grammars"][0]["json_schema"] == bounded
+    assert json.loads(player.grammar)["grammars"][0]["json_schema"] == bounded
     form = {"type": "json_schema", "schema": schema}
     config: Any = {"format": form}
     anthropics(plain_url).messages.create(model="toy", max_tokens=9, messages=HELLO, output_config=config)
-    assert json.loads(player.requests[-1].sampling["grammar"])["grammars"][0]["json_schema"] == bounded
+    assert json.loads(player.grammar)["grammars"][0]["json_schema"] == bounded

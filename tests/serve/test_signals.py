@@ -25,7 +25,7 @@ def test_a_complete_answer(player: Player, client: httpx.Client, client_request:
     assert len(outcome.piece_times) > 1 or not client_request.stream
     assert find_fault(client_request, outcome, TEXT, False) is None
     assert "answered wrongly" in (find_fault(client_request, outcome, TEXT + "b", False) or "")
-    assert player.requests[0].sampling.get("seed") == client_request.seed or client_request.seed is None
+    assert player.requests[0].sampling.seed == client_request.seed or client_request.seed is None
 
 
 @pytest.mark.parametrize("client_request", [STREAM, WHOLE], ids=["stream", "whole"])

@@ -41,9 +41,9 @@ def test_requests_and_what_is_read(client: httpx.Client, player: Player, path: s
     assert "".join(texts) == player.codec.decode(player.tokens()[:9])
     assert chunks[-1]["usage"]["completion_tokens"] == 9
     assert chunks[-1]["usage"]["prompt_tokens"] == len(sent.prompt)
-    assert (sent.sampling["ignore_eos"], sent.sampling["max_tokens"], sent.sampling["temperature"]) == (True, 9, 0)
+    assert (sent.sampling.ignore_eos, sent.sampling.max_tokens, sent.sampling.temperature) == (True, 9, 0)
     expected = {name: body[name] for name in ("top_p", "top_k", "min_p", "repetition_penalty") if name in body}
-    assert {name: sent.sampling[name] for name in expected} == expected
+    assert sent.sampling.values_of(expected) == expected
 
 
 def _text(choice: dict[str, Any]) -> str:

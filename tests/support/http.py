@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import uvicorn
@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp
 
+from swiftspec.params import SamplingParams
 from swiftspec.sampling.grammar_process import build_grammar
 from swiftspec.serve.app import create_app
 from swiftspec.serve.link.engine_client import EngineRequest, EngineState, RequestFrame
@@ -87,6 +88,11 @@ class Player:
     def tokens(self, text: str | None = None) -> list[int]:
         return list(self.codec.tokenizer.encode(self.text if text is None else text, add_special_tokens=False))
 
+    @property
+    def grammar(self) -> str:
+        """The grammar of the latest request; empty without one."""
+        return self.requests[-1].sampling.grammar or ""
+
     def prepare(self, **values: Any) -> None:
         """Resets everything and sets these fields."""
         self.__dict__.update(replace(Player(self.codec), **values).__dict__)
@@ -118,10 +124,10 @@ class Player:
         text, logprob = self.texts[number] if number < len(self.texts) else (self.text, -0.5)
         ended = False
         try:
-            if "prompt_logprobs" in request.sampling:
-                yield PromptLogprobsFrame(1, token_logprobs(request.prompt[1:], request.sampling["prompt_logprobs"]))
+            if request.sampling.prompt_logprobs is not None:
+                yield PromptLogprobsFrame(1, token_logprobs(request.prompt[1:], request.sampling.prompt_logprobs))
             tokens = self.tokens(text)
-            cut = tokens[: request.sampling["max_tokens"]]
+            cut = tokens[: request.sampling.max_tokens]
             rounds = [cut[at : at + self.size] for at in range(0, len(cut), self.size)]
             for number, part in enumerate(rounds):
                 if self.raises is not None and number == self.after:
@@ -131,7 +137,7 @@ class Player:
                     await asyncio.Event().wait()
                 last = number + 1 == len(rounds)
                 reason = None if not last else self.reason if cut == tokens else "length"
-                top = request.sampling.get("logprobs")
+                top = request.sampling.logprobs
                 frame_logprobs = None if top is None else token_logprobs(part, top, logprob)
                 if (yield TokensFrame(1, part, len(part) - 1, frame_logprobs, reason, [], TIMINGS["cache_n"])):
                     self.stopped.append(request)
@@ -144,6 +150,12 @@ class Player:
             if not ended:
                 self.closed.append(request)
                 self.cancelled.set()
+
+
+def changed_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """The sampling parameters that differ from their defaults."""
+    defaults = asdict(SamplingParams())
+    return {name: value for name, value in asdict(sampling).items() if value != defaults[name]}
 
 
 async def compile_in_thread(kind: str, text: str) -> str:

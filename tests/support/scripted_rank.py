@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
+from swiftspec.params import SamplingParams
 from swiftspec.serve.link import frames
 from swiftspec.serve.link.engine_client import EngineRequest
 from swiftspec.serve.link.frame_socket import AsyncFrameSocket, FrameDecoder, encode_frame
@@ -103,9 +104,11 @@ async def collect(answer: AsyncGenerator[Any]) -> list[Any]:
 
 
 def start_request(engine: RemoteEngineClient, *prompt: int, key: str | None = None) -> asyncio.Task[list[Any]]:
-    return asyncio.create_task(collect(engine.stream_frames(EngineRequest(list(prompt), {}, key))))
+    return asyncio.create_task(collect(engine.stream_frames(EngineRequest(list(prompt), SamplingParams(), key))))
 
 
 def start_group(engine: RemoteEngineClient, *prompts: int, key: str | None = None) -> asyncio.Task[list[Any]]:
     """Starts requests of one caller, each with a prompt of one token."""
-    return asyncio.create_task(collect(engine.stream_frames(*(EngineRequest([one], {}, key) for one in prompts))))
+    return asyncio.create_task(
+        collect(engine.stream_frames(*(EngineRequest([one], SamplingParams(), key) for one in prompts)))
+    )

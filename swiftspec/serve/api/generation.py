@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
 from swiftspec.errors import UserError
+from swiftspec.params import SamplingParams
 from swiftspec.serve import errors
 from swiftspec.serve.api.output_format import conversation_output
 from swiftspec.serve.api.sampling import GrammarRequest, context_exceeded_error, sampling_params
@@ -206,7 +207,7 @@ async def chat_generation_request(
     if output.grammar is not None:
         sampling["grammar"] = await context.compile_grammar(output.grammar)
     return GenerationRequest(
-        EngineRequest(prompt, sampling, replace_key(request, body), choices),
+        EngineRequest(prompt, SamplingParams(**sampling), replace_key(request, body), choices),
         stops,
         continues_text=conversation.continues_last_message,
         parser=output.parser,

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
 from swiftspec import __version__
+from swiftspec.params import SamplingParams
 from swiftspec.serve.app_context import RETRY_AFTER_S, AppContext
 from swiftspec.serve.errors import ApiError, error_body, unavailable_error
 from swiftspec.serve.link.engine_client import EngineRequest
@@ -89,9 +90,8 @@ async def _generate_token(context: AppContext, request: Request) -> dict[str, An
     began = time.monotonic()
     prompt = [info.eos_token_ids[0] if info.eos_token_ids else 0]
     # The default temperature is 1, which every mode supports.
-    await cancel_on_disconnect(
-        request.receive, _run_to_end(context, EngineRequest(prompt, {"max_tokens": 1, "ignore_eos": True}))
-    )
+    engine_request = EngineRequest(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    await cancel_on_disconnect(request.receive, _run_to_end(context, engine_request))
     return {"status": "ok", "milliseconds": round((time.monotonic() - began) * 1e3, 3)}
 
 

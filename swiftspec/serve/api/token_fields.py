@@ -73,8 +73,8 @@ def check_logprob_size(body: ScoringFields, info: EngineInfo, requests: Sequence
     positions = 0
     for request in requests:
         sampling = request.engine_request.sampling
-        positions += sampling["max_tokens"] if sampling.get("logprobs") == -1 else 0
-        positions += len(request.engine_request.prompt) if sampling.get("prompt_logprobs") == -1 else 0
+        positions += (sampling.max_tokens or info.max_model_len) if sampling.logprobs == -1 else 0
+        positions += len(request.engine_request.prompt) if sampling.prompt_logprobs == -1 else 0
     most = MAX_LOGPROB_VALUES // info.vocab_size
     if positions > most:
         names = ("logprobs", "top_logprobs", "prompt_logprobs")

@@ -56,7 +56,7 @@ class GenerationRequest:
     @property
     def stop_token_ids(self) -> Sequence[int]:
         """Tokens that the request names as ends of its output."""
-        return self.engine_request.sampling.get("stop_token_ids") or ()
+        return self.engine_request.sampling.stop_token_ids
 
     def text_builder(self, codec: TextCodec) -> TextBuilder:
         """Returns an empty builder of the output's text."""
@@ -69,7 +69,7 @@ class GenerationRequest:
             text_codec,
             self.stop_strings,
             context,
-            min_tokens=self.engine_request.sampling.get("min_tokens") or 0,
+            min_tokens=self.engine_request.sampling.min_tokens,
             include_stop=self.include_stop,
             hidden_ends=() if self.include_stop else ends,
         )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from swiftspec.errors import UserError
+from swiftspec.params import SamplingParams
 from swiftspec.serve.link.frames import DoneFrame, EngineInfo, PromptLogprobsFrame, RankState, TokensFrame
 from swiftspec.serve.link.trace_events import TraceEventBuffer
 
@@ -23,7 +24,7 @@ class EngineRequest:
     """
 
     prompt: list[int]
-    sampling: dict[str, Any]  # fields of SamplingParams that differ from their defaults
+    sampling: SamplingParams
     replace_key: str | None = None
     choices: tuple[int, int] | None = None
 

@@ -15,7 +15,6 @@ from swiftspec import answer_stats
 from swiftspec.errors import UserError, WorkerUnavailable
 from swiftspec.observe.rpc_latency import RpcRecord
 from swiftspec.observe.trace_format import TraceEntry, to_json, to_record, tokens_in
-from swiftspec.params import SamplingParams
 from swiftspec.serve.link import frames
 from swiftspec.serve.link.frames import FrontEndLost
 
@@ -145,9 +144,8 @@ class EngineLoop:
         while self._queued and not self._aborting:
             start = self._queued.popleft()
             try:
-                sampling = SamplingParams(**start.sampling)
-                request = self._llm.request(start.request, start.prompt, sampling)
-            except (UserError, TypeError) as error:
+                request = self._llm.request(start.request, start.prompt, start.sampling)
+            except UserError as error:
                 self._finish(frames.FailedFrame(start.request, str(error), user=True))
             else:
                 self._running[start.request] = start.choices

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from swiftspec.errors import UserError
 from swiftspec.serve.link.frames import (
     LENGTH_PREFIX_BYTES,
     MAX_FRAME_BYTES,
@@ -49,8 +50,11 @@ class FrameDecoder:
                 raise ValueError("a frame is too long")
             if len(self._bytes) - at - LENGTH_PREFIX_BYTES < size:
                 break
-            found.append(self._decoder.decode(self._bytes[at + LENGTH_PREFIX_BYTES : at + LENGTH_PREFIX_BYTES + size]))
-            at += LENGTH_PREFIX_BYTES + size
+            begin, at = at + LENGTH_PREFIX_BYTES, at + LENGTH_PREFIX_BYTES + size
+            try:
+                found.append(self._decoder.decode(self._bytes[begin:at]))
+            except UserError as error:  # sampling parameters that the sender should have refused
+                raise ValueError(str(error)) from None
         del self._bytes[:at]
         return found
 

@@ -14,6 +14,7 @@ import msgspec
 from swiftspec.errors import UserError
 from swiftspec.messages import VerifiedRound
 from swiftspec.observe.rpc_latency import RpcRecord
+from swiftspec.params import SamplingParams
 from swiftspec.signals import DRAIN_TIMEOUT_S
 
 MAX_FRAME_BYTES = 64 << 20  # enough for a prompt of millions of tokens
@@ -38,13 +39,12 @@ class StartFrame(Frame, frozen=True):
 
     `request`: number that identifies the request in later frames.
     `prompt`: token ids.
-    `sampling`: fields of SamplingParams that differ from their defaults.
     `choices`: (number of texts to return, number to sample) in mode smc; None: a single text.
     """
 
     request: int
     prompt: list[int]
-    sampling: dict[str, Any]
+    sampling: SamplingParams
     choices: tuple[int, int] | None = None
 
 

@@ -224,7 +224,7 @@ class RequestQueue(ABC):
         group if the caller has received a frame of it, it was retried before, or the engine does not restart. A request
         with a grammar, which runs in a foreign library, is not retried: it may be what ended the engine."""
         group = pending.group
-        suspect = pending.retried or pending.request.sampling.get("grammar") is not None
+        suspect = pending.retried or pending.request.sampling.grammar is not None
         if pending.has_output or suspect or self._phase == "dead":
             plural = "s" * (group.num_tokens != 1)
             group.fail(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from swiftspec import __version__
 from swiftspec.contrib.otel import exporter as otel_exporter
 from swiftspec.contrib.otel.spans import add_rpc_spans
+from swiftspec.params import SamplingParams
 from swiftspec.serve.link.frames import DoneFrame
 from swiftspec.serve.metrics.request_metrics import RequestContext, RequestRecord
 
@@ -78,10 +79,11 @@ def _context_attributes(context: RequestContext) -> dict[str, str]:
 
 
 def _sampling_attributes(record: RequestRecord) -> dict[str, Any]:
-    """Returns the sampling parameters of the first choice, and the number of choices if there are several, as span
-    attributes. A seed beyond OTLP's signed 64-bit integers becomes text."""
-    sampling = record.choices[0].request.sampling
-    attributes = {name: sampling[name] for name in SAMPLING_ATTRIBUTES if sampling.get(name) is not None}
+    """Returns the sampling parameters of the first choice that differ from their defaults, and the number of choices if
+    there are several, as span attributes. A seed beyond OTLP's signed 64-bit integers becomes text."""
+    defaults = SamplingParams().values_of(SAMPLING_ATTRIBUTES)
+    values = record.choices[0].request.sampling.values_of(SAMPLING_ATTRIBUTES)
+    attributes = {name: value for name, value in values.items() if value != defaults[name]}
     if len(record.choices) > 1:
         attributes["choice.count"] = len(record.choices)
     return {f"gen_ai.request.{name}": value if abs(value) < 2**63 else str(value) for name, value in attributes.items()}

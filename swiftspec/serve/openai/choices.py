@@ -88,14 +88,9 @@ def sampled_requests(request: GenerationRequest, count: int, seeded: bool) -> li
     """Returns `count` requests that differ in their seeds. The first one is `request`; the seeds of the others are
     derived from its seed if the client has set it (`seeded`), otherwise they are random. Only the first one computes
     the log-probabilities of the prompt, so that the others can use the prefix cache."""
-    engine_request = request.engine_request
-    seed = engine_request.sampling["seed"]
-    shared = {name: value for name, value in engine_request.sampling.items() if name != "prompt_logprobs"}
-    requests = [request]
+    engine_request, requests = request.engine_request, [request]
     for index in range(1, count):
-        sampling = {
-            **shared,
-            "seed": choice_seed(seed, index) if seeded else secrets.randbits(63),
-        }
+        seed = choice_seed(engine_request.sampling.seed, index) if seeded else secrets.randbits(63)
+        sampling = replace(engine_request.sampling, seed=seed, prompt_logprobs=None)
         requests.append(replace(request, engine_request=replace(engine_request, sampling=sampling)))
     return requests

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from swiftspec.errors import UserError
+from swiftspec.params import SamplingParams
 from swiftspec.serve.api.generation import JSON_OR_SSE, replace_key, respond
 from swiftspec.serve.api.sampling import context_exceeded_error, grammar_request, sampling_params, stop_list
 from swiftspec.serve.api.token_fields import (
@@ -311,10 +312,11 @@ async def completion_requests(
             sampling = sampling_params(body, info, tokens, negative, limit) | more
             sampling |= scoring_params(body, info, body.logprobs, echo=bool(body.echo), stream=body.stream)
             sampling |= {"logprobs": 0} if is_ranked else {}
+            engine_request = EngineRequest(tokens, SamplingParams(**sampling), key, choices.population)
         except (ApiError, UserError) as error:
             raise _prompt_error(error, number, len(prompts)) from None
         generation_request = GenerationRequest(
-            EngineRequest(tokens, sampling, key, choices.population),
+            engine_request,
             stop_list(body.stop),
             continues_text=not body.suffix,
             prompt_only=body.max_tokens == 0,

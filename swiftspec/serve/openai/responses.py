@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from swiftspec.params import MAX_LOGPROBS
+from swiftspec.params import MAX_LOGPROBS, SamplingParams
 from swiftspec.serve.api.generation import JSON_OR_SSE, chat_generation_request, encode_conversation, respond
 from swiftspec.serve.api.sampling import GrammarRequest, grammar_request
 from swiftspec.serve.api.token_fields import prompt_truncation
@@ -308,15 +308,15 @@ def with_referenced_items(body: ResponsesRequest, store: ResponseStore) -> Respo
     return body.model_copy(update={"input": items})
 
 
-def _echoed_fields(body: ResponsesRequest, model: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
+def _echoed_fields(body: ResponsesRequest, model: str, sampling: SamplingParams) -> dict[str, Any]:
     """Returns the fields of a request that its response repeats. Raises UnicodeEncodeError on an unpaired surrogate,
     before the engine gets the request."""
     fields = {
         "instructions": body.instructions,
         "metadata": body.metadata or {},
         "model": model,
-        "temperature": sampling.get("temperature", 1.0),
-        "top_p": sampling.get("top_p", 1.0),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
         "max_output_tokens": body.max_output_tokens,
         "previous_response_id": body.previous_response_id,
         "parallel_tool_calls": body.parallel_tool_calls is not False,

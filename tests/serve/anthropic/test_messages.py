@@ -29,7 +29,7 @@ def test_messages_and_events_have_only_fields_of_the_api(player: Player, client:
 @pytest.mark.parametrize("fields", [{"output_format": FORMAT}, {"output_config": {"format": FORMAT}}])
 def test_both_names_of_the_format(player: Player, client: httpx.Client, fields: dict[str, Any]) -> None:
     assert client.post(MESSAGES, json={**HELLO, **fields}).status_code == 200
-    schema = json.loads(player.requests[-1].sampling["grammar"])["grammars"][0]["json_schema"]
+    schema = json.loads(player.grammar)["grammars"][0]["json_schema"]
     assert {name: value for name, value in schema.items() if name != "x-guidance"} == SCHEMA
 
 

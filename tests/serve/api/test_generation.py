@@ -44,16 +44,16 @@ def prompt(player: Player) -> str:
 
 def test_a_tool_that_must_be_called(thinker: Player) -> None:
     ask(thinker, CHAT, **HELLO, tools=TOOLS, tool_choice="required")
-    grammar = thinker.requests[-1].sampling["grammar"]
+    grammar = thinker.grammar
     assert accepts(grammar, '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>')
     one = {"type": "function", "function": {"name": "g"}}
     ask(thinker, CHAT, **HELLO, tools=TOOLS, tool_choice=one)
-    assert "call_1" not in thinker.requests[-1].sampling["grammar"]
+    assert "call_1" not in thinker.grammar
     schema = {"name": "f", "input_schema": {"type": "object"}}
     ask(thinker, MESSAGES, **HELLO, max_tokens=9, tools=[schema], tool_choice={"type": "any"})
-    assert "grammar" in thinker.requests[-1].sampling
+    assert thinker.grammar
     ask(thinker, CHAT, **HELLO, tools=TOOLS)
-    assert "grammar" not in thinker.requests[-1].sampling and prompt(thinker).startswith("f <tool_call>g <tool_call>")
+    assert not thinker.grammar and prompt(thinker).startswith("f <tool_call>g <tool_call>")
     ask(thinker, CHAT, **HELLO, tools=TOOLS, tool_choice="none")
     assert prompt(thinker).startswith("<|user|>")
 
@@ -79,11 +79,11 @@ def test_a_forced_call_replaces_the_format_of_the_answer(thinker: Player) -> Non
     for path, body in bodies.items():
         for choice in ("auto", "any" if path == MESSAGES else "required"):
             ask(thinker, path, **body, tool_choice={"type": choice} if path == MESSAGES else choice)
-            grammar = thinker.requests[-1].sampling["grammar"]
+            grammar = thinker.grammar
             assert accepts(grammar, call) and not accepts(grammar, '{"a": ""}'), path
             assert accepts(grammar, '{"a": 1}') is (choice == "auto"), path
     ask(thinker, CHAT, **bodies[CHAT], tool_choice="none")
-    assert not accepts(thinker.requests[-1].sampling["grammar"], call)
+    assert not accepts(thinker.grammar, call)
 
 
 def test_one_call_without_parallel_tool_calls(thinker: Player) -> None:
@@ -206,7 +206,7 @@ def test_markers_that_are_special_tokens_are_detected(tmp_path: Path) -> None:
     message = ask(player, CHAT, **HELLO, max_tokens=90)["choices"][0]["message"]
     assert message["content"].startswith('So.[{"name"'), "not asked for: it is text, as a chat would show it"
     ask(player, CHAT, **HELLO, tools=TOOLS, tool_choice="required")
-    assert player.requests[-1].sampling["grammar"].startswith("start: <[3]> ")
+    assert player.grammar.startswith("start: <[3]> ")
     renderer.close()
 
 

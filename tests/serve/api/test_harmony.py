@@ -108,20 +108,16 @@ def test_without_reasoning(writer: Player) -> None:
 
 def test_constraints_apply_after_the_analysis(writer: Player) -> None:
     ask(writer, CHAT, **HELLO, response_format=FORM)
-    assert "@answer" in writer.requests[-1].sampling["grammar"] and "call_0" not in grammar(writer)
+    assert "@answer" in writer.grammar and "call_0" not in writer.grammar
     ask(writer, CHAT, **HELLO, guided_regex="a+", tools=TOOLS)
-    assert "@answer" in grammar(writer) and "call_0" not in grammar(writer)
+    assert "@answer" in writer.grammar and "call_0" not in writer.grammar
     ask(writer, CHAT, **HELLO, response_format=FORM, tools=TOOLS)
-    assert "@answer" in grammar(writer) and "call_0" in grammar(writer)
+    assert "@answer" in writer.grammar and "call_0" in writer.grammar
     ask(writer, CHAT, **HELLO, response_format=FORM, tools=TOOLS, tool_choice="required")
-    assert "@answer" not in grammar(writer) and " to=functions.f" in grammar(writer)
+    assert "@answer" not in writer.grammar and " to=functions.f" in writer.grammar
     continued = [*HELLO["messages"], {"role": "assistant", "content": "a"}]
     ask(writer, CHAT, messages=continued, continue_final_message=True, guided_regex="a+")
-    assert "@answer" not in grammar(writer)
-
-
-def grammar(player: Player) -> str:
-    return player.requests[-1].sampling["grammar"]
+    assert "@answer" not in writer.grammar
 
 
 def test_constraints_that_are_refused(writer: Player, client: httpx.Client) -> None:

@@ -16,11 +16,15 @@ from tests.support.grammars import accepts
 from tests.support.http import READY, Player
 
 
-def engine_request(client: httpx.Client, player: Player, path: str = TEXT, **body: Any) -> dict[str, Any]:
+def engine_request(client: httpx.Client, player: Player, path: str = TEXT, **body: Any) -> SamplingParams:
     given = HELLO if path == CHAT else {"prompt": "def"}
     answer = client.post(path, json={**given, **body})
     assert answer.status_code == 200, answer.text
     return player.requests[-1].sampling
+
+
+def grammar_of(client: httpx.Client, player: Player, **body: Any) -> str:
+    return engine_request(client, player, **body).grammar or ""
 
 
 def test_every_parameter(player: Player, client: httpx.Client) -> None:
@@ -31,47 +35,42 @@ def test_every_parameter(player: Player, client: httpx.Client) -> None:
     }  # fmt: skip
     sampling = engine_request(client, player, **values, logit_bias={"7": -5}, negative_prompt="b")
     negative = player.codec.encode("b")
-    assert sampling == {**values, "logit_bias": {7: -5}, "negative_prompt_ids": negative}
-    lists: dict[str, Any] = {name: tuple(value) for name, value in sampling.items() if isinstance(value, list)}
-    SamplingParams(**{**sampling, **lists})
+    assert sampling == SamplingParams(**values, logit_bias={7: -5}, negative_prompt_ids=tuple(negative))
 
 
 def test_defaults_come_from_the_model(player: Player, client: httpx.Client) -> None:
     player.info = msgspec.structs.replace(READY, defaults={"temperature": 0.3, "top_k": 20, "max_tokens": 30})
-    assert engine_request(client, player, CHAT, seed=1) == {
-        "temperature": 0.3,
-        "top_k": 20,
-        "max_tokens": 30,
-        "seed": 1,
-    }
-    assert engine_request(client, player, CHAT, temperature=0, max_tokens=9)["temperature"] == 0
-    assert engine_request(client, player, CHAT, temperature=1e-7)["temperature"] == 0.001
+    assert engine_request(client, player, CHAT, seed=1) == SamplingParams(
+        temperature=0.3, top_k=20, max_tokens=30, seed=1
+    )
+    assert engine_request(client, player, CHAT, temperature=0, max_tokens=9).temperature == 0
+    assert engine_request(client, player, CHAT, temperature=1e-7).temperature == 0.001
 
 
 def test_seeds(player: Player, client: httpx.Client) -> None:
-    assert engine_request(client, player)["seed"] != engine_request(client, player)["seed"]
-    assert engine_request(client, player, seed=-1)["seed"] == 2**64 - 1
-    assert engine_request(client, player, seed=2**63 + 1)["seed"] == 2**63 + 1
-    assert engine_request(client, player, seed=4.0)["seed"] == 4, "JSON knows no integers"
+    assert engine_request(client, player).seed != engine_request(client, player).seed
+    assert engine_request(client, player, seed=-1).seed == 2**64 - 1
+    assert engine_request(client, player, seed=2**63 + 1).seed == 2**63 + 1
+    assert engine_request(client, player, seed=4.0).seed == 4, "JSON knows no integers"
 
 
 def test_max_tokens_is_limited_by_the_context(player: Player, client: httpx.Client) -> None:
     prompt = player.codec.encode_chat(HELLO["messages"])
     bodies: list[dict[str, Any]] = [{}, {"max_tokens": 100_000}, {"max_completion_tokens": 2**31 - 1}]
     for body in bodies:
-        assert engine_request(client, player, CHAT, **body)["max_tokens"] == 256 - len(prompt)
-    assert engine_request(client, player, CHAT, max_tokens=9, max_completion_tokens=7)["max_tokens"] == 7
-    assert engine_request(client, player)["max_tokens"] == 16, "as OpenAI has it"
+        assert engine_request(client, player, CHAT, **body).max_tokens == 256 - len(prompt)
+    assert engine_request(client, player, CHAT, max_tokens=9, max_completion_tokens=7).max_tokens == 7
+    assert engine_request(client, player).max_tokens == 16, "as OpenAI has it"
     long: dict[str, Any] = {"guidance_scale": 2, "negative_prompt": "a b " * 20}
     longer = player.codec.encode_chat([{"role": "user", "content": long["negative_prompt"]}])
-    assert engine_request(client, player, CHAT, **long)["max_tokens"] == 256 - len(longer)
+    assert engine_request(client, player, CHAT, **long).max_tokens == 256 - len(longer)
 
 
 def test_a_negative_prompt_is_rendered_like_a_prompt(player: Player, client: httpx.Client) -> None:
     sampling = engine_request(client, player, CHAT, guidance_scale=2, negative_prompt="b")
-    assert player.codec.token_text(sampling["negative_prompt_ids"]) == "<|user|>b<|end|><|bot|>"
-    assert "negative_prompt_ids" not in engine_request(client, player, CHAT, negative_prompt="b")
-    assert engine_request(client, player, guidance_scale=2)["negative_prompt_ids"] == []
+    assert player.codec.token_text(sampling.negative_prompt_ids) == "<|user|>b<|end|><|bot|>"
+    assert engine_request(client, player, CHAT, negative_prompt="b").negative_prompt_ids == ()
+    assert engine_request(client, player, guidance_scale=2).negative_prompt_ids == ()
 
 
 def test_the_population_is_that_of_the_server(player: Player, client: httpx.Client) -> None:
@@ -93,9 +92,9 @@ def test_grammars(player: Player, client: httpx.Client) -> None:
         {"response_format": {"type": "json_object", "schema": {"type": "array"}}},
     ]  # fmt: skip
     for body in bodies:
-        assert engine_request(client, player, **body)["grammar"], body
-    assert "grammar" not in engine_request(client, player, response_format={"type": "text"})
-    assert "array" in engine_request(client, player, **bodies[-1])["grammar"]
+        assert engine_request(client, player, **body).grammar, body
+    assert "array" in player.grammar
+    assert engine_request(client, player, response_format={"type": "text"}).grammar is None
 
 
 def test_options_of_json(player: Player, client: httpx.Client) -> None:
@@ -105,14 +104,14 @@ def test_options_of_json(player: Player, client: httpx.Client) -> None:
     constraints: list[tuple[str, Any]] = [("json", schema), ("json", json.dumps(schema)), ("json_object", True)]
     for name, constraint in constraints:
         compact: dict[str, Any] = {"structured_outputs": {name: constraint, "disable_any_whitespace": True}}
-        grammar = engine_request(client, player, **compact)["grammar"]
+        grammar = grammar_of(client, player, **compact)
         assert accepts(grammar, '{"a":{"b":1}}') and not accepts(grammar, '{"a": {"b":1}}')
         spaced: dict[str, Any] = {"structured_outputs": {name: constraint, "whitespace_pattern": "_{1,2}"}}
-        grammar = engine_request(client, player, **spaced)["grammar"]
+        grammar = grammar_of(client, player, **spaced)
         assert accepts(grammar, '{"a":__{"b":_1}}') and not accepts(grammar, '{"a": {"b":1}}')
     for close in (False, True):
         closed: dict[str, Any] = {"structured_outputs": {"json": schema, "disable_additional_properties": close}}
-        grammar = engine_request(client, player, **closed)["grammar"]
+        grammar = grammar_of(client, player, **closed)
         assert accepts(grammar, '{"a": {"b": 1}}')
         assert accepts(grammar, '{"a": {"c": 1}}') is not close
     assert close_objects({"properties": {"properties": {}}})["properties"] == {"properties": {}}, "a name, no keyword"
@@ -160,4 +159,4 @@ def test_log_probabilities_of_a_prompt_alone(player: Player, client: httpx.Clien
     answer = client.post(TEXT, json={"prompt": [[274, 9]], "max_tokens": 0, "echo": True, "logprobs": 1}).json()
     choice = answer["choices"][0]
     assert choice["text"] == player.codec.decode([274, 9]) and choice["logprobs"]["token_logprobs"] == [None, -0.5]
-    assert answer["usage"]["completion_tokens"] == 0 and player.requests[-1].sampling["max_tokens"] == 1
+    assert answer["usage"]["completion_tokens"] == 0 and player.requests[-1].sampling.max_tokens == 1

@@ -43,10 +43,21 @@ def test_rules_reach_the_engine(player: Player, client: httpx.Client, path: str)
     sampling = engine_request(
         client, player, path, min_tokens=4, max_tokens=16, allowed_token_ids=[3, 5], top_k=10**6, **words
     )
-    assert (sampling["min_tokens"], sampling["allowed_token_ids"], sampling["top_k"]) == (4, [3, 5], 10**6)
+    assert (sampling.min_tokens, sampling.allowed_token_ids, sampling.top_k) == (4, (3, 5), 10**6)
     encoded = [tuple(player.codec.encode(word, None, False)) for word in ("def", " def", "add (", " add (")]
-    assert sampling["bad_words_ids"] == encoded
-    assert engine_request(client, player, path, max_tokens=300, min_tokens=300)["min_tokens"] < 256, "what fits"
+    assert sampling.bad_words_ids == tuple(encoded)
+    assert engine_request(client, player, path, max_tokens=300, min_tokens=300).min_tokens < 256, "what fits"
+
+
+@PATHS
+@pytest.mark.parametrize("stream", [False, True])
+def test_rules_that_leave_no_token_are_refused(player: Player, client: httpx.Client, path: str, stream: bool) -> None:
+    """By the front end: the engine does not see the request."""
+    (token,) = player.codec.encode("def", None, False)
+    given: dict[str, Any] = HELLO if path == CHAT else {"prompt": ["a", "b"]}
+    message = refused(client, path, {**given, "allowed_token_ids": [token], "bad_words": ["def"], "stream": stream})
+    assert "no token is left" in message and message.startswith("prompt 0: ") == (path == TEXT)
+    assert player.requests == []
 
 
 def test_all_invalid_keys_of_logit_bias_are_named(player: Player, client: httpx.Client) -> None:
@@ -55,7 +66,7 @@ def test_all_invalid_keys_of_logit_bias_are_named(player: Player, client: httpx.
     assert message == "logit_bias: '-1', 'x', '320', '1.5', '٣': a key must be a token id below the vocabulary size 320"
     many = refused(client, TEXT, {"prompt": "a", "logit_bias": {f"k{i}": 1 for i in range(40)}}, "logit_bias")
     assert "'k15' and 24 more" in many
-    assert engine_request(client, player, logit_bias={"319": -100, "007": 100})["logit_bias"] == {319: -100, 7: 100}
+    assert engine_request(client, player, logit_bias={"319": -100, "007": 100}).logit_bias == {319: -100, 7: 100}
     message = refused(client, TEXT, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias.5")
     assert "less than or equal to 100" in message
 
@@ -150,28 +161,28 @@ def test_prompt_log_probabilities(player: Player, client: httpx.Client, path: st
         assert entry[str(token)] == {"logprob": -0.5, "rank": 1, "decoded_token": text}
         assert [each["rank"] for each in entry.values()] == [1, 2] or token == 1
     assert prompt_owner(answer(client, path), path)["prompt_logprobs"] is None
-    assert player.requests[-2].sampling["prompt_logprobs"] == 2
-    assert engine_request(client, player, path, prompt_logprobs=-1)["prompt_logprobs"] == -1
+    assert player.requests[-2].sampling.prompt_logprobs == 2
+    assert engine_request(client, player, path, prompt_logprobs=-1).prompt_logprobs == -1
 
 
 def test_prompt_log_probabilities_without_an_answer(player: Player, client: httpx.Client) -> None:
     response = answer(client, TEXT, prompt_logprobs=0, max_tokens=0)
     assert text_of(response) == "" and len(response["choices"][0]["prompt_logprobs"]) == len(player.requests[-1].prompt)
     echoed = answer(client, TEXT, prompt_logprobs=3, max_tokens=0, echo=True, logprobs=1)["choices"][0]
-    assert player.requests[-1].sampling["prompt_logprobs"] == 3
+    assert player.requests[-1].sampling.prompt_logprobs == 3
     assert all(len(entry) <= 2 for entry in echoed["logprobs"]["top_logprobs"][1:])
 
 
 def test_counts_of_log_probabilities(player: Player, client: httpx.Client) -> None:
     for count, length in ((0, 0), (2, 2), (-1, 30)):
         content = answer(client, CHAT, logprobs=True, top_logprobs=count)["choices"][0]["logprobs"]["content"]
-        assert player.requests[-1].sampling["logprobs"] == count
+        assert player.requests[-1].sampling.logprobs == count
         assert {len(item["top_logprobs"]) for item in content} == {length}
         logprobs = answer(client, TEXT, logprobs=count)["choices"][0]["logprobs"]
-        assert player.requests[-1].sampling["logprobs"] == count
+        assert player.requests[-1].sampling.logprobs == count
         assert all(len(entry) <= max(length, 1) for entry in logprobs["top_logprobs"])
     sampling = engine_request(client, player, CHAT, logprobs=True, top_logprobs=3, logprob_token_ids=[7, 7, 9])
-    assert (sampling["logprobs"], sampling["logprob_token_ids"]) == (0, [7, 9])
+    assert (sampling.logprobs, sampling.logprob_token_ids) == (0, (7, 9))
 
 
 def test_the_sampled_token_is_listed_beside_the_requested_ones(player: Player) -> None:
@@ -185,7 +196,7 @@ def test_the_sampled_token_is_listed_beside_the_requested_ones(player: Player) -
 
 def test_one_choice_computes_the_prompt(player: Player, client: httpx.Client) -> None:
     response = answer(client, TEXT, n=2, prompt_logprobs=1)
-    assert sorted(request.sampling.get("prompt_logprobs") is None for request in player.requests[-2:]) == [False, True]
+    assert sorted(request.sampling.prompt_logprobs is None for request in player.requests[-2:]) == [False, True]
     one, two = (choice["prompt_logprobs"] for choice in response["choices"])
     assert one == two and len(one) == len(player.requests[-1].prompt)
 

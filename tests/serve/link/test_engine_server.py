@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from swiftspec.token_engine import TokenEngine
 from tests.support.tiny_checkpoints import make_pair
 from tests.support.workers import client_on_workers, started
 
-LONG: dict[str, Any] = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True}
+LONG = SamplingParams(temperature=0.8, max_tokens=60, ignore_eos=True)
 
 
 class Front:
@@ -95,8 +96,8 @@ def tokens(received: list[Any]) -> list[int]:
 
 
 def test_requests_are_admitted_and_released_and_keep_their_texts(llm: LLMEngine, front: Front) -> None:
-    bodies: dict[int, dict[str, Any]] = {n: LONG | {"seed": n, "max_tokens": 20 + 8 * n} for n in range(1, 6)}
-    wanted = {n: llm.generate([5, n], SamplingParams(**sampling)).token_ids for n, sampling in bodies.items()}
+    bodies = {n: replace(LONG, seed=n, max_tokens=20 + 8 * n) for n in range(1, 6)}
+    wanted = {n: llm.generate([5, n], sampling).token_ids for n, sampling in bodies.items()}
     front.send(*(frames.StartFrame(n, [5, n], sampling) for n, sampling in bodies.items()))
     front.send(frames.CancelFrame(77))  # one that has ended, or never existed
     found = front.until_all_end(*bodies)
@@ -107,7 +108,7 @@ def test_requests_are_admitted_and_released_and_keep_their_texts(llm: LLMEngine,
 
 
 def test_choices_are_returned_only_if_requested(llm: LLMEngine, front: Front) -> None:
-    alone = llm.generate([5, 1], SamplingParams(**LONG)).stats.population
+    alone = llm.generate([5, 1], LONG).stats.population
     for number, choices in ((1, None), (2, (2, 2)), (3, (1, 2))):
         front.send(frames.StartFrame(number, [5, 1], LONG, choices))
     done = {number: received[-1] for number, received in front.until_all_end(1, 2, 3).items()}
@@ -117,12 +118,12 @@ def test_choices_are_returned_only_if_requested(llm: LLMEngine, front: Front) ->
 
 
 def test_a_cancelled_or_refused_request_does_not_affect_others(llm: LLMEngine, front: Front) -> None:
-    wanted = llm.generate([5, 1], SamplingParams(**LONG)).token_ids
+    wanted = llm.generate([5, 1], LONG).token_ids
     front.send(frames.StartFrame(1, [5, 1], LONG), frames.StartFrame(2, [5, 2], LONG))
     first = {front.next().request for _ in range(8)}
     assert first == {1, 2}, "side by side"
     front.send(
-        frames.StartFrame(3, [5], {"temperature": 0.0}),
+        frames.StartFrame(3, [5], SamplingParams(temperature=0.0)),
         frames.StartFrame(4, [], LONG),
         frames.StartFrame(5, [5, 5], LONG),
     )
@@ -153,7 +154,7 @@ def test_losing_the_front_end_ends_all_requests(llm: LLMEngine) -> None:
 def test_rpcs_are_sent_with_the_tokens_of_their_round(tmp_path: Path) -> None:
     """Each request has its own; without spans they are not sent."""
     target, draft = make_pair(tmp_path)
-    body = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    body = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     with (
         started("draft", draft) as worker,
         client_on_workers(target, worker.client_address(), mode="serial", draft_steps=2) as running,
@@ -180,7 +181,7 @@ def test_changes_of_the_cache_are_reported(tmp_path: Path, plan: EngineConfig) -
     llm = LLMEngine(*make_pair(tmp_path), plan, max_model_len=96, dtype=torch.float64)
     reports = list[list[list[int]]]()
     front = Front(llm, on_cache_change=lambda texts: reports.append([[*map(int, text)] for text in texts]))
-    prompt, sampling = [3 + i for i in range(40)], LONG | {"seed": 1}
+    prompt, sampling = [3 + i for i in range(40)], replace(LONG, seed=1)
     front.send(frames.StartFrame(1, prompt, sampling))
     answer = tokens(front.until_all_end(1)[1])
     front.send(frames.StartFrame(2, [5], sampling), frames.CancelFrame(2))

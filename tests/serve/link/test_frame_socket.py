@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.messages import SampledLogprob
+from swiftspec.params import SamplingParams
 from swiftspec.serve.link import frames
 from swiftspec.serve.link.engine_loop import prompt_logprob_parts, to_token_logprobs
 from swiftspec.serve.link.frame_socket import FrameDecoder, FrameSocket, encode_frame
 from swiftspec.serve.link.frames import FromEngine, FrontEndLost, ToEngine
 
-START = frames.StartFrame(7, [1, 2, 3], {"temperature": 0.5, "stop_token_ids": [4]})
+START = frames.StartFrame(7, [1, 2, 3], SamplingParams(temperature=0.5, stop_token_ids=(4,)))
 
 
 @given(st.lists(st.integers(1, 40), min_size=1))
@@ -35,6 +36,29 @@ def test_frames_arrive_complete_and_in_order(cuts: list[int]) -> None:
 def test_an_invalid_frame_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError):
         FrameDecoder(ToEngine).push(data)
+
+
+def test_sampling_parameters_are_unchanged_by_the_link() -> None:
+    """Also numbers at the ends of their ranges, and mappings."""
+    sampling = SamplingParams(
+        temperature=1, seed=2**64 - 1, logit_bias={3: -1e9}, bad_words_ids=((1,), (2, 3)), allowed_token_ids=(4, 5),
+        max_tokens=9, stop=("é",), logprobs=-1, negative_prompt_ids=(6,), guidance_scale=2, verify_batch=4,
+    )  # fmt: skip
+    start = frames.StartFrame(1, [2**31], sampling, (1, 2))
+    assert FrameDecoder(ToEngine).push(encode_frame(start)) == [start]
+
+
+def test_sampling_parameters_that_the_front_end_should_have_refused_are_an_invalid_frame() -> None:
+    """Rank 0 loses the front end and serves the next one; any other exception would end it."""
+    sampling = SamplingParams()
+    sampling.top_p = 7.0  # an assignment is not checked
+    near, far = socket.socketpair()
+    with far:
+        wire = FrameSocket(near)
+        far.sendall(encode_frame(frames.StartFrame(1, [2], sampling)))
+        with pytest.raises(FrontEndLost, match="top_p must be above 0 and at most 1, not 7"):
+            wire.poll()
+        wire.close(5)
 
 
 def test_log_probabilities_are_unchanged_by_the_link() -> None:

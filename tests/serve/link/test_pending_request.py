@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from swiftspec.params import SamplingParams
 from swiftspec.serve.link.engine_client import EngineRequest
 from swiftspec.serve.link.pending_request import PendingGroup
 
@@ -16,7 +17,7 @@ def test_the_time_in_the_queue_excludes_attempts_that_were_lost(monkeypatch: pyt
 
     async def scene() -> None:
         nonlocal now
-        group = PendingGroup([EngineRequest([1], {}), EngineRequest([2], {})], None)
+        group = PendingGroup([EngineRequest([1], SamplingParams()), EngineRequest([2], SamplingParams())], None)
         first, second = group.members
         now = 7.0
         group.start(first, None)

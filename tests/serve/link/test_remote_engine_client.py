@@ -8,6 +8,7 @@ from contextlib import aclosing
 import pytest
 from msgspec import structs
 
+from swiftspec.params import SamplingParams
 from swiftspec.serve.link import frames
 from swiftspec.serve.link.engine_client import (
     EngineRequest,
@@ -22,7 +23,7 @@ from tests.support.scripted_rank import READY, Rank0, run_with_rank0, start_grou
 def test_a_cancelled_request_reports_its_cost() -> None:
     async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
         chunk = frames.TokensFrame(1, [7], 0)
-        async with aclosing(engine.stream_frames(EngineRequest([1], {}))) as answer:
+        async with aclosing(engine.stream_frames(EngineRequest([1], SamplingParams()))) as answer:
             first = asyncio.create_task(anext(answer))
             assert isinstance(await rank0.next(), frames.StartFrame)
             rank0.send(chunk)
@@ -123,7 +124,10 @@ def test_as_many_requests_run_as_rank_0_supports_concurrently() -> None:
             await asyncio.sleep(0)
         tasks = [start_request(engine, n) for n in range(4)]
         first, second = await rank0.next(), await rank0.next()
-        assert (first, second) == (frames.StartFrame(1, [0], {}), frames.StartFrame(2, [1], {}))
+        assert (first, second) == (
+            frames.StartFrame(1, [0], SamplingParams()),
+            frames.StartFrame(2, [1], SamplingParams()),
+        )
         assert (engine.state.running, engine.state.waiting) == (2, 2)
         with pytest.raises(RequestRejectedError, match="full"):
             await start_request(engine, 4)
@@ -134,9 +138,9 @@ def test_as_many_requests_run_as_rank_0_supports_concurrently() -> None:
             "its place is free after rank 0 confirms the cancel"
         )
         rank0.finish(1)
-        assert await rank0.next() == frames.StartFrame(3, [2], {})
+        assert await rank0.next() == frames.StartFrame(3, [2], SamplingParams())
         rank0.send(frames.FailedFrame(3, "no", False), frames.TokensFrame(2, [8], 0, None, "stop"))
-        assert await rank0.next() == frames.StartFrame(4, [3], {})
+        assert await rank0.next() == frames.StartFrame(4, [3], SamplingParams())
         rank0.finish(4)
         rank0.finish(2)
         assert [frame.token_ids for frame in await tasks[1] if isinstance(frame, frames.TokensFrame)] == [[7], [8]]
@@ -156,7 +160,7 @@ def test_the_newest_request_of_a_key_replaces_the_earlier_ones() -> None:
             with pytest.raises(GenerationFailedError, match="newer") as broken:
                 await task
             assert broken.value.kind == "replaced"
-        assert await rank0.next() == frames.StartFrame(1, [0], {})
+        assert await rank0.next() == frames.StartFrame(1, [0], SamplingParams())
         assert await rank0.next() == frames.CancelFrame(1)
         rank0.finish(1)
         for task, prompt in ((other, [1]), (newest, [3])):
@@ -224,7 +228,7 @@ def test_frames_of_one_caller_have_the_index_of_their_request() -> None:
         rank0.send(structs.replace(READY, max_num_seqs=2))
         while engine.state.phase != "ready":
             await asyncio.sleep(0)
-        async with aclosing(engine.stream_frames(*(EngineRequest([n], {}) for n in range(3)))) as answer:
+        async with aclosing(engine.stream_frames(*(EngineRequest([n], SamplingParams()) for n in range(3)))) as answer:
             first = asyncio.create_task(anext(answer))
             assert [(await started(rank0)).prompt for _ in range(2)] == [[0], [1]]
             rank0.send(frames.TokensFrame(2, [7], 0), frames.TokensFrame(1, [5], 0))

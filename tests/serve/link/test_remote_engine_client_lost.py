@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from swiftspec.params import SamplingParams
 from swiftspec.serve.errors import to_api_error
 from swiftspec.serve.link import frames
 from swiftspec.serve.link.engine_client import (
@@ -32,7 +33,7 @@ async def started(rank0: Rank0) -> frames.StartFrame:
 @pytest.mark.parametrize("last_frames", [[], [LOST]], ids=["gone", "Lost"])
 def test_a_request_without_output_is_retried_before_all_others(last_frames: list[Any]) -> None:
     async def scene(link: Link) -> None:
-        sampling = {"temperature": 0.5, "seed": 3}
+        sampling = SamplingParams(temperature=0.5, seed=3)
         first = asyncio.create_task(anext(link.engine.stream_frames(EngineRequest([1], sampling))))
         other = start_request(link.engine, 2)
         before = await started(link.rank0)
@@ -62,7 +63,7 @@ def test_a_request_with_a_grammar_is_not_retried() -> None:
     """A grammar that overflows the stack of rank 0 would end it again."""
 
     async def scene(link: Link) -> None:
-        first = asyncio.create_task(anext(link.engine.stream_frames(EngineRequest([1], {"grammar": "x"}))))
+        first = asyncio.create_task(anext(link.engine.stream_frames(EngineRequest([1], SamplingParams(grammar="x")))))
         await started(link.rank0)
         await link.lose_rank0()
         with pytest.raises(GenerationFailedError, match="after 0 tokens"):
@@ -99,7 +100,7 @@ def test_a_request_with_output_ends_with_its_number_of_tokens(
     frames_of: Callable[[int], list[Any]], message: str
 ) -> None:
     async def scene(link: Link) -> None:
-        answer = link.engine.stream_frames(EngineRequest([1], {}))
+        answer = link.engine.stream_frames(EngineRequest([1], SamplingParams()))
         first = asyncio.create_task(anext(answer))
         other = start_request(link.engine, 2)
         sent = frames_of((await started(link.rank0)).request)

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swiftspec.engine import Stats
 from swiftspec.messages import NodeSource, VerifiedRound
+from swiftspec.params import SamplingParams
 from swiftspec.serve.link.engine_client import (
     EngineRequest,
     EngineState,
@@ -59,7 +60,7 @@ def after(*answers: Any, num_choices: int = 1) -> Samples:
     async def all_of_them() -> None:
         for _ in answers:
             with suppress(RequestRejectedError, GenerationFailedError):
-                await collect_deltas(engine, recorder, *[EngineRequest([1, 2, 3], {})] * num_choices)
+                await collect_deltas(engine, recorder, *[EngineRequest([1, 2, 3], SamplingParams())] * num_choices)
 
     asyncio.run(all_of_them())
     return samples(metrics)

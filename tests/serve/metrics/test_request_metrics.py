@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 
 from swiftspec.engine import Stats
+from swiftspec.params import SamplingParams
 from swiftspec.serve.link.engine_client import (
     EngineRequest,
     GenerationFailedError,
@@ -26,7 +27,7 @@ from tests.support.scripted_engine import (
     scripted_deltas,
 )
 
-REQUEST = EngineRequest([1, 2], {})
+REQUEST = EngineRequest([1, 2], SamplingParams())
 
 
 def test_a_complete_answer() -> None:

@@ -19,6 +19,7 @@ from swiftspec.engine import Stats
 from swiftspec.errors import UserError
 from swiftspec.messages import VerifiedRound
 from swiftspec.observe.rpc_latency import ClockOffset, RpcRecord
+from swiftspec.params import SamplingParams
 from swiftspec.serve.link.engine_client import EngineRequest, RequestRejectedError
 from swiftspec.serve.link.frames import TokensFrame
 from swiftspec.serve.metrics.request_metrics import REQUEST_CONTEXT, RequestContext, RequestRecorder
@@ -56,7 +57,7 @@ def spans(
 
 def test_a_request_is_one_span_under_that_of_its_client() -> None:
     visit = RequestContext("/v1/chat/completions", "r1", PARENT, "a=b")
-    ask = EngineRequest([1, 2, 3], {"temperature": 0.5, "seed": 2**64 - 1, "stop_token_ids": [1]})
+    ask = EngineRequest([1, 2, 3], SamplingParams(temperature=0.5, seed=2**64 - 1, stop_token_ids=(1,)))
     cost = Stats(
         prompt_tokens=3, cached_tokens=1, prompt_time=0.5, first_token_time=0.75, decode_time=2.0, rounds=1, drafted=3,
         accepted=1, verified=[VerifiedRound((-1, 0, 0, 0), (0, 1))], target_busy_time=1.0,
@@ -85,7 +86,7 @@ def test_choices_share_the_span_of_their_request() -> None:
     stats = Stats(prompt_tokens=3, cached_tokens=2, decode_time=3.0, rounds=1, accepted=2, verified=[two])
     second = complete_frames(stats, [4])
     pairs = [*((0, frame) for frame in first), *((1, frame) for frame in second)]
-    (span,) = spans(RequestContext(), EngineRequest([1, 2, 3], {}), pairs, num_choices=2)
+    (span,) = spans(RequestContext(), EngineRequest([1, 2, 3], SamplingParams()), pairs, num_choices=2)
     attributes = dict(span.attributes or {})
     assert attributes["gen_ai.request.choice.count"] == 2
     assert attributes["gen_ai.response.finish_reasons"] == ("stop", "stop")
@@ -101,7 +102,7 @@ def test_rpcs_are_child_spans_of_their_request() -> None:
     frames = [TokensFrame(1, [5], 0, None, None, [rpc]) for rpc in rpc_records]
     for answer in (complete_frames(Stats(), [1]), [RequestRejectedError("it is gone", 503, None)]):
         part, call, part_2, call_2, request = spans(
-            RequestContext("/v1/completions"), EngineRequest([1], {}), [*frames, *answer]
+            RequestContext("/v1/completions"), EngineRequest([1], SamplingParams()), [*frames, *answer]
         )
         assert [each.name for each in (part, call, request)] == ["draft worker", "draft", "text_completion m"]
         assert call.parent is not None and call.parent == call_2.parent == request.context and request.parent is None
@@ -116,7 +117,7 @@ def test_spans_are_exported_over_http() -> None:
             collect_deltas(
                 ScriptedEngine(complete_frames(Stats(), [1])),
                 RequestRecorder([traced.record]),
-                EngineRequest([1], {}),
+                EngineRequest([1], SamplingParams()),
             )
         )
         traced.close()
@@ -140,7 +141,7 @@ def test_standard_variables_name_the_service(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_invalid_traceparent_is_ignored(parent: str) -> None:
     (span,) = spans(
         RequestContext("/v1/completions", "r", parent, "="),
-        EngineRequest([1], {}),
+        EngineRequest([1], SamplingParams()),
         complete_frames(Stats(), [1], "smc"),
     )
     assert span.parent is None and span.name == "text_completion m"
@@ -149,7 +150,7 @@ def test_an_invalid_traceparent_is_ignored(parent: str) -> None:
 def test_a_refused_request_is_an_error_span() -> None:
     (span,) = spans(
         RequestContext("/v1/completions", "r", "", ""),
-        EngineRequest([1], {}),
+        EngineRequest([1], SamplingParams()),
         [RequestRejectedError("the queue is full", 429, 1.0)],
     )
     assert not span.status.is_ok and span.status.description == "the queue is full"

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swiftspec.engine import Stats
 from swiftspec.messages import NodeSource, VerifiedRound
+from swiftspec.params import SamplingParams
 from swiftspec.serve.link.engine_client import EngineRequest
 from swiftspec.serve.metrics.prometheus import PrometheusMetrics
 from swiftspec.serve.metrics.request_metrics import RequestRecorder
@@ -70,7 +71,7 @@ def test_the_values_are_those_of_our_metrics() -> None:
     engine = ScriptedEngine(complete_frames(stats, [2, 1]))
     metrics = PrometheusMetrics(engine, "m")
     recorder = RequestRecorder([metrics.record_request], TickingClock())
-    asyncio.run(collect_deltas(engine, recorder, EngineRequest([1, 2, 3], {})))
+    asyncio.run(collect_deltas(engine, recorder, EngineRequest([1, 2, 3], SamplingParams())))
     ours, theirs = values(metrics, "swiftspec:"), values(metrics, "vllm:")
     assert {name for name, _ in theirs} >= READ_ELSEWHERE
     current = {key: value for key, value in theirs.items() if key[0] not in EARLIER}
@@ -108,7 +109,7 @@ def test_kv_cache_usage_follows_the_requests_that_run() -> None:
 
     async def request() -> list[float]:
         seen = [usage()]
-        async with aclosing(scripted_deltas(engine, recorder, EngineRequest([1, 2, 3], {}))) as deltas:
+        async with aclosing(scripted_deltas(engine, recorder, EngineRequest([1, 2, 3], SamplingParams()))) as deltas:
             async for _ in deltas:
                 seen.append(usage())
         return [*seen, usage()]
@@ -116,7 +117,7 @@ def test_kv_cache_usage_follows_the_requests_that_run() -> None:
     assert asyncio.run(request()) == [0, 0.05, 0.06, 0, 0]  # of 100 tokens
 
     async def cancelled() -> float:
-        async with aclosing(scripted_deltas(engine, recorder, EngineRequest([1, 2, 3], {}))) as deltas:
+        async with aclosing(scripted_deltas(engine, recorder, EngineRequest([1, 2, 3], SamplingParams()))) as deltas:
             await anext(deltas)
         return usage()
 

@@ -130,7 +130,7 @@ def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict
 
 
 def seeds(player: Player) -> list[int]:
-    return [request.sampling["seed"] for request in player.requests]
+    return [request.sampling.seed for request in player.requests]
 
 
 @pytest.mark.parametrize("info", [READY, BATCH, POPULATION], ids=["serial", "batch", "smc"])
@@ -234,7 +234,7 @@ def test_best_of_returns_the_most_likely_choices(player: Player, client: httpx.C
     assert len(answer["choices"]) == 2 and len(answer["choices"][0]["logprobs"]["top_logprobs"][0]) == 2
     player.prepare(texts=TEXTS)
     assert len(streamed(client, TEXT, {"prompt": "a", "n": 2, "best_of": 2})) > 2
-    assert all("logprobs" not in request.sampling for request in player.requests)
+    assert all(request.sampling.logprobs is None for request in player.requests)
 
 
 def test_a_failure_of_one_choice_is_one_error(player: Player, client: httpx.Client) -> None:
