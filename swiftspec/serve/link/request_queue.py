@@ -66,7 +66,9 @@ class RequestQueue(ABC):
         return self._frames(PendingGroup(requests, self._queue_timeout_s))
 
     async def _frames(self, group: PendingGroup) -> AsyncGenerator[tuple[int, RequestFrame], bool | None]:
-        self._enqueue(group)
+        with self._lock:
+            self._enqueue(group)
+            self._start_waiting()
         num_unfinished = len(group.members)
         try:
             while num_unfinished:
@@ -92,20 +94,18 @@ class RequestQueue(ABC):
     def _enqueue(self, group: PendingGroup) -> None:
         """Appends the requests of a group to the queue, all or none. Raises RequestRejectedError if the engine is not
         serving or the queue is full."""
-        with self._lock:
-            if self._phase == "loading":
-                raise RequestRejectedError(
-                    f"the model is being loaded ({self._detail or 'starting'})", 503, LOADING_RETRY_AFTER_S
-                )
-            if self._phase not in ("ready", "recovering"):
-                raise self._unavailable_error()
-            self._replace_older({pending.request.replace_key for pending in group.members} - {None})
-            if not self._has_capacity and (num_waiting := self._num_waiting_groups) >= self._max_queue:
-                raise RequestRejectedError(
-                    f"the queue is full ({num_waiting} requests wait): try again later", 429, QUEUE_FULL_RETRY_AFTER_S
-                )
-            self._waiting.extend(group.members)
-            self._start_waiting()
+        if self._phase == "loading":
+            raise RequestRejectedError(
+                f"the model is being loaded ({self._detail or 'starting'})", 503, LOADING_RETRY_AFTER_S
+            )
+        if self._phase not in ("ready", "recovering"):
+            raise self._unavailable_error()
+        self._replace_older({pending.request.replace_key for pending in group.members} - {None})
+        if not self._has_capacity and (num_waiting := self._num_waiting_groups) >= self._max_queue:
+            raise RequestRejectedError(
+                f"the queue is full ({num_waiting} requests wait): try again later", 429, QUEUE_FULL_RETRY_AFTER_S
+            )
+        self._waiting.extend(group.members)
 
     @property
     def _num_waiting_groups(self) -> int:
