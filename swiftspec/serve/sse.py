@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
-Write = Callable[[bytes], Awaitable[None]]
+Write = Callable[[bytes], Awaitable[None]]  # sends encoded events
 ENCODER = msgspec.json.Encoder()
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
