@@ -194,6 +194,23 @@ def test_a_failed_allocation_is_one_line(pair: tuple[Path, Path], monkeypatch: p
     assert len(llm.generate(PROMPT, FREE).token_ids) == 24
 
 
+def test_the_draft_is_judged_by_the_rounds_of_every_request(pair: tuple[Path, Path]) -> None:
+    """One by one, in a batch, and of a request that is closed early or cancelled."""
+    llm = LLMEngine(*pair, EngineConfig("serial", verify_batch=3, draft_steps=2), dtype=torch.float64)
+    judged = llm._monitor
+    llm.generate(PROMPT, FREE)
+    rounds = judged.rounds
+    llm.generate_batch([PROMPT, PROMPT], FREE)
+    assert judged.rounds == 3 * rounds > 0
+    stream = llm.stream(PROMPT, FREE)
+    next(stream)
+    stream.close()
+    assert judged.rounds == 3 * rounds + 1
+    asked = list[int]()
+    *_, (_, last) = llm.stream_batch([PROMPT], FREE, lambda index: asked.append(index) or len(asked) == 3)
+    assert last.finish_reason == "abort" and judged.rounds == 3 * rounds + 3
+
+
 def test_a_draft_worker_gets_the_leaves_that_every_worker_accepts() -> None:
     apart = EngineConfig("async", draft_remote=True)
     assert {resolve_config(apart, "draft", device).draft_leaves for device in ("cuda", "cpu")} == {4}
