@@ -42,9 +42,17 @@ class RunningRequest(RequestCoroutine):
         """`number`: identifies the request in messages between ranks."""
         super().__init__(self._decode)
         self.request, self.decoding, self._is_current = request, decoding, True
-        self._start = replace(request.start, request=number)
+        start = replace(request.start, request=number)
+        self._chunks = decode_request(decoding, start, request.stop_criteria, request.stats, lambda: self._is_current)
         self.num_sequences = _num_sequences(request.start.sampling)
         self.prefilled = False  # whether its prompt is in the caches
+        self.between_rounds = False  # whether it is suspended between two rounds
+
+    def decode_round(self) -> TokenChunk:
+        """Decodes a round of a request that is alone, and suspended between two rounds, without resuming its coroutine.
+        This saves two switches, 40 us of a round: the weights of a model displace everything else from the CPU's caches.
+        A prefill within the round, such as that of a draft that is opened late, is not suspended then."""
+        return next(self._chunks)
 
     def end(self) -> bool:
         ended = super().end()
@@ -54,10 +62,8 @@ class RunningRequest(RequestCoroutine):
         return ended
 
     def _decode(self) -> None:
-        each, is_current = self.request, lambda: self._is_current
-        chunks = decode_request(self.decoding, self._start, each.stop_criteria, each.stats, is_current)
-        with closing(chunks):
-            for chunk in chunks:
+        with closing(self._chunks):
+            for chunk in self._chunks:
                 suspend(chunk)
 
 
@@ -127,7 +133,10 @@ class TreeBatchDecoding:
                         self._admit(request)
                 if not self._running:
                     return
-                yield from self._advance(cancelled)
+                if len(self._running) > 1 or waiting:
+                    yield from self._advance(cancelled)
+                else:
+                    waiting += yield from self._decode_alone(self._running[0], next_request, cancelled)
         finally:
             self._end_all()
 
@@ -152,6 +161,26 @@ class TreeBatchDecoding:
         decoding = next(each for each in self.decodings if each not in in_use)
         self._running.append(RunningRequest(request, decoding, next(self._numbers)))
 
+    def _decode_alone(
+        self, running: RunningRequest, next_request: NextRequest, cancelled: IsCancelled
+    ) -> Generator[tuple[BatchRequest, TokenChunk], None, Sequence[BatchRequest]]:
+        """Decodes the only request, with less work per round than `_advance`, until it ends or another one arrives.
+        Returns the requests that have arrived."""
+        self._calls.company, self._calls.num_requests = False, 1
+        has_room = self._has_room(1)
+        while not cancelled(running.request):
+            if running.waiting is not None:
+                self._run([running])
+            if (chunk := self._resume(running, alone=True)) is not None:
+                yield running.request, chunk
+                if chunk.finish_reason is not None:
+                    return ()
+            if has_room and (arrived := next_request()) is not None:
+                return [arrived]
+        self._end(running)
+        yield running.request, running.request.ended_chunk("abort")
+        return ()
+
     def _advance(self, cancelled: IsCancelled) -> Iterator[tuple[BatchRequest, TokenChunk]]:
         """Resumes all requests that do not wait for a call, and then runs calls, if all wait for one."""
         calls = [running.waiting for running in self._running if running.waiting is not None]
@@ -167,12 +196,14 @@ class TreeBatchDecoding:
         if self._running and all(running.waiting is not None for running in self._running):
             self._run_calls()
 
-    def _resume(self, running: RunningRequest) -> TokenChunk | None:
-        """Resumes a request until its next call or chunk. Returns the chunk, None for a call."""
+    def _resume(self, running: RunningRequest, *, alone: bool = False) -> TokenChunk | None:
+        """Resumes a request until its next call or chunk. Returns the chunk, None for a call. `alone`: whether it is
+        the only one, so that its rounds need not be suspended."""
         if not running.in_own_thread:
             raise UserError("these requests run in another thread: read all of a batch in one thread")
         try:
-            value = running.resume()
+            value = running.decode_round() if alone and running.between_rounds else running.resume()
+            running.between_rounds = isinstance(value, TokenChunk)
             running.prefilled |= isinstance(value, TokenChunk) or value.priority != PREFILL
             if not isinstance(value, TokenChunk):
                 running.waiting = value
@@ -183,6 +214,7 @@ class TreeBatchDecoding:
         except Cancelled:  # the engine is closed: requests are cancelled between their calls
             raise
         except UserError as error:
+            running.end()
             running.request.error = error
             value = running.request.ended_chunk("error")
         self._running.remove(running)

@@ -78,5 +78,6 @@ class PrefixCache:
 def common_prefix_len(a: Tokens, b: Tokens) -> int:
     """Returns the number of leading tokens that two sequences share."""
     length = min(len(a), len(b))
-    different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length
+    different = a[:length] != b[:length]
+    first = int(different.argmax()) if length else 0
+    return first if length and different[first] else length
