@@ -50,7 +50,7 @@ class RunningRequest(RequestCoroutine):
 
     def decode_round(self) -> TokenChunk:
         """Decodes a round of a request that is alone, and suspended between two rounds, without resuming its coroutine.
-        This saves two switches, 40 us of a round: the weights of a model displace everything else from the CPU's caches.
+        This saves two switches, 40 us: the weights of a model displace everything else from the CPU's caches.
         A prefill within the round, such as that of a draft that is opened late, is not suspended then."""
         return next(self._chunks)
 
