@@ -198,6 +198,7 @@ class EngineConfig:
         "Requests decoded concurrently (not in mode smc), each with its own tree, guided ones counted twice.",
         SPECULATION,
         "G",
+        "1; a server on a CPU: up to 4, whose contexts fit half of the memory",
         ge=1,
         le=MAX_CONCURRENT_REQUESTS,
     )

@@ -46,7 +46,7 @@ LONGEST = ("test_emulated_gpu", "test_group", "test_restarts_end_to_end", "test_
 SUITES = ("slow", "long", "gpu")  # whose tests may start processes
 PROCESS_EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 SANDBOXES = (grammar_process.__file__, template_process.__file__)  # which the package itself starts
-LOOKUPS = ("/sbin/ldconfig", "uname")  # with which libraries find out where they are, when they are imported
+LOOKUPS = ("/sbin/ldconfig", "uname", "fc-list")  # with which libraries look around when they are imported
 
 
 class ProcessGuard:

@@ -48,7 +48,7 @@ from swiftspec.builder.memory_estimate import (
     memory_by_purpose,
     snapshot_bytes,
 )
-from swiftspec.builder.rules import ENGINE_FIELDS, GIVEN, Choices, Reason, Resolution, default_reason
+from swiftspec.builder.rules import ENGINE_FIELDS, GIVEN, SERVER, Choices, Reason, Resolution, default_reason
 from swiftspec.builder.trial_plan import TrialModel, make_trial_plan
 from swiftspec.builder.verdict_file import VerdictFile
 from swiftspec.capabilities import check_features
@@ -258,7 +258,7 @@ class Plan:
         # the ranks of a job must have the same context, but may have different amounts of free memory
         adjust = options.get("max_model_len") is None and (ranks is None or ranks.size == 1)
         plan = plan.fit_memory(engine, adjust=adjust, note=plan.loading.note)
-        return plan.explained(options, model)
+        return plan._fit_requests().explained(options, model)
 
     @property
     def vocab_size(self) -> int:
@@ -399,6 +399,17 @@ class Plan:
             f" {memory / BYTES_PER_GB:.1f} GB of memory of this machine; --max-model-len sets the limit"
         )
         return replace(self, max_model_len=most)
+
+    def _fit_requests(self) -> Plan:
+        """Returns a copy in which the contexts of a server's concurrent requests fit half of this machine's memory,
+        unless their number was chosen."""
+        reason = self.reasons.get("max_num_seqs")
+        if reason is None or reason.rule != SERVER:
+            return self
+        most = hardware.memory_bytes() // 2 // (self._token_bytes(self.engine) * self.max_model_len)
+        count = min(max(most, 1), reason.value)
+        reasons = {**self.reasons, "max_num_seqs": replace(reason, value=count)}
+        return replace(self, engine=replace(self.engine, max_num_seqs=count), reasons=reasons)
 
     def capacity(self, side: Side, engine: EngineConfig) -> int:
         """Returns the number of slots of a sequence in the KV cache of target or draft."""

@@ -28,6 +28,10 @@ POPULATION_FIELDS = {item.name: item.default for item in fields(PopulationConfig
 BlockSize = Callable[[], int | None]
 AUTO = "auto"
 GIVEN = "given"  # name of the rule that sets what the user has chosen
+SERVER = "server"  # name of the rule for the concurrent requests of a server
+# Of a server on a CPU. One client alone is about 1 % slower than with 1; four of them are 1.5 times as fast on texts
+# that nothing predicts, 1.2 times on texts that suffix lookup predicts (docs/benchmarks/serving.md).
+SERVER_REQUESTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class Choices:
     `ranks`: number of ranks that the rules split between the models; None: `given` has the split.
     `overlaps`: returns whether one rank can run both models at the same time.
     `features`: returns for a mode the features of the capability table that the choices have.
+    `serves`: whether several clients may send requests.
     """
 
     given: Mapping[str, Any]
@@ -50,6 +55,7 @@ class Choices:
     profile_file: str = ""
     overlaps: Callable[[], bool] = lambda: False
     features: Callable[[str], Collection[str]] = lambda mode: ()
+    serves: bool = False
 
     @staticmethod
     def of(config: EngineConfig | Choices | None, draft: object) -> Choices:
@@ -144,6 +150,12 @@ class Resolution:
         """Whether mode async has one rank, since that runs both models at the same time or a worker runs one."""
         fits = self.ranks == 1 and self.chosen("target_tp", 1) == 1 and self.chosen("draft_tp", 0) == 0
         return self["mode"] == "async" and fits and (self.remote or self.choices.overlaps())
+
+    @property
+    def serves_together(self) -> bool:
+        """Whether a server decodes several requests at a time unless another number is chosen."""
+        one_process = self.ranks == 1 and self.device == "cpu" and not self.remote
+        return self.choices.serves and one_process and self["mode"] in ("ar", "serial") and not self.choices.profile
 
     @property
     def speculates(self) -> bool:
@@ -335,6 +347,10 @@ RULES: Mapping[str, tuple[Rule | Chosen, ...]] = {
             DEFAULT_DRAFT_LEAVES,
             lambda at: at.device is not None,
         ),
+    ),
+    "max_num_seqs": (
+        CHOSEN,
+        Rule(SERVER, "requests of several clients share forwards", SERVER_REQUESTS, lambda at: at.serves_together),
     ),
     "time_rows": (
         Rule("block head", ONE_FORWARD, False, lambda at: at.block),

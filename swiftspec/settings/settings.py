@@ -131,6 +131,7 @@ class Settings(SettingsFields):
             profile_file,
             overlaps=self.runs_on_gpu,
             features=features,
+            serves=self.port is not None,
         )
 
     def make_plan(self, has_draft: bool, ranks: int = 1) -> EngineConfig:

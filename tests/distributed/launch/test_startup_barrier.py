@@ -164,8 +164,14 @@ def test_each_waiting_rank_logs_which_ranks_it_waits_for() -> None:
 
 def test_only_rank_0_reports_if_it_is_present() -> None:
     messages, page = list[str](), store()
-    second = job(3, messages, page=page)[1]
-    first = job(3, messages, hours_after(lambda: second.barrier("start").store.check(["said 1"])), page)[0]
+    second, seen = job(3, messages, page=page)[1], [False]
+
+    def arrived() -> bool:
+        """Whether rank 1 had arrived at the last poll: rank 0 reads the clock after it has read the entries."""
+        before, seen[0] = seen[0], second.barrier("start").store.check(["said 1"])
+        return before
+
+    first = job(3, messages, hours_after(arrived), page)[0]
     found = outcomes(lambda: check_consistent(first, PLAN, FACTS), lambda: check_consistent(second, PLAN, FACTS))
     assert found == ["rank 2 did not join within 14400 s: start all 3 ranks"] * 2
     assert set(messages) == {"waiting for rank 2"}
