@@ -24,6 +24,7 @@ from swiftspec.builder.memory_estimate import (
     memory_by_purpose,
 )
 from swiftspec.builder.plan import Plan
+from swiftspec.builder.rules import Choices
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError, is_out_of_memory
 from swiftspec.model.config import ModelConfig
@@ -284,6 +285,19 @@ def test_particles_use_the_memory_that_is_left(
     assert region(200) >= 64 * 8192 and region(80, 1024, 2048, 64) > DEFAULT_REGION_SLOTS
     with pytest.raises(UserError, match="fewer particles"):
         region(14, 1024, 2048, 64)
+
+
+@pytest.mark.parametrize(("contexts", "requests"), [(0.5, 1), (2, 1), (4.5, 2), (7, 3), (100, 4)])
+def test_the_contexts_of_a_servers_requests_fit_half_of_the_memory(
+    models: tuple[Path, Path], contexts: float, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`contexts`: memory, in contexts of both models."""
+    options: Any = {"device": "cpu", "max_model_len": 512}
+    lone = Plan.create(*models, EngineConfig("serial"), None, options)
+    size = sum(kv_bytes_per_token(spec, lone.dtype) for spec in lone.specs(lone.engine)) * 512
+    monkeypatch.setattr(hardware, "memory_bytes", lambda: int(contexts * size))
+    plan = Plan.create(*models, Choices({}, models[1], 1, serves=True), None, options)
+    assert plan.engine.max_num_seqs == plan.reasons["max_num_seqs"].value == requests
 
 
 def test_memory_in_torchs_cache_counts_as_free(gpu: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:

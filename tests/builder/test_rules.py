@@ -35,6 +35,7 @@ SETTINGS: dict[str, Any] = {
     "adapt": st.booleans(),
     "graft_suffix": st.booleans(),
     "particles": st.integers(1, 8),
+    "port": st.just(8000),
 }
 GIVEN = st.sets(st.sampled_from([*SETTINGS]), max_size=5).flatmap(
     lambda names: st.fixed_dictionaries({name: SETTINGS[name] for name in sorted(names)})
@@ -89,6 +90,22 @@ def test_a_block_head_limits_the_draft_steps(given_: int | None, steps: int) -> 
     config = EngineConfig("serial", draft_steps=given_, adapt_steps=True, self_switch=True)
     resolved = Resolution(Choices.of(config, "head"), "cpu", lambda: 4).config()
     assert (resolved.draft_steps, resolved.adapt_steps, resolved.time_rows) == (steps, False, False)
+
+
+def requests_at_a_time(ranks: int = 1, device: str = "cpu", profile: Any = None, **chosen: Any) -> int:
+    options = Settings.create({"draft_model": "draft", **chosen}, flag_name)
+    return Resolution(options.choices(True, ranks, profile, "best.json"), device).config().max_num_seqs
+
+
+def test_a_server_on_a_cpu_decodes_several_requests_at_a_time() -> None:
+    assert requests_at_a_time(port=8000) == requests_at_a_time(port=8000, mode="ar") == 4
+    assert requests_at_a_time() == 1, "a chat"
+    assert [requests_at_a_time(port=8000, max_num_seqs=count) for count in (1, 9)] == [1, 9]
+    assert requests_at_a_time(port=8000, device="cuda") == 1
+    assert requests_at_a_time(2, port=8000, mode="serial") == requests_at_a_time(2, port=8000) == 1
+    assert requests_at_a_time(port=8000, target_url="host:7070") == 1
+    assert requests_at_a_time(port=8000, mode="smc") == 1
+    assert requests_at_a_time(port=8000, profile={"mode": "serial"}) == 1
 
 
 def test_the_flags_are_named_in_errors() -> None:
