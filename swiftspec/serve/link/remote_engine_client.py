@@ -7,16 +7,9 @@ import asyncio
 from msgspec import structs
 
 from swiftspec.serve.link import frames
+from swiftspec.serve.link.engine_client import RequestFrame
 from swiftspec.serve.link.frame_socket import AsyncFrameSocket
-from swiftspec.serve.link.frames import (
-    DoneFrame,
-    EngineInfo,
-    FailedFrame,
-    FromEngine,
-    FrontendConfig,
-    PromptLogprobsFrame,
-    TokensFrame,
-)
+from swiftspec.serve.link.frames import EngineInfo, FailedFrame, FromEngine, FrontendConfig
 from swiftspec.serve.link.request_queue import RequestQueue
 
 ENGINE_GONE = "rank 0 has exited"
@@ -49,7 +42,10 @@ class RemoteEngineClient(RequestQueue):
         self._socket = connection
         try:
             while (frame := await connection.receive()) is not None and not isinstance(frame, frames.EngineLostFrame):
-                self._dispatch(frame)
+                if isinstance(frame, RequestFrame | FailedFrame):
+                    self._deliver(frame)
+                else:
+                    self._on_status(frame)
         finally:
             self._socket = None
         phases = {"loading": "loading", **dict.fromkeys(("ready", "recovering", "unavailable"), "recovering")}
@@ -57,7 +53,8 @@ class RemoteEngineClient(RequestQueue):
         self._ranks = [structs.replace(one, state="lost") if one.rank == 0 else one for one in self._ranks]
         await connection.close()
 
-    def _dispatch(self, frame: FromEngine) -> None:
+    def _on_status(self, frame: FromEngine) -> None:
+        """Handles a frame that does not belong to a request."""
         match frame:
             case frames.LoadingFrame(detail=detail):
                 self._detail = detail
@@ -77,8 +74,6 @@ class RemoteEngineClient(RequestQueue):
                 self.drain_requested.set()
             case frames.TraceEventsFrame(events=events):
                 self.events.put(*events)
-            case PromptLogprobsFrame() | TokensFrame() | DoneFrame() | FailedFrame():
-                self._deliver(frame)
             case _:
                 pass
 
