@@ -276,9 +276,9 @@ class DraftGroupRecovery:
         rendezvous = self._world.rendezvous
         assert rendezvous is not None
         with suppress(RuntimeError):  # the store is gone, and the job with it
-            if rendezvous.alive_ranks(self._ranks):
+            waits, info = rendezvous.alive_ranks(self._ranks), rendezvous.try_form(self._ranks)
+            if waits or info is not None:  # also if it has come between these two calls
                 self._rank_table.set_state("draft", "lost")
-            info = rendezvous.try_form(self._ranks)
             return None if info is None else self._start(info)
         return None
 

@@ -60,7 +60,7 @@ def rounds_of(llm: LLMEngine, prompts: list[list[int]], sampling: list[SamplingP
     return [(each.token_ids, each.finish_reason, each.stats.verified) for each in completions]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("patient")
 @NATIVE
 @pytest.mark.parametrize(
