@@ -29,8 +29,8 @@ BlockSize = Callable[[], int | None]
 AUTO = "auto"
 GIVEN = "given"  # name of the rule that sets what the user has chosen
 SERVER = "server"  # name of the rule for the concurrent requests of a server
-# Of a server on a CPU. One client alone is about 1 % slower than with 1; four of them are 1.5 times as fast on texts
-# that nothing predicts, 1.2 times on texts that suffix lookup predicts (docs/benchmarks/serving.md).
+# Of a server on a CPU. One client alone is at most 1.3 % slower than with 1; four of them are 1.5 to 2.2 times as fast
+# on texts that nothing predicts, 1.2 times on texts that suffix lookup predicts (docs/benchmarks/serving.md).
 SERVER_REQUESTS = 4
 
 
