@@ -18,7 +18,7 @@ from swiftspec.distributed.transport.transport import Receiver, Transport
 from swiftspec.errors import RankLost, UserError
 from swiftspec.file_io import one_line
 from swiftspec.runtime.cancellation import CancelCheck, Cancelled
-from swiftspec.runtime.coroutines import PREFILL, CallQueue, RequestCoroutine, joint_calls, suspend
+from swiftspec.runtime.coroutines import EXPANSION, PREFILL, CallQueue, RequestCoroutine, joint_calls, suspend
 from swiftspec.runtime.fallback_drafter import FAILURES
 
 MAX_EXPANSIONS_BEFORE_PREFILL = 4  # joint expansions while a new request waits for its next prefill chunk
@@ -254,8 +254,9 @@ class ConcurrentDraftGroupServer:
             return ()
         chosen = joint_calls(working)
         prefills = [each for each in working if each.waiting is not None and each.waiting.priority == PREFILL]
-        self._expansions += 1
-        if prefills and (chosen[0] in prefills or self._expansions > MAX_EXPANSIONS_BEFORE_PREFILL):
+        expands = chosen[0].waiting is not None and chosen[0].waiting.priority == EXPANSION
+        self._expansions += expands  # their results are read before the next forward
+        if prefills and (chosen[0] in prefills or (expands and self._expansions > MAX_EXPANSIONS_BEFORE_PREFILL)):
             chosen, self._expansions = prefills[:1], 0
         self._calls.run([each.waiting for each in chosen if each.waiting is not None])
         return chosen

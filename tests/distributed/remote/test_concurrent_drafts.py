@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -17,12 +18,15 @@ from hypothesis import settings
 
 from swiftspec.builder.models import LocalRoles
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.remote import client
+from swiftspec.distributed.group.concurrent_requests import LeaderCallQueue
+from swiftspec.distributed.remote import client, server
 from swiftspec.distributed.transport.codec import Words
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.shm import ShmTransport
 from swiftspec.llm_engine import LLMEngine
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.coroutines import EXPANSION, PREFILL, READ
+from swiftspec.runtime.runner import Call
 from tests.batching.test_tree_batch import (
     BAD_TOKEN,
     NATIVE,
@@ -165,7 +169,15 @@ def test_expansions_and_prefill_chunks_alternate_on_the_draft(
     pair_of: PairOf,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    steps = list[int]()
+    steps, calls, run = list[int](), list[int](), LeaderCallQueue.run
+
+    def count(self: LeaderCallQueue, waiting: Sequence[Call]) -> None:
+        if waiting[0].priority in (READ, EXPANSION, PREFILL) and current_thread() is not main_thread():
+            calls.append(waiting[0].priority)
+        run(self, waiting)
+
+    monkeypatch.setattr(LeaderCallQueue, "run", count)
+    monkeypatch.setattr(server, "MAX_EXPANSIONS_BEFORE_PREFILL", 1)
 
     def record(held: LocalRoles) -> None:
         runner = held.pools[0].runner
@@ -182,6 +194,9 @@ def test_expansions_and_prefill_chunks_alternate_on_the_draft(
     chunks = [index for index, rows in enumerate(steps) if rows == 48]
     assert len(chunks) == 9
     assert max(after - before for before, after in pairwise(chunks)) > 1, "the other tree grows"
+    assert READ in calls and (EXPANSION, PREFILL, READ) not in zip(calls, calls[1:], calls[2:], strict=False), (
+        "the results of an expansion are read before the next forward"
+    )
 
 
 @pytest.mark.usefixtures("patient")
