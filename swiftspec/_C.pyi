@@ -577,6 +577,8 @@ class CudaChannel:
         """`inboxes`: the addresses at which this rank sees every rank's. On the GPU `epoch` [1] int64 and `done` [1]
         int32, `error_word` [2] int64 in pinned memory: the fault, and the milliseconds after which a waiting kernel
         aborts."""
+    def two_shot(self) -> CudaChannel:
+        """The same endpoint with two-shot sums."""
 
 class CudaInbox:
     """Zeroed memory of the current GPU that other processes can open."""

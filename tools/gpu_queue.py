@@ -81,8 +81,7 @@ def describe(args: argparse.Namespace) -> None:
     """Prints the steps with their limits, and the rules."""
     for step in planned(args, "GPU", SIZES[-1]):
         print(f"{step.name:44} {step.limit:4.0f} s  {shlex.join(step.command)}")
-    if args.plan == "questions":
-        print(decisions.formatted(decisions.outlook()))
+    print(decisions.formatted(decisions.outlook(args.plan)))
 
 
 def found_machine(args: argparse.Namespace) -> dict[str, Any]:
@@ -115,10 +114,9 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the current step on exit
     left = args.budget - (time.monotonic() - began)
     whole = Queue(file, left, None if args.stand_in else find_sensor()).run_all(steps, whole)
-    if args.plan == "questions":
-        whole["decisions"] = decisions.table(results_of(whole))
-        write(file, whole)
-        print(f"\nexpected of an H100, and thresholds for it\n{decisions.formatted(whole['decisions'])}")
+    whole["decisions"] = decisions.table(results_of(whole), args.plan)
+    write(file, whole)
+    print(f"\nexpected of an H100, and thresholds for it\n{decisions.formatted(whole['decisions'])}")
     print(f"{file}: {sum(entry['state'] == 'ok' for entry in whole['steps'])} of {len(whole['steps'])} steps done")
     return 1 if any(entry["state"] in ("failed", "out of time") for entry in whole["steps"]) else 0
 

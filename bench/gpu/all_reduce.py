@@ -2,10 +2,11 @@
 
     torchrun --standalone --nproc-per-node 4 -m bench.gpu.all_reduce [--rows 8,1,32] [--budget 60] [--json out.json]
 
-Competitors: `swiftspec` (the all-reduce in the kernel of the projection, through peer memory), and the same int4
-product followed by NCCL's all-reduce (`product + nccl`), by an all-gather and a sum in rank order (`product + gather`,
-what the engine does without peer memory), or by the one-shot all-reduce of torch's symmetric memory (`product +
-one-shot`). All add the residual. `product` is one rank's product without the sum.
+Competitors: `swiftspec` (the all-reduce in the kernel of the projection, through peer memory), `swiftspec two-shot`
+(the same with two-shot sums, csrc/cuda/peers/channel.h), and the same int4 product followed by NCCL's all-reduce
+(`product + nccl`), by an all-gather and a sum in rank order (`product + gather`, what the engine does without peer
+memory), or by the one-shot all-reduce of torch's symmetric memory (`product + one-shot`). All add the residual.
+`product` is one rank's product without the sum.
 
 Each call reads other weights, so that they come from memory. A CUDA graph of many calls is replayed between two events;
 a figure is the median replay of the slowest rank, divided by the number of calls. Every competitor's first result is
@@ -44,6 +45,7 @@ from swiftspec.distributed.launch.world import join_world
 SHAPES = ("Llama-3-70B", "Llama-3-8B", "Llama-3.2-3B", "Llama-3.2-1B")
 OPS = ("o", "down")
 PRODUCT, NCCL, GATHER, ONE_SHOT = "product", "product + nccl", "product + gather", "product + one-shot"
+TWO_SHOT = f"{OURS} two-shot"
 TOLERANCE = 0.05  # of the largest sum: sums of bfloat16 products in another order
 
 Reduce = Callable[[Tensor], Tensor]
@@ -96,8 +98,10 @@ def competitors(group: RankGroup, one_shot: Reduce | str, nccl: Reduce, gather: 
 
     `one_shot`: the all-reduce of torch's symmetric memory, or why there is none. `nccl`, `gather`: the library's.
     """
-    ours = group.all_reduce if isinstance(group, PeerMemoryGroup) else "the GPUs do not exchange data by peer memory"
-    return {NCCL: nccl, OURS: ours, GATHER: gather, ONE_SHOT: one_shot, PRODUCT: None}
+    ours = two_shot = "the GPUs do not exchange data by peer memory"
+    if isinstance(group, PeerMemoryGroup):
+        ours, two_shot = group.all_reduce, group.all_reduce.two_shot()
+    return {NCCL: nccl, OURS: ours, TWO_SHOT: two_shot, GATHER: gather, ONE_SHOT: one_shot, PRODUCT: None}
 
 
 @dataclass(slots=True)

@@ -100,6 +100,11 @@ std::unique_ptr<Channel> make_channel(int rank, const std::vector<uintptr_t>& in
   return std::make_unique<Channel>(channel);
 }
 
+Channel two_shot(Channel channel) {
+  channel.two_shot = true;
+  return channel;
+}
+
 int64_t inbox_bytes(int ranks, int64_t lines) {
   return ll::Layout{ranks, 1, lines}.inbox_lines(cuda::protocol_params()) * static_cast<int64_t>(sizeof(ll::Line));
 }
@@ -180,7 +185,8 @@ void bind_cuda_peers(py::module_& m) {
            py::keep_alive<1, 7>(),
            "`inboxes`: the addresses at which this rank sees every rank's. On the GPU `epoch` [1] int64 and `done` [1] "
            "int32, `error_word` [2] int64 in pinned memory: the fault, and "
-           "the milliseconds after which a waiting kernel aborts.");
+           "the milliseconds after which a waiting kernel aborts.")
+      .def("two_shot", &two_shot, py::keep_alive<0, 1>(), "The same endpoint with two-shot sums.");
   m.def("cuda_inbox_bytes", &inbox_bytes, py::arg("ranks"), py::arg("lines"),
         "Size of the inbox of a rank, which must be zeroed.");
   m.def("cuda_decode_fault", &decode_fault, py::arg("word"),

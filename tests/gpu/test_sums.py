@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cuda import linear as ops
-from tests.gpu.device import DEVICE, EMULATED, FEW, needs_kernels
+from tests.gpu.device import DEVICE, EMULATED, FEW, emulated_gpu, needs_kernels
 from tests.gpu.test_linear import generator, rows_of, weight
 
 pytestmark = [pytest.mark.gpu, needs_kernels]
 ROOT = Path(__file__).resolve().parents[2]
 K, N = (256, 136) if EMULATED else (512, 1024)
+NARROW = 72
 SANITIZED = os.environ.get("SWIFTSPEC_TEST_EPOCHS", "60")  # fewer there, too
 EPOCHS = (6 if FEW else 12) if EMULATED else int(SANITIZED)
 
@@ -26,14 +28,17 @@ EPOCHS = (6 if FEW else 12) if EMULATED else int(SANITIZED)
 class Ranks:
     """Virtual ranks of a group on this GPU: inboxes in its memory, one launch for all."""
 
-    def __init__(self, size: int, k: int, n: int, group: int, timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, size: int, k: int, n: int, group: int, timeout_s: float = 5.0, *, two_shot: bool = False
+    ) -> None:
         self.weights = [weight(k, n, group, seed) for seed in range(size)]
         self.packed = [ops.pack(w, torch.bfloat16, DEVICE) for w in self.weights]
         lines = ops.max_lines(n)
         self.inboxes = [ops.make_inbox(size, lines, DEVICE) for _ in range(size)]
         self.error_word = torch.zeros(2, dtype=torch.int64, pin_memory=not EMULATED)
         addresses = [box.data_ptr() for box in self.inboxes]
-        self.ends = [ops.PeerCommunicator(r, addresses, lines, self.error_word, DEVICE, timeout_s) for r in range(size)]
+        ends = [ops.PeerCommunicator(r, addresses, lines, self.error_word, DEVICE, timeout_s) for r in range(size)]
+        self.ends = [end.two_shot() for end in ends] if two_shot else ends
 
     def sum(self, x: list[Tensor], residual: Tensor, delays: int) -> list[Tensor]:
         out = [torch.full_like(residual, float("nan")) for _ in x]
@@ -73,9 +78,56 @@ def test_sums_over_virtual_ranks(size: int, group: int) -> None:
     assert ranks.ends[0].describe_fault() is None
 
 
-def test_flags_wrap_on_virtual_ranks() -> None:
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_two_shot_sums_over_virtual_ranks(size: int) -> None:
+    """The same bits on every rank, over epochs of varying length and width, so that owners of lines change. The first
+    epoch cleans."""
+    ranks, narrow = (Ranks(size, K, outputs, 128, two_shot=True) for outputs in (N, NARROW))
+    narrow.ends = ranks.ends
+    for end in ranks.ends:
+        end.epoch.fill_(3)
+    for epoch in range(EPOCHS + 1):
+        count, those = (16, 8, 1, 32, 3, 17)[epoch % 6], (ranks, narrow)[epoch // 2 % 2]
+        x = [rows_of(count, K, 100 * epoch + r) for r in range(size)]
+        residual = rows_of(count, those.packed[0].outputs, epoch)
+        want = those.expected(x, residual)
+        for out in those.sum(x, residual, delays=epoch % 3 * (epoch + 1)):
+            assert torch.equal(out, want), f"epoch {epoch}"
+    assert [int(end.epoch) for end in ranks.ends] == [EPOCHS + 4] * size
+    assert ranks.ends[0].describe_fault() is None
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_two_shot_sums_of_blocks_with_several_strips(size: int) -> None:
+    """A warp sums strips that its rank owns and receives the sums of others."""
+    with emulated_gpu(8) if EMULATED else nullcontext():
+        ranks = Ranks(size, K, N if EMULATED else 8 * N, 128, two_shot=True)
+        for end in ranks.ends:
+            end.epoch.fill_(4)
+        for epoch, count in enumerate((8, 17)):
+            x = [rows_of(count, K, epoch + r) for r in range(size)]
+            residual = rows_of(count, ranks.packed[0].outputs, epoch)
+            want = ranks.expected(x, residual)
+            assert all(torch.equal(out, want) for out in ranks.sum(x, residual, delays=epoch))
+
+
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_cleaning_epochs_write_every_line(two_shot: bool) -> None:
+    """Whatever an earlier epoch has left there, of which the flag would be valid again one cycle later."""
+    ranks = Ranks(3, K, N, 128, two_shot=two_shot)
+    for end in ranks.ends:
+        end.epoch.fill_(2**30)
+    for count in (32, 1, 32, 17):
+        ranks.sum([rows_of(count, K, r) for r in range(3)], rows_of(count, N), 0)
+    for box in ranks.inboxes:
+        flags = box.view(torch.int32)[1::2]
+        assert flags.unique().tolist() == [2**30 + 1 + epoch for epoch in range(4)]
+
+
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_flags_wrap_on_virtual_ranks(two_shot: bool) -> None:
     """Across the wrap of the 32-bit flags, where lines are cleaned."""
-    ranks = Ranks(4, K, N, 128)
+    ranks = Ranks(4, K, N, 128, two_shot=two_shot)
     for start in (2**30 - 3, 2**32 - 8):
         for end in ranks.ends:
             end.epoch.fill_(start)
@@ -87,10 +139,10 @@ def test_flags_wrap_on_virtual_ranks() -> None:
                 assert torch.equal(out, ranks.expected(x, residual))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_gathers_over_virtual_ranks(size: int) -> None:
+@pytest.mark.parametrize(("size", "two_shot"), [(1, False), (2, False), (4, False), (8, False), (4, True)])
+def test_gathers_over_virtual_ranks(size: int, two_shot: bool) -> None:
     """Messages of any length, interleaved with sums that share lines and epochs, across the wrap of the flags."""
-    ranks = Ranks(size, K, N, 128)
+    ranks = Ranks(size, K, N, 128, two_shot=two_shot)
     for start in (0, 2**32 - 8):
         for end in ranks.ends:
             end.epoch.fill_(start)

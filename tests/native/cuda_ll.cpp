@@ -1,11 +1,11 @@
 // Launches that sum over ranks, and between them some that gather (csrc/cuda/peers/channel.h), as threads, for the
 // sanitizers: prints "ok" or the error.
 //
-//   cuda_ll RANKS EPOCHS FIRST_EPOCH AHEAD
+//   cuda_ll RANKS EPOCHS FIRST_EPOCH AHEAD TWO_SHOT
 //
 // Each rank is a stream of launches of two CTAs, threads here, with a barrier at the end of a launch as between kernels
 // of a stream. With AHEAD a CTA sends for the next epoch before it receives for this one, which the third and fourth
-// slot allow. Every third launch gathers, except with AHEAD.
+// slot allow. Every third launch gathers, except with AHEAD. With TWO_SHOT the sums are two-shot.
 #include <barrier>
 #include <cstdio>
 #include <cstdlib>
@@ -61,6 +61,9 @@ uint64_t expected(int ranks, uint64_t epoch, int64_t line) {
 // Word `i` that a rank contributes to a gather; an odd number of words leaves half a line.
 uint32_t word(int rank, uint64_t epoch, int64_t i) { return static_cast<uint32_t>(payload(rank, epoch, i) >> 7); }
 
+// The strip of a line, which another number of outputs changes.
+int strip_of(uint64_t epoch, int64_t line) { return static_cast<int>(line + epoch % 5); }
+
 int64_t length(uint64_t epoch) { return 1 + static_cast<int64_t>(epoch * 7 % kLines); }
 
 struct Rank {
@@ -71,7 +74,7 @@ struct Rank {
   void send(uint64_t epoch, int cta, std::minstd_rand& dice) const {
     const cuda::Session<host::Memory> session{channel, epoch};
     for (int64_t line = cta; line < length(epoch); line += kCtas) {
-      session.broadcast(line, payload(channel.rank, epoch, line));
+      session.send(session.owners(strip_of(epoch, line)), line, payload(channel.rank, epoch, line));
       if (dice() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(dice() % 200));
     }
   }
@@ -95,6 +98,16 @@ struct Rank {
     }
   }
 
+  void sum(const cuda::Session<host::Memory>& session, int cta, bool owned, Wait& wait) const {
+    const uint64_t epoch = session.epoch;
+    for (int64_t line = cta; line < length(epoch); line += kCtas) {
+      if (session.owns(strip_of(epoch, line)) != owned) continue;
+      uint64_t total = 0;
+      check(session.reduce(strip_of(epoch, line), line, total, wait), "a line did not come");
+      check(total == expected(channel.layout.ranks, epoch, line), "a sum is wrong");
+    }
+  }
+
   void run(int cta, uint64_t first, uint64_t last, bool ahead) {
     std::minstd_rand dice(static_cast<unsigned>(channel.rank * 10 + cta + 1));
     Wait wait;
@@ -107,11 +120,7 @@ struct Rank {
         continue;
       }
       if (!ahead || epoch + 1 < last) send(epoch + (ahead ? 1 : 0), cta, dice);
-      for (int64_t line = cta; line < length(epoch); line += kCtas) {
-        uint64_t total = 0;
-        check(session.reduce(line, total, wait), "a line did not come");
-        check(total == expected(channel.layout.ranks, epoch, line), "a sum is wrong");
-      }
+      for (const bool owned : {true, false}) sum(session, cta, owned, wait);
       session.clean(length(epoch), cta, kCtas);
       launch.arrive_and_wait();
     }
@@ -121,7 +130,7 @@ struct Rank {
 }  // namespace
 
 int main(int argc, char** argv) {
-  check(argc == 5, "four numbers");
+  check(argc == 6, "five numbers");
   const int ranks = std::atoi(argv[1]), epochs = std::atoi(argv[2]);
   const uint64_t first = std::strtoull(argv[3], nullptr, 10);
   const ll::Layout layout{ranks, 1, kLines};
@@ -129,7 +138,7 @@ int main(int argc, char** argv) {
   std::vector<Rank> all(ranks);
   std::vector<std::thread> threads;
   for (int r = 0; r < ranks; ++r) {
-    all[r].channel = {layout, r, {}, nullptr, nullptr, nullptr};
+    all[r].channel = {layout, r, {}, nullptr, nullptr, nullptr, argv[5][0] == '1'};
     for (int peer = 0; peer < ranks; ++peer) all[r].channel.inbox[peer] = inboxes[peer].data();
     for (int c = 0; c < kCtas; ++c)
       threads.emplace_back(&Rank::run, &all[r], c, first, first + epochs, argv[4][0] == '1');

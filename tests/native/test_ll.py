@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow  # each test starts processes
 ROOT = Path(__file__).resolve().parents[2]
 NEVER = 1_000_000
 NO_WRAP = (NEVER, NEVER)  # flags, and epochs between two cleanings
+ONE_SHOT, ANY = 0, -1  # epochs whose sums are two-shot: none, every set of them
 SOURCES = ["tests/native/ll_threads.cpp", *(f"csrc/host/shm/{name}.cpp" for name in ("segment", "ll_shm", "mailbox"))]
 NEAR_WRAP = 2**32 - 50
 FIRST_LINE = 8 * (2**32 - 4)  # of a ring of 8 lines: four passes before the flags wrap
@@ -63,12 +64,34 @@ def test_every_interleaving(
     model: str, ranks: int, epochs: int, words: int, slots: int, ahead: int, outcome: str
 ) -> None:
     longest = 2**epochs - 1
-    assert walk(model, ranks, epochs, words, slots, ahead, *NO_WRAP, longest) == outcome
+    assert walk(model, ranks, epochs, words, slots, ahead, *NO_WRAP, longest, ONE_SHOT) == outcome
+
+
+@pytest.mark.parametrize(
+    ("ranks", "epochs", "words", "slots", "ahead", "outcome"),
+    [
+        (3, 4, 1, 1, 0, "stuck"),
+        (3, 4, 1, 2, 0, "ok"),
+        (2, 6, 2, 1, 0, "stuck"),
+        (2, 6, 2, 2, 0, "ok"),
+        (3, 5, 1, 3, 1, "stuck"),
+        (3, 5, 1, 4, 1, "ok"),
+        (2, 6, 2, 3, 1, "stuck"),
+        (2, 6, 2, 4, 1, "ok"),
+    ],
+)
+def test_two_shot_sums_need_as_many_slots(
+    model: str, ranks: int, epochs: int, words: int, slots: int, ahead: int, outcome: str
+) -> None:
+    """Alone, and mixed with one-shot exchanges in any order."""
+    longest = 2**epochs - 1
+    for two_shot in (longest, ANY):
+        assert walk(model, ranks, epochs, words, slots, ahead, *NO_WRAP, longest, two_shot) == outcome
 
 
 @pytest.mark.slow
 def test_every_interleaving_of_three_ranks_and_half_lines(model: str) -> None:
-    assert walk(model, 3, 3, 2, 2, 0, *NO_WRAP, 0b111) == "ok"
+    assert walk(model, 3, 3, 2, 2, 0, *NO_WRAP, 0b111, ONE_SHOT) == "ok"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +101,13 @@ def test_every_interleaving_of_three_ranks_and_half_lines(model: str) -> None:
 def test_flags_wrap(model: str, flags: int, clean_every: int, outcome: str) -> None:
     """With 3 or 4 flags instead of 2^32 - 1 and messages of two lengths in any order: only cleaning twice per cycle of
     the flags prevents old words from being taken for new ones."""
-    assert walk(model, 2, 10, 2, 2, 0, flags, clean_every, -1) == outcome
+    assert walk(model, 2, 10, 2, 2, 0, flags, clean_every, -1, ONE_SHOT) == outcome
+
+
+@pytest.mark.parametrize(("clean_every", "outcome"), [(NEVER, "stale"), (4, "stale"), (2, "ok")])
+def test_flags_wrap_between_two_shot_sums(model: str, clean_every: int, outcome: str) -> None:
+    """Of three ranks, so that a line is unused where neither rank owns it; in any order with one-shot exchanges."""
+    assert walk(model, 3, 8, 1, 2, 0, 4, clean_every, 0b11111111, ANY) == outcome
 
 
 def run_threads(binary: str, times: int) -> None:

@@ -56,6 +56,7 @@ LONG_CACHE = ("test_cuda_ops", "cache_for_long_contexts")
 LATER_LAYERS = ("test_cuda_ops", "later_layers")
 EDGES = ("test_cuda_ops", "candidates_at_the_edges")
 LONG_ROW = ("test_float8", "test_tiles_of_a_long_row")
+TWO_SHOT = ("test_sums", "two_shot or cleaning")
 MUTATIONS = [
     Mutation("weights are read before all are written", HOPPER, RESAMPLE, RESAMPLE,
           "exp(found.weights[i] - offset);\n  __syncthreads();", "exp(found.weights[i] - offset);"),
@@ -63,6 +64,15 @@ MUTATIONS = [
     Mutation("the ranks' pieces lie at their own length", HOPPER, GATHER, "peers/channel.h",
           "store_words(out + r * stride,",
           "store_words(out + r * count,"),
+    Mutation("others' sums are waited for before own ones are sent", HOPPER, LINEAR, LINEAR,
+          "session.owns(unit.strip) != (pass == 0)", "session.owns(unit.strip) != (pass == passes - 1)", TWO_SHOT),
+    Mutation("an owner sums before all lines have arrived", HOPPER, LINEAR, "peers/channel.h",
+          "from.contains(r) && !ll::parse_line(seen[r], flag, payload[r])",
+          "from.contains(r) && !ll::parse_line(seen[r], flag, payload[r]) && r == from.first", TWO_SHOT),
+    Mutation("two-shot sums leave lines as they were in cleaning epochs", HOPPER, LINEAR, "peers/channel.h",
+          "channel.two_shot && !ll::is_cleaning_epoch(epoch, protocol_params())", "channel.two_shot", TWO_SHOT),
+    Mutation("owners keep their sums", HOPPER, LINEAR, "peers/channel.h",
+          "    if (mine && two_shot()) broadcast(line, total);\n", "", TWO_SHOT),
     Mutation("a stage is refilled before all lanes have read it", AMPERE, LINEAR, "linear/linear.cuh",
           "    __syncwarp();\n    if (lane_ < ptx::kLoaders) fetch(stage_);",
           "    if (lane_ < ptx::kLoaders) fetch(stage_);", MANY_ITERATIONS),

@@ -96,19 +96,18 @@ def test_the_sanitizer_runs_tests_of_virtual_ranks(kind: str, collected: str) ->
     assert kind == "memcheck" or all("[4" in name for name in names), "only these, for the race check takes long"
 
 
+@pytest.mark.parametrize("plan", ["questions", "checks"])
 def test_a_dry_run_prints_steps_and_decisions(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plan: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_queue", "--dry-run"])
+    monkeypatch.setattr(sys, "argv", ["gpu_queue", "--dry-run", "--plan", plan])
     assert gpu_queue.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    planned = questions(Path("profiles"), "GPU")
-    assert len(lines) == len(planned) + 1 + len(decisions.rules())
+    planned = questions(Path("profiles"), "GPU") if plan == "questions" else checks(8)
+    rules = decisions.rules(plan)
+    assert len(lines) == len(planned) + 1 + len(rules)
     assert all(line.startswith(step.name) and f"{step.limit:.0f} s" in line for line, step in zip(lines, planned))
-    assert all(
-        rule.reached in line and rule.missed in line
-        for line, rule in zip(lines[-len(decisions.rules()) :], decisions.rules())
-    )
+    assert all(rule.reached in line and rule.missed in line for line, rule in zip(lines[-len(rules) :], rules))
 
 
 def test_one_line_reports_that_nothing_can_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tools.gpu.steps import MODELS, PAIR, SMALL_PAIR, TRIAL
+from tools.gpu.steps import MODELS, PAIR, SMALL_PAIR, TRIAL, summed
 
 Json = dict[str, Any]
 Results = Mapping[str, Json]  # by step
@@ -52,6 +52,17 @@ def _kernel(results: Results, step: str, pattern: str) -> float:
         if found["competitor"] == "swiftspec" and re.fullmatch(pattern, found["name"]):
             return float(found["microseconds"])
     raise KeyError(pattern)
+
+
+def _two_shot(results: Results, ranks: int) -> float:
+    """Returns the time of O and down of a 70B over 8 rows with two-shot sums, over that with one-shot sums."""
+    us = {
+        (found["competitor"], found["op"]): float(found["microseconds"])
+        for found in results[summed(ranks)]["results"]
+        if (found["model"], found["rows"]) == (SEVENTY, 8)
+    }
+    two_shot, one_shot = (sum(us[name, op] for op in ("o", "down")) for name in ("swiftspec two-shot", "swiftspec"))
+    return two_shot / one_shot
 
 
 def _forward(results: Results, pair: str, model: str, rows: int = 8) -> float:
@@ -291,16 +302,32 @@ def _decode_rules() -> list[Rule]:
     ]  # fmt: skip
 
 
-def rules() -> list[Rule]:
-    """Returns all rules, in the order of the steps."""
+def _sum_rules() -> list[Rule]:
+    """Returns the rules of sums over several GPUs: from which number of ranks on two-shot sums are the default."""
+    return [
+        Rule(
+            "70B O and down on 4 GPUs, two-shot against one-shot", "x", lambda r: _two_shot(r, 4), "1.00 to 1.05", 0.98,
+            "two-shot sums are the default from 4 ranks on", "one-shot sums on 4 ranks", lower=True,
+        ),
+        Rule(
+            "70B O and down on 8 GPUs, two-shot against one-shot", "x", lambda r: _two_shot(r, 8), "0.80 to 0.90", 0.98,
+            "two-shot sums are the default on 8 ranks", "remove two-shot sums, unless 4 ranks gain by them", lower=True,
+        ),
+    ]  # fmt: skip
+
+
+def rules(plan: str = "questions") -> list[Rule]:
+    """Returns all rules of a plan, in the order of its steps."""
+    if plan == "checks":
+        return _sum_rules()
     return [*_working_set_rules(), *_layer_rules(), *_kernel_rules(), *_tiling_rules(), *_decode_rules()]
 
 
-def table(results: Results) -> list[Json]:
+def table(results: Results, plan: str = "questions") -> list[Json]:
     """Returns name, measured value, unit, expectation, threshold and decision of each rule; without a value and with
     the decision "not measured" if a figure is missing."""
     lines = list[Json]()
-    for rule in rules():
+    for rule in rules(plan):
         try:
             value = rule.figure(results)
         except (KeyError, ValueError, IndexError, ZeroDivisionError, TypeError):
@@ -314,10 +341,10 @@ def table(results: Results) -> list[Json]:
     return lines
 
 
-def outlook() -> list[Json]:
+def outlook(plan: str = "questions") -> list[Json]:
     """Returns the table before anything is measured, with both decisions of each rule."""
-    both = [f"{rule.reached}; else: {rule.missed}" for rule in rules()]
-    return [line | {"decision": decision} for line, decision in zip(table({}), both, strict=True)]
+    both = [f"{rule.reached}; else: {rule.missed}" for rule in rules(plan)]
+    return [line | {"decision": decision} for line, decision in zip(table({}, plan), both, strict=True)]
 
 
 def formatted(lines: list[Json]) -> str:

@@ -110,14 +110,16 @@ def checks(gpus: int = 1) -> list[Step]:
     ]
 
 
+def summed(size: int) -> str:
+    """Returns the name of the step that sums over `size` GPUs."""
+    return f"all-reduce over {size} GPUs"
+
+
 def several_gpus(gpus: int) -> list[Step]:
     """Returns the steps of a machine with several GPUs: sums over 2, 4 and 8 of them, a large pair on the default split
     of all, and a sweep over all splits, which needs a package that a bare image lacks."""
     sizes = [size for size in SIZES if size <= gpus]
-    steps = [
-        measured(f"all-reduce over {size} GPUs", on_ranks(size, "bench.gpu.all_reduce", "--budget", SECONDS), 45)
-        for size in sizes
-    ]
+    steps = [measured(summed(size), on_ranks(size, "bench.gpu.all_reduce", "--budget", SECONDS), 45) for size in sizes]
     if not sizes:
         return []
     size = sizes[-1]

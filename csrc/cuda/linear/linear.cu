@@ -78,23 +78,30 @@ __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool sta
   }
 }
 
-// Receives and sums the lines of all ranks for this warp's units, and writes the outputs.
+// Receives and sums the lines of all ranks for this warp's units, and writes the outputs. Of a two-shot sum, the units
+// that this rank owns come first.
 template <int kRows8, class Ranks>
 __device__ void receive(const Ranks& ranks, const LinearTask& task, const ThreadIndex& at,
                         const Session<DeviceMemory>& session) {
   PollLoop wait(session.channel, session.epoch);
-  for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters) {
-    for_each_unit<kRows8>(task, at, kWarps, turn << task.tiling.n_log, [&](Unit& unit) {
-      ranks.pause(2 * unit.strip + 1);
-      if (!tiles::has_line(task.tiling, unit.strip, unit.j, at.lane, task.rows)) return;
+  const int passes = session.two_shot() ? 2 : 1;
+#pragma unroll 1
+  for (int pass = 0; pass < passes; ++pass) {
+    for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters) {
+      for_each_unit<kRows8>(task, at, kWarps, turn << task.tiling.n_log, [&](Unit& unit) {
+        if (session.owns(unit.strip) != (pass == 0)) return;
+        ranks.pause(2 * unit.strip + 1);
+        if (!tiles::has_line(task.tiling, unit.strip, unit.j, at.lane, task.rows)) return;
 #pragma unroll
-      for (int second = 0; second < 2; ++second) {
-        uint64_t total = 0;
-        if (!session.reduce(tiles::ll_line(task.tiling, unit.strip, unit.j, at.lane, second), total, wait)) return;
-        set_line(unit, second, total);
-      }
-      store_unit(task.tiling, task.to, at.lane, unit);
-    });
+        for (int second = 0; second < 2; ++second) {
+          const int64_t line = tiles::ll_line(task.tiling, unit.strip, unit.j, at.lane, second);
+          uint64_t total = 0;
+          if (!session.reduce(unit.strip, line, total, wait)) return;
+          set_line(unit, second, total);
+        }
+        store_unit(task.tiling, task.to, at.lane, unit);
+      });
+    }
   }
 }
 
@@ -144,7 +151,8 @@ __device__ void linear_body(const Ranks& ranks) {
       ranks.pause(2 * unit.strip);
       if (!tiles::has_line(task.tiling, unit.strip, unit.j, at.lane, task.rows)) return;
       for (int second = 0; second < 2; ++second) {
-        session.broadcast(tiles::ll_line(task.tiling, unit.strip, unit.j, at.lane, second), line_of(unit, second));
+        const int64_t line = tiles::ll_line(task.tiling, unit.strip, unit.j, at.lane, second);
+        session.send(session.owners(unit.strip), line, line_of(unit, second));
       }
     });
     SWIFTSPEC_STAMP(task, kStored);

@@ -3,6 +3,15 @@
 //
 // A kernel may start before the previous one has ended, but sends only after it has waited for that end, so two slots
 // would be enough; four slots also tolerate a kernel that sends an epoch early (tests/native/ll_model.cpp).
+//
+// Sums are one-shot or two-shot. One-shot: every rank sends its lines to all ranks, and each rank sums them. Two-shot:
+// every strip of the product has an owner. All ranks send their lines of the strip to the owner, which sums them in the
+// same order and sends the sums to all. A thread sends all of its lines, then the sums of the strips that its rank
+// owns, and only then waits for other sums. So nobody waits for an owner that waits for a sum.
+//
+// Both steps use the same lines of an inbox: in one epoch the line from rank w to rank r is a summand if r is the
+// owner, the sum if w is, and unused otherwise. The slots are as many as for one-shot sums: a rank that has finished a
+// two-shot epoch has the lines that every rank sent in it, or a sum of an owner that had them.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +35,13 @@ struct Channel {
   // [2], in pinned memory that all ranks see: 0, or the fault that made a rank abort (ll::Fault); the milliseconds after
   // which a waiting kernel aborts, which hosts may change while graphs exist
   uint64_t* error_word;
+  bool two_shot = false;  // the same on all ranks
+};
+
+// The ranks from `first` to the one before `end`.
+struct Peers {
+  int first, end;
+  SWIFTSPEC_HD bool contains(int rank) const { return first <= rank && rank < end; }
 };
 
 // A thread's part of an exchange. Lines are sent to all ranks including this one, so a thread does not have to keep its
@@ -40,40 +56,62 @@ struct Session {
         .inbox[reader][channel.layout.index(writer, ll::slot_of(epoch, protocol_params()), 0, line, protocol_params())];
   }
 
-  SWIFTSPEC_HD void broadcast(int64_t line, uint64_t payload) const {
-    for (int peer = 0; peer < channel.layout.ranks; ++peer) {
+  SWIFTSPEC_HD void broadcast(int64_t line, uint64_t payload) const { send(everyone(), line, payload); }
+
+  SWIFTSPEC_HD void send(Peers to, int64_t line, uint64_t payload) const {
+    SWIFTSPEC_UNROLL_BY(4)  // otherwise linear_kernel spills on some architectures
+    for (int peer = to.first; peer < to.end; ++peer) {
       ll::write_line<Memory>(line_at(peer, channel.rank, line), ll::flag_of(epoch, protocol_params()), payload);
     }
   }
 
-  // Receives this line from every rank. All are loaded before any is checked, so that their latencies overlap. Returns
+  SWIFTSPEC_HD Peers everyone() const { return {0, channel.layout.ranks}; }
+
+  // Whether sums of this epoch are two-shot. In a cleaning epoch they are not, so that every line is written.
+  SWIFTSPEC_HD bool two_shot() const {
+    return channel.two_shot && !ll::is_cleaning_epoch(epoch, protocol_params());
+  }
+
+  // The ranks that sum the lines of a strip. Neighbouring strips, which lie in different CTAs, have different owners.
+  SWIFTSPEC_HD Peers owners(int strip) const {
+    if (!two_shot()) return everyone();
+    const int owner = strip % channel.layout.ranks;
+    return {owner, owner + 1};
+  }
+  SWIFTSPEC_HD bool owns(int strip) const { return owners(strip).contains(channel.rank); }
+
+  // Receives this line from these ranks. All are loaded before any is checked, so that their latencies overlap. Returns
   // false if the wait gave up.
   template <class Wait>
-  SWIFTSPEC_HD bool collect(int64_t line, uint64_t (&payload)[kMaxPeers], Wait& wait) const {
+  SWIFTSPEC_HD bool collect(Peers from, int64_t line, uint64_t (&payload)[kMaxPeers], Wait& wait) const {
     const uint32_t flag = ll::flag_of(epoch, protocol_params());
     for (;;) {
       ll::Line seen[kMaxPeers];
       SWIFTSPEC_UNROLL
       for (int r = 0; r < kMaxPeers; ++r) {
-        if (r < channel.layout.ranks) seen[r] = Memory::load(line_at(channel.rank, r, line));
+        if (from.contains(r)) seen[r] = Memory::load(line_at(channel.rank, r, line));
       }
       int missing = -1;
       SWIFTSPEC_UNROLL
       for (int r = 0; r < kMaxPeers; ++r) {
-        if (r < channel.layout.ranks && !ll::parse_line(seen[r], flag, payload[r])) missing = r;
+        if (from.contains(r) && !ll::parse_line(seen[r], flag, payload[r])) missing = r;
       }
       if (missing < 0) return true;
       if (!wait.keep_waiting(missing)) return false;
     }
   }
 
-  // The sum of this line's four bf16 values over all ranks, in rank order, rounded once. Returns false if the wait gave
-  // up.
+  // The sum of this line's four bf16 values over all ranks, in rank order, rounded once. In a two-shot sum the owner of
+  // the strip sends it to all ranks, and overwrites its own summand; a thread calls this first for strips that its rank
+  // owns. Returns false if the wait gave up.
   template <class Wait>
-  SWIFTSPEC_HD bool reduce(int64_t line, uint64_t& total, Wait& wait) const {
+  SWIFTSPEC_HD bool reduce(int strip, int64_t line, uint64_t& total, Wait& wait) const {
+    const bool mine = owns(strip);
+    const Peers from = mine ? everyone() : owners(strip);
     uint64_t payload[kMaxPeers];
-    if (!collect(line, payload, wait)) return false;
-    total = sum(payload);
+    if (!collect(from, line, payload, wait)) return false;
+    total = sum(from, payload);  // a sum of one rank is what it sent, since no sum is -0
+    if (mine && two_shot()) broadcast(line, total);
     return true;
   }
 
@@ -84,11 +122,11 @@ struct Session {
   }
 
  private:
-  SWIFTSPEC_HD uint64_t sum(const uint64_t (&payload)[kMaxPeers]) const {
+  SWIFTSPEC_HD uint64_t sum(Peers from, const uint64_t (&payload)[kMaxPeers]) const {
     float sums[4] = {0, 0, 0, 0};  // 0 + x equals x, except for the sign of a zero
     SWIFTSPEC_UNROLL
     for (int r = 0; r < kMaxPeers; ++r) {
-      if (r >= channel.layout.ranks) continue;
+      if (!from.contains(r)) continue;
       for (int i = 0; i < 4; ++i) sums[i] += ll::Bfloat16::widen(static_cast<uint16_t>(payload[r] >> 16 * i));
     }
     uint64_t total = 0;
@@ -129,7 +167,7 @@ struct Gather {
   SWIFTSPEC_HD bool receive(const Session<Memory>& session, int64_t thread, int64_t threads, Wait& wait) const {
     for (int64_t line = thread; line < word_lines(count); line += threads) {
       uint64_t payload[kMaxPeers];
-      if (!session.collect(line, payload, wait)) return false;
+      if (!session.collect(session.everyone(), line, payload, wait)) return false;
       SWIFTSPEC_UNROLL
       for (int r = 0; r < kMaxPeers; ++r) {
         if (r < session.channel.layout.ranks) store_words(out + r * stride, count, line, payload[r]);

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -185,6 +186,13 @@ class PeerCommunicator:
         self.set_timeout(timeout_s)
         self.native = _C.CudaChannel(rank, inboxes, lines, self._epoch, self._done, error_word)
 
+    def two_shot(self) -> PeerCommunicator:
+        """Returns the same endpoint with two-shot sums (csrc/cuda/peers/channel.h), which have the same bits. Both may
+        be used in turn, if all ranks use the same one. Never measured; only `bench.gpu.all_reduce` uses it."""
+        other = copy(self)
+        other.native = self.native.two_shot()
+        return other
+
     def set_timeout(self, seconds: float) -> None:
         """Sets the time after which a kernel that waits for a peer aborts, on all ranks, also in captured graphs."""
         self._error_word[1] = math.ceil(seconds * 1000)
@@ -228,6 +236,10 @@ class RowwiseReduce:
     def __call__(self, x: Tensor) -> Tensor:
         """All-reduces x by the library, for operators without an all-reduce in their kernel."""
         return self.library(x)
+
+    def two_shot(self) -> RowwiseReduce:
+        """Returns the same all-reduce with two-shot sums in the kernel."""
+        return RowwiseReduce(self.fused.two_shot(), self.library)
 
 
 def make_inbox(ranks: int, lines: int, device: torch.device | str) -> Tensor:

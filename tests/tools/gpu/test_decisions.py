@@ -7,7 +7,7 @@ import pytest
 from bench.gpu import tilings
 from tools.gpu import decisions
 from tools.gpu.decisions import Rule
-from tools.gpu.steps import MODELS, questions
+from tools.gpu.steps import MODELS, checks, questions
 
 TILINGS = {
     "qkv": [{"tiling": [variant, 1, 8, 1, 1], "us": {8: us}} for variant, us in
@@ -16,7 +16,7 @@ TILINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", decisions.rules(), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [*decisions.rules(), *decisions.rules("checks")], ids=lambda rule: rule.name)
 def test_a_threshold_separates_two_decisions(rule: Rule) -> None:
     better, worse = (-1, 1) if rule.lower else (1, -1)
     assert rule.decide(rule.threshold) == rule.decide(rule.threshold + better) == rule.reached
@@ -57,7 +57,24 @@ def test_rules_read_the_documents_of_the_steps() -> None:
     assert "8B attention over 1,000" in decisions.formatted([*found.values()])
 
 
-def test_every_rule_has_a_step(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_two_shot_sums_are_compared_with_one_shot_ones() -> None:
+    """Of O and down together, with 8 rows; not measured if a sum failed."""
+
+    def case(op: str, competitor: str, us: float, rows: int = 8) -> dict[str, object]:
+        return {"model": "Llama-3-70B", "op": op, "rows": rows, "competitor": competitor, "microseconds": us}
+
+    cases = [
+        case("o", "swiftspec", 8.0), case("down", "swiftspec", 12.0), case("o", "swiftspec two-shot", 7.0),
+        case("down", "swiftspec two-shot", 9.0), case("down", "product + nccl", 30.0), case("o", "swiftspec", 99.0, 32),
+    ]  # fmt: skip
+    four, eight = decisions.table({"all-reduce over 8 GPUs": {"results": cases}}, "checks")
+    assert (eight["measured"], eight["decision"]) == (pytest.approx(0.8), "two-shot sums are the default on 8 ranks")
+    assert four["decision"] == "not measured"
+    assert decisions.table({"all-reduce over 8 GPUs": {"results": cases[:3]}}, "checks")[1]["measured"] is None
+
+
+@pytest.mark.parametrize("plan", ["questions", "checks"])
+def test_every_rule_has_a_step(plan: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A rule that reads a step of another name would never decide anything."""
     asked: set[str] = set()
 
@@ -66,5 +83,6 @@ def test_every_rule_has_a_step(tmp_path_factory: pytest.TempPathFactory) -> None
             asked.add(name)
             raise KeyError(name)
 
-    decisions.table(Asked())
-    assert asked and asked <= {step.name for step in questions(tmp_path_factory.getbasetemp(), "gpu")}
+    decisions.table(Asked(), plan)
+    steps = questions(tmp_path_factory.getbasetemp(), "gpu") if plan == "questions" else checks(8)
+    assert asked and asked <= {step.name for step in steps}
