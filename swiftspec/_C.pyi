@@ -636,9 +636,10 @@ class CudaWeights:
         n: int,
         group: int,
         row: tuple[str, int, int, int, int] | None = None,
+        multiprocessors: int | None = None,
     ) -> None:
-        """group 0 is bf16. `row`: one of cuda_tilings; the default tiling without it, and if this GPU does not have
-        it."""
+        """group 0 is bf16. `row`: one of cuda_tilings; the default tiling without it, and if this GPU does not have it.
+        `multiprocessors`: that its launches occupy at a time; all of the GPU's without it."""
     def precede(self, tiles: Array) -> None:
         """Sets the tiles that this projection prefetches to L2 before it ends."""
     def scratch_bytes(self, rows: int, prefill: bool) -> int:
@@ -646,6 +647,9 @@ class CudaWeights:
     @property
     def has_prefill_kernel(self) -> bool:
         """Whether products of many rows need no unpacked weights; see cuda::linear_prefill in kernels_cuda.h."""
+    @property
+    def multiprocessors(self) -> int:
+        """Multiprocessors that its launches occupy at a time."""
     @property
     def row(self) -> tuple[str, int, int, int, int]:
         """The row of its tiling; see cuda_tilings."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tools.gpu.steps import MODELS, PAIR, SMALL_PAIR, TRIAL
+from tools.gpu.steps import MODELS, PAIR, PARTS, SMALL_PAIR, TRIAL
 
 Json = dict[str, Any]
 Results = Mapping[str, Json]  # by step
@@ -71,6 +71,12 @@ def _tree_gain(results: Results, pair: str) -> float:
 
 def _adapted_share(results: Results, pair: str) -> float:
     return float(results[f"decode {pair}"]["adapt"]["tok/s"]) / _best_tree(results, pair)[1]
+
+
+def _overlapped_gain(results: Results) -> float:
+    """Returns the speed of mode async with the faster division of multiprocessors over that of mode serial."""
+    fastest = max(float(results[f"decode {SMALL_PAIR}, async on {parts}"]["async"]["tok/s"]) for parts in PARTS)
+    return fastest / float(results[f"decode {SMALL_PAIR}"]["serial"]["tok/s"])
 
 
 def _clock_loss(results: Results) -> float:
@@ -282,6 +288,11 @@ def _decode_rules() -> list[Rule]:
                 "goal reached", "goal missed",
             )
             for pair, expected, bound in ((SMALL_PAIR, "540", 650.0), (PAIR, "157", 180.0))
+        ),
+        Rule(
+            f"{SMALL_PAIR}, async on divided multiprocessors against serial", "x", _overlapped_gain, "0.9 to 1.2", 1.03,
+            "mode async on one GPU divides the multiprocessors",
+            "remove the division: mode serial is as fast on one GPU",
         ),
         Rule(
             "8B after 32,000 tokens", "ms",

@@ -26,6 +26,7 @@ SIZES, SWEEP_S = (2, 4, 8), "180"  # GPUs of the sums over several; seconds of t
 TRIAL = "trial"  # if it finds that early starts fail, all later steps run without them
 TREES = "4,8;3,16;4,16;5,16"  # d,bs
 ROWS = "1,4,8,16,32"
+PARTS = ("100,32", "108,24")  # multiprocessors of target and draft that run at the same time on an H100
 # up to two units of 16 keys around the lengths at which rows get own units, and long ones
 STAMPED_CONTEXTS = "488,496,500,508,512,520,32000"
 CONTEXTS = "128,488,492,496,500,504,508,512,516,520,1000,2000,4000,32000"
@@ -70,6 +71,7 @@ def questions(output: Path, gpu: str) -> list[Step]:
     projections = (*ours, "--only", "TP1 (qkv|o|swiglu|down|head) ", "--rows", "8,1,16,32")
     step, chain = module("bench.gpu.step", "--pair"), module("bench.gpu.chain")
     trees = ("--modes", "serial,adapt,ar", "--trees", TREES, "--rows", ROWS)
+    together = (*step, SMALL_PAIR, "--modes", "async")
     long = ("--modes", "serial", "--prompts", "1", "--context", "32000")
     many = ("--particles", "64", "--draft-tokens", "1", "--ablate", "--prompts", "2")
     touched = with_stamps("bench.gpu.footprint", "--sizes", "36", "--touch")
@@ -91,6 +93,11 @@ def questions(output: Path, gpu: str) -> list[Step]:
         measured("constants", module("bench.gpu.constants"), 30, keep=output / f"{gpu}-constants.json"),
         measured("tilings", module("bench.gpu.tilings", "--models", MODELS), 60),
         measured("projections", projections, 40, keep=output / f"{gpu}-kernels.json"),
+        measured(f"decode {SMALL_PAIR}, async", together, 30),
+        *(
+            measured(f"decode {SMALL_PAIR}, async on {parts}", (*together, "--multiprocessors", parts), 30)
+            for parts in PARTS
+        ),
         measured(f"decode {SMALL_PAIR}, 32000 tokens", (*step, SMALL_PAIR, *long), 45),
         measured("projections, many rows", (*ours, "--only", "Llama-3-70B TP1 ", "--rows", "32,64,128,256"), 30),
         measured(f"decode {SMALL_PAIR}, particles", (*step, SMALL_PAIR, "--particles", "4,8,16"), 60),

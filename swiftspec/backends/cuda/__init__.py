@@ -26,7 +26,8 @@ from swiftspec.model.weights import Weight
 
 class CudaBackend(Backend):
     """The operators of a bfloat16 model on an NVIDIA GPU. `tilings`: those of projections by `linear.shape_name`,
-    instead of the default ones."""
+    instead of the default ones. `multiprocessors`: that a projection occupies at a time, so that another model finds
+    room beside it; None: all."""
 
     name = "cuda"
     # of the next projection's tiles: about 2 us of an H200's memory bandwidth; an estimate, not measured
@@ -63,12 +64,15 @@ class CudaBackend(Backend):
     log_probs = staticmethod(sampling.log_probs)
     resample = staticmethod(sampling.resample)
 
-    def __init__(self, tilings: Mapping[str, ProjectionTiling] = linear.NO_TILINGS) -> None:
+    def __init__(
+        self, tilings: Mapping[str, ProjectionTiling] = linear.NO_TILINGS, multiprocessors: int | None = None
+    ) -> None:
         self.tilings = tilings
+        self.multiprocessors = multiprocessors
 
     def pack(self, weight: Weight, dtype: torch.dtype, device: torch.device | str) -> CudaLinear:
-        """Packs a matrix with the `tilings`; see `linear.pack`."""
-        return linear.pack(weight, dtype, device, self.tilings)
+        """Packs a matrix with the `tilings`, for the `multiprocessors`; see `linear.pack`."""
+        return linear.pack(weight, dtype, device, self.tilings, self.multiprocessors)
 
     def check_supported(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:
         """Raises UserError if these operators cannot run the model because of its dtype, its layers, the build, or the
