@@ -535,7 +535,8 @@ def use_level(name: str) -> bool:
     """Selects an ISA level, for tests. Returns False if this CPU does not support it."""
 
 class CudaAttention:
-    """Attention of one forward; see AttentionSetup in kernels_cuda.h. It keeps its arrays alive."""
+    """Attention of one forward; see AttentionSetup in kernels_cuda.h. It keeps its arrays alive. `shape`: short, long
+    or paired (cuda/attention/sizes.h); by capacity without it."""
     def __init__(
         self,
         *,
@@ -555,6 +556,7 @@ class CudaAttention:
         arrived: Array,
         part_values: Array,
         part_sums: Array,
+        shape: str | None = None,
     ) -> None: ...
     def attend(self, qkv: Array, layer: int, out: Array, stream: int) -> None:
         """Runs once per layer."""
@@ -663,8 +665,8 @@ class CudaWord:
 def attention_groups_cuda(rows: int, heads: int, kv_heads: int, one_sequence: bool) -> int:
     """Number of entries of `groups`."""
 
-def attention_lines_cuda(rows: int, heads: int, kv_heads: int, capacity: int) -> int:
-    """Number of rows of `part_values` and `part_sums`."""
+def attention_lines_cuda(rows: int, heads: int, kv_heads: int, capacity: int, shape: str | None = None) -> int:
+    """Number of rows of `part_values` and `part_sums`. `shape`: as of CudaAttention."""
 
 def children_cuda(
     logits: Array,

@@ -46,12 +46,18 @@ def _chain(results: Results, model: str, what: str, step: str = "chain") -> floa
     return float(results[step]["models"][model][what])
 
 
-def _kernel(results: Results, step: str, pattern: str) -> float:
-    """Returns the microseconds of the first case of this project whose name matches."""
+def _kernel(results: Results, step: str, pattern: str, competitor: str = "swiftspec") -> float:
+    """Returns the microseconds of the first case of this project, or of a variant, whose name matches."""
     for found in results[step]["results"]:
-        if found["competitor"] == "swiftspec" and re.fullmatch(pattern, found["name"]):
+        if found["competitor"] == competitor and re.fullmatch(pattern, found["name"]):
             return float(found["microseconds"])
     raise KeyError(pattern)
+
+
+def _paired(results: Results, model: str, context: int) -> float:
+    """Returns the time of attention with two blocks per multiprocessor over that with one."""
+    name = f"{model} attention {context} x8"
+    return _kernel(results, "attention", name, "swiftspec paired") / _kernel(results, "attention", name)
 
 
 def _forward(results: Results, pair: str, model: str, rows: int = 8) -> float:
@@ -207,6 +213,18 @@ def _kernel_rules() -> list[Rule]:
             lambda r: _kernel(r, "attention", r"Llama-3-70B TP4 attention 1000 x8")
             / _kernel(r, "attention", r"Llama-3-70B TP1 attention 1000 x8"),
             "0.95", 0.7, "the split of attention suffices", "split attention with few KV heads finer", lower=True,
+        ),
+        *(
+            Rule(
+                f"{model} attention over {context}, two blocks per multiprocessor against one", "x",
+                lambda r, model=model, context=context: _paired(r, model, context), expected, 0.97,
+                "the shape `paired` for caches of this length", "keep the shape; remove `paired` if it wins nowhere",
+                lower=True,
+            )
+            for model, context, expected in (
+                ("Llama-3-8B TP1", 1000, "0.9 to 1.2"), ("Llama-3-8B TP1", 4000, "0.4 to 0.7"),
+                ("Llama-3-8B TP1", 32000, "0.4 to 0.7"), ("Llama-3-70B TP4", 4000, "0.4 to 0.7"),
+            )
         ),
         Rule(
             "children of 8 rows", "us", lambda r: _kernel(r, "sampling", r".* children x8"), "6", 10.0,

@@ -67,7 +67,8 @@ def questions(output: Path, gpu: str) -> list[Step]:
     """Returns the steps of one GPU: experiments that explain, operators, and whole decodes."""
     kernels = module("bench.gpu.kernels", "--budget", SECONDS, "--constants", str(SCRATCH / "constants.json"))
     ours = (*kernels, "--competitors", "swiftspec")
-    attention = (*ours, "--only", "Llama-3-(8B|70B) TP(1|4) attention", "--contexts", CONTEXTS, "--rows", "8")
+    both = (*kernels, "--competitors", "swiftspec,swiftspec paired")
+    attention = (*both, "--only", "Llama-3-(8B|70B) TP(1|4) attention", "--contexts", CONTEXTS, "--rows", "8")
     projections = (*ours, "--only", "TP1 (qkv|o|swiglu|down|head) ", "--rows", "8,1,16,32")
     step, chain = module("bench.gpu.step", "--pair"), module("bench.gpu.chain")
     trees = ("--modes", "serial,adapt,ar", "--trees", TREES, "--rows", ROWS)
@@ -85,7 +86,7 @@ def questions(output: Path, gpu: str) -> list[Step]:
         measured(f"decode {SMALL_PAIR}", (*step, SMALL_PAIR, *trees), 70),
         measured("footprint, pages touched", touched, 35, needs=STAMPS),
         measured(f"decode {PAIR}", (*step, PAIR, *trees), 100),
-        measured("attention", attention, 30),
+        measured("attention", attention, 40),
         measured("sampling", (*ours, "--only", "(draw|children|resample)", "--rows", "8"), 20),
         measured("stamps of attention", of_attention, 30, needs=STAMPS),
         measured("chain, nothing early", (*chain, "--no-leave-out"), 35, environment=NOTHING_EARLY),

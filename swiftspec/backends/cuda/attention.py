@@ -100,10 +100,12 @@ def prepare(
     sin: Tensor,
     num_heads: int,
     options: AttentionOptions = PLAIN_ATTENTION,
+    shape: str | None = None,
 ) -> CudaAttentionPlan:
     """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`. The slot
     of every row must lie in the window of the mask, as `Batch` requires. `options`: the defaults, see
-    `check_supported`."""
+    `check_supported`. `shape`: "short", "long" or "paired", the division into blocks on GPUs with clusters
+    (csrc/cuda/attention/sizes.h); None: by the capacity of the cache."""
     assert not options.in_use
     _, sequences, kv_heads, capacity, dim = cache.k.shape
     rows, width = batch.mask.shape
@@ -115,14 +117,14 @@ def prepare(
         return torch.empty(shape, dtype=dtype, device=device)
 
     stored = native_cache(cache.k, cache.v)
-    lines = _C.attention_lines_cuda(min(rows, MAX_ROWS_PER_LAUNCH), num_heads, kv_heads, capacity)
+    lines = _C.attention_lines_cuda(min(rows, MAX_ROWS_PER_LAUNCH), num_heads, kv_heads, capacity, shape)
     values, sums = scratch(lines, dim, dtype=torch.float32), scratch(lines, 2, dtype=torch.float32)
     queries = scratch(min(rows, MAX_ROWS_PER_LAUNCH), num_heads * dim, dtype=torch.bfloat16)
     slices: list[tuple[slice, _C.CudaAttention]] = []
     for start in range(0, rows, MAX_ROWS_PER_LAUNCH):
         chunk, count = slice(start, start + MAX_ROWS_PER_LAUNCH), min(rows - start, MAX_ROWS_PER_LAUNCH)
         groups = _C.attention_groups_cuda(count, num_heads, kv_heads, sequences == 1)
-        lines = _C.attention_lines_cuda(count, num_heads, kv_heads, capacity)
+        lines = _C.attention_lines_cuda(count, num_heads, kv_heads, capacity, shape)
         native = _C.CudaAttention(
             cos=cos,
             sin=sin,
@@ -140,6 +142,7 @@ def prepare(
             arrived=scratch(groups, kv_heads),
             part_values=values[:lines],
             part_sums=sums[:lines],
+            shape=shape,
         )
         native.prepare(current_stream())
         slices.append((chunk, native))
