@@ -668,6 +668,9 @@ def attention_groups_cuda(rows: int, heads: int, kv_heads: int, one_sequence: bo
 def attention_lines_cuda(rows: int, heads: int, kv_heads: int, capacity: int, shape: str | None = None) -> int:
     """Number of rows of `part_values` and `part_sums`. `shape`: as of CudaAttention."""
 
+def attention_shapes_cuda(capacity: int) -> list[str]:
+    """Shapes of CudaAttention on the current GPU: the default for caches of this capacity, then the others."""
+
 def children_cuda(
     logits: Array,
     vocab: int,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "bind/cuda_arguments.h"
 #include "bind/cuda_cache.h"
 #include "bind/module.h"
+#include "cuda/device/device.h"
 
 namespace swiftspec::binding {
 
@@ -42,6 +44,15 @@ cuda::AttentionShape shape_arg(const std::optional<std::string>& name, int64_t c
   const auto found = std::find(kShapes.begin(), kShapes.end(), *name);
   check(found != kShapes.end(), "shape must be short, long or paired");
   return static_cast<cuda::AttentionShape>(found - kShapes.begin());
+}
+
+// The default for caches of this capacity, then the others that the device has.
+std::vector<std::string> shape_names(int64_t capacity) {
+  const std::string& usual = kShapes.at(static_cast<size_t>(cuda::attention_shape(capacity)));
+  std::vector<std::string> names{usual};
+  if (!cuda::device_info().has_clusters()) return names;
+  std::copy_if(kShapes.begin(), kShapes.end(), std::back_inserter(names), [&](auto& name) { return name != usual; });
+  return names;
 }
 
 Attention make_attention(const Array& cos, const Array& sin, const Array& positions, const Array& slots,
@@ -165,6 +176,8 @@ void bind_cuda_attention(py::module_& m) {
         "[rows, heads, head_dim] (output).");
   m.def("norm_heads_cuda", &norm_heads, py::arg("qkv"), py::arg("weight"), py::arg("eps"), py::arg("stream"),
         "RMSNorm of the first heads of each row, which it overwrites: qkv [rows, width], weight [heads, head_dim].");
+  m.def("attention_shapes_cuda", &shape_names, py::arg("capacity"),
+        "Shapes of CudaAttention on the current GPU: the default for caches of this capacity, then the others.");
   m.attr("ROW_GROUP_WORDS") = cuda::kRowGroupWords;
   m.def("attention_groups_cuda", &cuda::attention_groups, py::arg("rows"), py::arg("heads"), py::arg("kv_heads"),
         py::arg("one_sequence"), "Number of entries of `groups`.");

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cpu import cpu as host
-from swiftspec.backends.cuda import attention, cuda
+from swiftspec.backends.cuda import CudaBackend, attention, cuda
 from swiftspec.backends.cuda.torch_interop import current_stream
 from swiftspec.backends.cuda.tree import DeviceTree
 from swiftspec.backends.reference import noise, reference
@@ -151,6 +151,24 @@ def test_attention_of_a_cache_for_long_contexts(length: int, dim: int) -> None:
 def test_attention_by_pairs_of_blocks(rows: int, length: int, width: int, dim: int) -> None:
     """Two blocks share a multiprocessor. Few and many keys, rows of several groups, units that do not fit at once."""
     check_attention(window_batch(rows, length, width, length), 8, 2, dim, length + 5, "paired")
+
+
+@pytest.mark.parametrize(("heads", "chosen"), [(8, "paired"), (4, "short")])
+def test_a_kernel_shape_belongs_to_the_heads_of_a_model(heads: int, chosen: str) -> None:
+    """Shapes add in another order, so the bits show which one has run."""
+    length, qkv = 700, random(5, (heads + 4) * 64, seed=4)
+    kernels = cuda.attention_shapes(length)
+    assert kernels == (["short", "long", "paired"] if _C.cuda_device()["at_once"][3] else ["short"])
+    assert cuda.attention_shapes(9000)[0] == kernels[1 % len(kernels)]
+
+    def run(ops: CudaBackend, shape: str | None) -> Tensor:
+        batch, cache = window_batch(5, length, 64, 1), Cache(1, 2, length, 64)
+        plan = ops.prepare(batch, cache, *tables(64, length, BF16), heads, shape=shape)
+        return cuda.tree_attention(qkv, plan, 1)
+
+    got = run(cuda.with_operators(kernel_shapes={"8/2 heads of 64": "paired"}), None)
+    same = [shape for shape in kernels if torch.equal(run(cuda, shape), got)]
+    assert same == [chosen if chosen in kernels else "short"]
 
 
 def test_attention_over_more_rows_than_one_launch() -> None:

@@ -243,7 +243,7 @@ def _tiling_rules() -> list[Rule]:
     """Returns the rules of the variants of projections."""
     return [
         Rule(
-            "shapes that the trial has tuned", "", lambda r: len(r[TRIAL]["tilings"]), "8 of 12", 1,
+            "shapes that the trial has tuned", "", lambda r: len(r[TRIAL]["tuning"]["tilings"]), "8 of 12", 1,
             "keep the tuner", "the estimated tilings suffice: remove the tuner",
         ),
         *(

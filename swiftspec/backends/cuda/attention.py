@@ -30,11 +30,22 @@ MIN_FLASH_ROWS = 33  # more than a captured batch has (runtime/executors/graph.p
 # Bounds the scratch memory of a launch. More rows take several launches, which is correct because only populations and
 # prefill chunks have more, and none of their rows attends to a later one.
 MAX_ROWS_PER_LAUNCH = 256
-# Keys of a turn with and without clusters, and largest number of parts of a sequence (csrc/cuda/attention/sizes.h)
-CLUSTER_TURN_KEYS, BLOCK_TURN_KEYS, MAX_PARTS = 512, 64, 64
-MAX_CLUSTERS, MAX_BLOCKS = 40, 160  # that run concurrently on the largest GPUs
+# Fewest keys of a turn with and without clusters, and largest number of parts of a sequence
+# (csrc/cuda/attention/sizes.h)
+CLUSTER_TURN_KEYS, BLOCK_TURN_KEYS, MAX_PARTS = 256, 64, 64
+MAX_CLUSTERS, MAX_BLOCKS = 80, 160  # that run concurrently on the largest GPUs
 WORD_BYTES = 4
 CLUSTER_MAJORS = (9, 10, 11)  # compute capabilities with thread block clusters that the kernel uses (csrc/cuda/arch.h)
+
+
+def heads_name(heads: int, kv_heads: int, head_dim: int) -> str:
+    """Returns the name of a model's attention heads, under which the shape of its kernel is kept."""
+    return f"{heads}/{kv_heads} heads of {head_dim}"
+
+
+def attention_shapes(capacity: int) -> list[str]:
+    """Returns the default shape of the kernel for a cache of `capacity` slots, then the others of the current GPU."""
+    return _C.attention_shapes_cuda(capacity)
 
 
 @dataclass(frozen=True, slots=True)
