@@ -47,6 +47,7 @@ from bench.common.roles import local_roles
 from bench.data.heldout import DEMO, ROOT, read_token_ids
 from bench.gpu.round_bytes import round_share
 from bench.gpu.timing import copy_speed
+from bench.gpu.tuning import add_tuned_option, with_tuning
 from bench.smc_groups import ABLATED, leave_out
 from swiftspec.backends.cuda import cuda
 from swiftspec.builder.load_options import CacheName, HeadName, LoadModel, LoadOptions
@@ -269,7 +270,7 @@ def description(pair: str, args: argparse.Namespace) -> dict[str, Any]:
     """Returns what a result was measured with."""
     return {
         "pair": pair, "d": args.steps, "context": args.context, "head": args.head, "kv cache": args.kv_cache_dtype,
-        "multiprocessors": args.multiprocessors,
+        "multiprocessors": args.multiprocessors, "tuned": args.tuned is not None,
         "early starts": os.environ.get("SWIFTSPEC_EARLY_STARTS") != "0",  # csrc/cuda/launch.cuh
     }  # fmt: skip
 
@@ -285,7 +286,7 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
     result: dict[str, Any] = description(pair, args) | {"copy GB/s": copy_speed(args.device)}
     context = mean_context(prompts, args.tokens)
     with models_of(pair, positions_of(args)) as (paths, load):
-        shared = SharedModels(on_parts(paths, load, args.multiprocessors) if args.multiprocessors else load)
+        shared = SharedModels(with_options(paths, load, args))
         for mode in args.modes:
             began = time.perf_counter()
             draft = None if mode == "ar" else paths[1]
@@ -448,14 +449,17 @@ def models_of(pair: str, positions: int = 0) -> Iterator[tuple[list[Path], LoadM
         yield found
 
 
-def on_parts(paths: list[Path], load: LoadModel, parts: list[int]) -> LoadModel:
-    """Returns the function that loads the models of `paths` with projections that occupy so many multiprocessors."""
+def with_options(paths: list[Path], load: LoadModel, args: argparse.Namespace) -> LoadModel:
+    """Returns the function that loads the models of `paths` with what a trial has tuned, and with projections that
+    occupy `args.multiprocessors`."""
 
-    def load_part(path: Path, /, **options: Any) -> Transformer:
-        options["ops"] = options["ops"].with_operators(multiprocessors=parts[paths.index(path)])
+    def load_with(path: Path, /, **options: Any) -> Transformer:
+        options["ops"] = with_tuning(options["ops"], args.tuned)
+        if args.multiprocessors:
+            options["ops"] = options["ops"].with_operators(multiprocessors=args.multiprocessors[paths.index(path)])
         return load(path, **options)
 
-    return load_part
+    return load_with
 
 
 def _numbers(text: str) -> list[int]:
@@ -504,6 +508,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="expansions per round")
     parser.add_argument("--trees", type=_trees, default=[], help="d,bs;d,bs: also decode with these tree shapes")
     parser.add_argument("--rows", type=_numbers, default=[], help="also time forwards over these numbers of rows")
+    add_tuned_option(parser)
     parser.add_argument("--multiprocessors", type=_parts, help="x,y: that projections of target and draft occupy")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=96)

@@ -173,6 +173,19 @@ def _layer_rules() -> list[Rule]:
         ),
         *(
             Rule(
+                f"{model} layer in place, tuned against the defaults", "x",
+                lambda r, model=model: _chain(r, model, "all", "chain, tuned") / _chain(r, model, "all"), expected,
+                0.98, "what the tuner gains shows in place", "the tuner gains nothing in place", lower=True,
+            )
+            for model, expected in ((EIGHT, "0.8 to 0.95"), (SEVENTY, "0.9 to 0.98"), (ONE, "0.65 to 0.8"))
+        ),
+        Rule(
+            f"{ONE} layer in place, tuned", "us", lambda r: _chain(r, ONE, "all", "chain, tuned"), "30 to 38", 26.0,
+            "a persistent kernel for the draft gains little", "write the persistent kernel: 21 us per layer",
+            lower=True,
+        ),
+        *(
+            Rule(
                 f"{model} layer, gain of early starts", "us",
                 lambda r, model=model: _chain(r, model, "all", "chain, nothing early") - _chain(r, model, "all"),
                 "2 or more", 0.5, "keep early starts", "early starts gain nothing: remove them",

@@ -70,7 +70,8 @@ def questions(output: Path, gpu: str) -> list[Step]:
     both = (*kernels, "--competitors", "swiftspec,swiftspec paired")
     attention = (*both, "--only", "Llama-3-(8B|70B) TP(1|4) attention", "--contexts", CONTEXTS, "--rows", "8")
     projections = (*ours, "--only", "TP1 (qkv|o|swiglu|down|head) ", "--rows", "8,1,16,32")
-    step, chain = module("bench.gpu.step", "--pair"), module("bench.gpu.chain")
+    tuned = ("--tuned", str(SCRATCH / f"{TRIAL}.json"))  # as the product runs
+    step, chain = module("bench.gpu.step", *tuned, "--pair"), module("bench.gpu.chain")
     trees = ("--modes", "serial,adapt,ar", "--trees", TREES, "--rows", ROWS)
     together = (*step, SMALL_PAIR, "--modes", "async")
     long = ("--modes", "serial", "--prompts", "1", "--context", "32000")
@@ -82,6 +83,7 @@ def questions(output: Path, gpu: str) -> list[Step]:
         measured(TRIAL, module("tools.gpu.trial"), 45),
         measured("footprint", module("bench.gpu.footprint"), 40),
         measured("chain", chain, 50),
+        measured("chain, tuned", (*chain, "--no-leave-out", *tuned), 25),
         measured("stamps", stamps, 30, needs=STAMPS),
         measured(f"decode {SMALL_PAIR}", (*step, SMALL_PAIR, *trees), 70),
         measured("footprint, pages touched", touched, 35, needs=STAMPS),
