@@ -105,6 +105,10 @@ struct alignas(16) RowGroup {
 };
 constexpr int64_t kRowGroupWords = sizeof(RowGroup) / sizeof(int32_t);
 
+// How the kernel is divided into blocks on GPUs with clusters; see the shapes in cuda/attention/sizes.h. Shapes differ
+// in the order of sums.
+enum class AttentionShape : int32_t { kShort, kLong, kPaired };
+
 struct AttentionSetup {
   const void *cos, *sin;     // tables [positions, dim]; sin is negative in its first half
   const int64_t* positions;  // [rows]
@@ -124,6 +128,7 @@ struct AttentionSetup {
   float scale;       // of the scores, times log2(e)
   int32_t heads_per_kv_head, group_rows;  // group_rows: rows of a full group, attention_group_rows()
   int32_t most_parts;                     // of a sequence, attention_most_parts()
+  AttentionShape shape;
   bool float8;       // keys and values of the cache are e4m3, else bfloat16
   // An earlier launch of `attention` follows `prepare_attention`: what the latter and previous forwards have written may
   // be read before the wait for the previous kernel. See attention_kernel.
@@ -134,9 +139,11 @@ struct AttentionSetup {
 };
 int64_t attention_group_rows(int64_t heads, int64_t kv_heads);
 int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one_sequence);
-int64_t attention_lines(int64_t rows, int64_t heads, int64_t kv_heads, int64_t capacity);
-int attention_most_parts(int64_t kv_heads, int64_t capacity);  // this and attention_lines depend on the current device
-int64_t attention_clusters(int64_t dim, bool float8, int64_t capacity);  // also sets the attributes of the kernel
+AttentionShape attention_shape(int64_t capacity);  // the default for caches of so many slots per sequence
+// These two depend on the current device.
+int64_t attention_lines(int64_t rows, int64_t heads, int64_t kv_heads, int64_t capacity, AttentionShape shape);
+int attention_most_parts(int64_t kv_heads, AttentionShape shape);
+int64_t attention_clusters(int64_t dim, bool float8, AttentionShape shape);  // also sets the attributes of the kernel
 void prepare_attention(const AttentionSetup& setup, Stream stream);
 void attention(const AttentionSetup& setup, const void* qkv, void* keys, void* values, void* out, Stream stream);
 // The first of the two launches of `attention`, from `cos` to `slots`, `queries` and the sizes of `setup`.

@@ -535,7 +535,8 @@ def use_level(name: str) -> bool:
     """Selects an ISA level, for tests. Returns False if this CPU does not support it."""
 
 class CudaAttention:
-    """Attention of one forward; see AttentionSetup in kernels_cuda.h. It keeps its arrays alive."""
+    """Attention of one forward; see AttentionSetup in kernels_cuda.h. It keeps its arrays alive. `shape`: short, long
+    or paired (cuda/attention/sizes.h); by capacity without it."""
     def __init__(
         self,
         *,
@@ -555,6 +556,7 @@ class CudaAttention:
         arrived: Array,
         part_values: Array,
         part_sums: Array,
+        shape: str | None = None,
     ) -> None: ...
     def attend(self, qkv: Array, layer: int, out: Array, stream: int) -> None:
         """Runs once per layer."""
@@ -638,9 +640,10 @@ class CudaWeights:
         n: int,
         group: int,
         row: tuple[str, int, int, int, int] | None = None,
+        multiprocessors: int | None = None,
     ) -> None:
-        """group 0 is bf16. `row`: one of cuda_tilings; the default tiling without it, and if this GPU does not have
-        it."""
+        """group 0 is bf16. `row`: one of cuda_tilings; the default tiling without it, and if this GPU does not have it.
+        `multiprocessors`: that its launches occupy at a time; all of the GPU's without it."""
     def precede(self, tiles: Array) -> None:
         """Sets the tiles that this projection prefetches to L2 before it ends."""
     def scratch_bytes(self, rows: int, prefill: bool) -> int:
@@ -648,6 +651,9 @@ class CudaWeights:
     @property
     def has_prefill_kernel(self) -> bool:
         """Whether products of many rows need no unpacked weights; see cuda::linear_prefill in kernels_cuda.h."""
+    @property
+    def multiprocessors(self) -> int:
+        """Multiprocessors that its launches occupy at a time."""
     @property
     def row(self) -> tuple[str, int, int, int, int]:
         """The row of its tiling; see cuda_tilings."""
@@ -661,8 +667,11 @@ class CudaWord:
 def attention_groups_cuda(rows: int, heads: int, kv_heads: int, one_sequence: bool) -> int:
     """Number of entries of `groups`."""
 
-def attention_lines_cuda(rows: int, heads: int, kv_heads: int, capacity: int) -> int:
-    """Number of rows of `part_values` and `part_sums`."""
+def attention_lines_cuda(rows: int, heads: int, kv_heads: int, capacity: int, shape: str | None = None) -> int:
+    """Number of rows of `part_values` and `part_sums`. `shape`: as of CudaAttention."""
+
+def attention_shapes_cuda(capacity: int) -> list[str]:
+    """Shapes of CudaAttention on the current GPU: the default for caches of this capacity, then the others."""
 
 def children_cuda(
     logits: Array,

@@ -40,6 +40,7 @@ RESAMPLED_SLOTS, RESAMPLED_TOKENS, RESAMPLED_COPIES = 1024, 512, 8  # tree slots
 FIRST_SPLITS = 5  # splits that are measured with 8 rows before any is measured with other numbers of rows
 OURS = "swiftspec"
 SUMMED = "swiftspec, summed"  # with an all-reduce in a group of one, which measures its cost on one GPU
+PAIRED = "swiftspec paired"  # attention with two blocks per multiprocessor
 RIVALS = ("sdpa", "marlin", "flashinfer", "flexattention")
 Made = Callable[[], list[Call]]
 
@@ -151,14 +152,14 @@ class Maker:
             size = (len(self.copies(moved)), 1, kv_heads, context, width)
             return Cache(*(torch.randn(size, dtype=BF16, device=self.device) for _ in range(2)))
 
-        def whole(ops: Any) -> list[Call]:
+        def whole(ops: Any, **shape: str) -> list[Call]:
             held = cache()
             table = torch.randn(2, context, width, dtype=BF16, device=self.device)
             slots = torch.arange(context - rows, context, device=self.device)
             length = torch.tensor([context], device=self.device)
             batch = Batch(slots, slots, slots, window, torch.zeros_like(slots), length)
             qkv = self.rows(rows, (heads + 2 * kv_heads) * width)
-            plan = ops.prepare(batch, held, table[0], table[1], heads)
+            plan = ops.prepare(batch, held, table[0], table[1], heads, **shape)
             return [partial(ops.tree_attention, qkv, plan, layer) for layer in range(len(held.k))]
 
         def other(make: rivals.Attention) -> list[Call]:
@@ -166,6 +167,9 @@ class Maker:
             return rivals.attention_calls(make, Tree(q, held.k[:, 0], held.v[:, 0], window))
 
         variants = self.ours(whole) | {"sdpa": partial(other, rivals.sdpa)}
+        ours = operators(self.device).get(OURS)
+        if ours is not None and ours.FUSED_ATTENTION:
+            variants[PAIRED] = partial(whole, ours, shape="paired")
         variants |= {name: partial(other, make) for name, make in self.others.attention.items()}
         return Case(model, tp, op, rows, moved, variants)
 

@@ -28,6 +28,7 @@ from bench.gpu import cases
 from bench.gpu.cases import BF16, OURS, Cache, random_int4
 from bench.gpu.shapes import GROUP, LAYERS, RankShape
 from bench.gpu.timing import Call, eager_sequence_timer, sequence_timer
+from bench.gpu.tuning import add_tuned_option, with_tuning
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import PackedLayer, PackedMlp, PackedModel
 
@@ -128,17 +129,18 @@ class Chain:
                 flow.hidden = ops.linear_residual(flow.gated, mlp.down, flow.hidden)
 
 
-def chain_of(model: str, rows: int, context: int, device: str) -> Chain:
-    """Returns an empty chain of a model on one rank, on the operators of the device."""
+def chain_of(model: str, rows: int, context: int, device: str, tuned: Path | None = None) -> Chain:
+    """Returns an empty chain of a model on one rank, on the operators of the device. `tuned`: as in `with_tuning`."""
     found = cases.operators(device)
-    return Chain(found.get(OURS, found["unfused"]), RankShape.of(model, 1), rows, context, device)
+    ops = with_tuning(found.get(OURS, found["unfused"]), tuned)
+    return Chain(ops, RankShape.of(model, 1), rows, context, device)
 
 
 def measure(model: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields the microseconds per layer of each chain of a model: with few weights, then with all, then without each
     operator."""
     timer = sequence_timer if args.device == "cuda" else eager_sequence_timer
-    chain, total = chain_of(model, args.rows, args.context, args.device), LAYERS[model]
+    chain, total = chain_of(model, args.rows, args.context, args.device, args.tuned), LAYERS[model]
     for held, without in ((FEW, (None,)), (total, (None, *(OPERATORS if args.leave_out else ())))):
         chain.grow(held)
         chain.prefetching()
@@ -166,6 +168,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--context", type=int, default=1000, help="keys that attention reads")
+    add_tuned_option(parser)
     parser.add_argument("--no-leave-out", dest="leave_out", action="store_false", help="only complete layers")
     parser.add_argument("--json", type=Path, required=True, help="file for the results, written after every chain")
     args = parser.parse_args()

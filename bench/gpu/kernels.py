@@ -30,7 +30,7 @@ import torch
 
 from bench.baselines import kernels as rivals
 from bench.gpu import targets
-from bench.gpu.cases import COLD, CONTEXTS, OURS, RIVALS, Case, Made, Maker, cases
+from bench.gpu.cases import COLD, CONTEXTS, OURS, PAIRED, RIVALS, Case, Made, Maker, cases
 from bench.gpu.timing import GpuLost, Timer, alive, copy_speed, eager_timer, graph_timer
 from bench.gpu.watchdog import FAILED, watch
 
@@ -200,7 +200,7 @@ def work(args: argparse.Namespace) -> int:
         found.machine = {"gpu": gpu, "torch": torch.__version__, "copy GB/s": copy}
         found.machine["quoted"] = "microseconds on an H800, from the SwiftSpec paper's Tables 3 and 7"
         print(f"{found.machine['gpu']}: copy bandwidth {copy:.0f} GB/s\n{head()}")
-    ours_only = args.competitors == [OURS]
+    ours_only = args.competitors != [] and {*args.competitors} <= {OURS, PAIRED}
     others = rivals.BaselineKernels() if ours_only else find_baseline_kernels(found, args.json)
     constants = targets.Constants.of(read_json(args.constants), found.machine["copy GB/s"])
     timer = graph_timer if args.device == "cuda" else eager_timer

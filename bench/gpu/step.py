@@ -15,6 +15,8 @@ from layers that it builds in memory.
 `host ms` is the time of a round minus that of both models; in mode `async` it is negative if the models overlap.
 `step ms` is the time of one forward after `--context` tokens as the engine runs it, host time included: bs rows for the
 target, w rows for the draft. `prefill tok/s` is the speed of prompts of several lengths up to `--context`.
+`--multiprocessors 100,32` limits the projections of target and draft to so many multiprocessors, so that in mode
+`async` both models find room at the same time.
 `--rows 4,8,16,32` adds the time of a forward of each model over these numbers of rows, and `--trees 4,8;5,16` the
 decodes in mode serial with these d and bs.
 `round GB` are the bytes of weights and caches that a round reads at least, and `of copy` their share of what a copy of
@@ -45,6 +47,7 @@ from bench.common.roles import local_roles
 from bench.data.heldout import DEMO, ROOT, read_token_ids
 from bench.gpu.round_bytes import round_share
 from bench.gpu.timing import copy_speed
+from bench.gpu.tuning import add_tuned_option, with_tuning
 from bench.smc_groups import ABLATED, leave_out
 from swiftspec.backends.cuda import cuda
 from swiftspec.builder.load_options import CacheName, HeadName, LoadModel, LoadOptions
@@ -267,6 +270,7 @@ def description(pair: str, args: argparse.Namespace) -> dict[str, Any]:
     """Returns what a result was measured with."""
     return {
         "pair": pair, "d": args.steps, "context": args.context, "head": args.head, "kv cache": args.kv_cache_dtype,
+        "multiprocessors": args.multiprocessors, "tuned": args.tuned is not None,
         "early starts": os.environ.get("SWIFTSPEC_EARLY_STARTS") != "0",  # csrc/cuda/launch.cuh
     }  # fmt: skip
 
@@ -282,7 +286,7 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
     result: dict[str, Any] = description(pair, args) | {"copy GB/s": copy_speed(args.device)}
     context = mean_context(prompts, args.tokens)
     with models_of(pair, positions_of(args)) as (paths, load):
-        shared = SharedModels(load)
+        shared = SharedModels(with_options(paths, load, args))
         for mode in args.modes:
             began = time.perf_counter()
             draft = None if mode == "ar" else paths[1]
@@ -445,6 +449,19 @@ def models_of(pair: str, positions: int = 0) -> Iterator[tuple[list[Path], LoadM
         yield found
 
 
+def with_options(paths: list[Path], load: LoadModel, args: argparse.Namespace) -> LoadModel:
+    """Returns the function that loads the models of `paths` with what a trial has tuned, and with projections that
+    occupy `args.multiprocessors`."""
+
+    def load_with(path: Path, /, **options: Any) -> Transformer:
+        options["ops"] = with_tuning(options["ops"], args.tuned)
+        if args.multiprocessors:
+            options["ops"] = options["ops"].with_operators(multiprocessors=args.multiprocessors[paths.index(path)])
+        return load(path, **options)
+
+    return load_with
+
+
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
@@ -454,6 +471,13 @@ def _trees(text: str) -> list[tuple[int, int]]:
     if any(len(tree) != 2 for tree in found):
         raise argparse.ArgumentTypeError("trees have the form 4,8;5,16: d,bs of each")
     return [(d, bs) for d, bs in found]
+
+
+def _parts(text: str) -> list[int]:
+    found = _numbers(text)
+    if len(found) != 2:
+        raise argparse.ArgumentTypeError("two numbers of multiprocessors: of target and draft")
+    return found
 
 
 def _modes(text: str) -> list[str]:
@@ -484,6 +508,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="expansions per round")
     parser.add_argument("--trees", type=_trees, default=[], help="d,bs;d,bs: also decode with these tree shapes")
     parser.add_argument("--rows", type=_numbers, default=[], help="also time forwards over these numbers of rows")
+    add_tuned_option(parser)
+    parser.add_argument("--multiprocessors", type=_parts, help="x,y: that projections of target and draft occupy")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--context", type=int, default=1000, help="tokens of context of the single steps")

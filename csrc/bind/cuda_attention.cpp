@@ -1,11 +1,17 @@
 // Bindings of tree attention on a GPU.
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "bind/cuda_arguments.h"
 #include "bind/cuda_cache.h"
 #include "bind/module.h"
+#include "cuda/device/device.h"
 
 namespace swiftspec::binding {
 
@@ -30,16 +36,37 @@ void check_sizes(const CudaCache& cache, int64_t rows, int64_t width, int64_t he
   check(cache.sequences == 1 || sequences_told, "rows of several sequences need `sequence`");
 }
 
+const std::vector<std::string> kShapes = {"short", "long", "paired"};  // by cuda::AttentionShape
+
+// The shape of this name; without one the default for caches of this capacity.
+cuda::AttentionShape shape_arg(const std::optional<std::string>& name, int64_t capacity) {
+  if (!name) return cuda::attention_shape(capacity);
+  const auto found = std::find(kShapes.begin(), kShapes.end(), *name);
+  check(found != kShapes.end(), "shape must be short, long or paired");
+  return static_cast<cuda::AttentionShape>(found - kShapes.begin());
+}
+
+// The default for caches of this capacity, then the others that the device has.
+std::vector<std::string> shape_names(int64_t capacity) {
+  const std::string& usual = kShapes.at(static_cast<size_t>(cuda::attention_shape(capacity)));
+  std::vector<std::string> names{usual};
+  if (!cuda::device_info().has_clusters()) return names;
+  std::copy_if(kShapes.begin(), kShapes.end(), std::back_inserter(names), [&](auto& name) { return name != usual; });
+  return names;
+}
+
 Attention make_attention(const Array& cos, const Array& sin, const Array& positions, const Array& slots,
                          const MaybeArray& sequence, const Array& kv_len, const Array& mask, const CudaCache& cache,
                          int64_t heads, const Array& queries, const Array& tail, const Array& count,
-                         const Array& groups, const Array& arrived, const Array& part_values, const Array& part_sums) {
+                         const Array& groups, const Array& arrived, const Array& part_values, const Array& part_sums,
+                         const std::optional<std::string>& shape_name) {
   const int64_t rows = mask.size(0), width = mask.size(1), dim = cache.head_dim, kv_heads = cache.kv_heads;
   check_sizes(cache, rows, width, heads, sequence.has_value());
   const Device here = gpu();
   const bool float8 = cache.type == kUint8;
   const int64_t most = cuda::attention_groups(rows, heads, kv_heads, cache.sequences == 1);
-  const int64_t lines = cuda::attention_lines(rows, heads, kv_heads, cache.capacity);
+  const cuda::AttentionShape shape = shape_arg(shape_name, cache.capacity);
+  const int64_t lines = cuda::attention_lines(rows, heads, kv_heads, cache.capacity, shape);
   check(int32_sized(lines), "too many rows for the capacity of the cache");
   const cuda::AttentionSetup setup{
       bfloat16_arg("cos", cos, here, {kAny, dim}),
@@ -63,11 +90,12 @@ Attention make_attention(const Array& cos, const Array& sin, const Array& positi
       kv_heads,
       cache.capacity,
       dim,
-      cuda::attention_clusters(dim, float8, cache.capacity),
+      cuda::attention_clusters(dim, float8, shape),
       1.44269504f / std::sqrt(static_cast<float>(dim)),
       static_cast<int32_t>(heads / kv_heads),
       static_cast<int32_t>(cuda::attention_group_rows(heads, kv_heads)),
-      cuda::attention_most_parts(kv_heads, cache.capacity),
+      cuda::attention_most_parts(kv_heads, shape),
+      shape,
       float8};
   return {setup, cache};
 }
@@ -128,11 +156,13 @@ void norm_heads(const Array& qkv, const Array& weight, double eps, uintptr_t str
 void bind_cuda_attention(py::module_& m) {
   using py::keep_alive;
   py::class_<Attention>(m, "CudaAttention",
-                        "Attention of one forward; see AttentionSetup in kernels_cuda.h. It keeps its arrays alive.")
+                        "Attention of one forward; see AttentionSetup in kernels_cuda.h. It keeps its arrays alive. "
+                        "`shape`: short, long or paired (cuda/attention/sizes.h); by capacity without it.")
       .def(py::init(&make_attention), py::kw_only(), py::arg("cos"), py::arg("sin"), py::arg("positions"),
            py::arg("slots"), py::arg("sequence"), py::arg("kv_len"), py::arg("mask"), py::arg("cache"),
            py::arg("heads"), py::arg("queries"), py::arg("tail"), py::arg("count"), py::arg("groups"),
-           py::arg("arrived"), py::arg("part_values"), py::arg("part_sums"), keep_alive<1, 2>(), keep_alive<1, 3>(),
+           py::arg("arrived"), py::arg("part_values"), py::arg("part_sums"), py::arg("shape") = py::none(),
+           keep_alive<1, 2>(), keep_alive<1, 3>(),
            keep_alive<1, 4>(), keep_alive<1, 5>(), keep_alive<1, 6>(), keep_alive<1, 7>(), keep_alive<1, 8>(),
            keep_alive<1, 9>(), keep_alive<1, 11>(), keep_alive<1, 12>(), keep_alive<1, 13>(), keep_alive<1, 14>(),
            keep_alive<1, 15>(), keep_alive<1, 16>(), keep_alive<1, 17>())
@@ -146,11 +176,18 @@ void bind_cuda_attention(py::module_& m) {
         "[rows, heads, head_dim] (output).");
   m.def("norm_heads_cuda", &norm_heads, py::arg("qkv"), py::arg("weight"), py::arg("eps"), py::arg("stream"),
         "RMSNorm of the first heads of each row, which it overwrites: qkv [rows, width], weight [heads, head_dim].");
+  m.def("attention_shapes_cuda", &shape_names, py::arg("capacity"),
+        "Shapes of CudaAttention on the current GPU: the default for caches of this capacity, then the others.");
   m.attr("ROW_GROUP_WORDS") = cuda::kRowGroupWords;
   m.def("attention_groups_cuda", &cuda::attention_groups, py::arg("rows"), py::arg("heads"), py::arg("kv_heads"),
         py::arg("one_sequence"), "Number of entries of `groups`.");
-  m.def("attention_lines_cuda", &cuda::attention_lines, py::arg("rows"), py::arg("heads"), py::arg("kv_heads"),
-        py::arg("capacity"), "Number of rows of `part_values` and `part_sums`.");
+  m.def(
+      "attention_lines_cuda",
+      [](int64_t rows, int64_t heads, int64_t kv_heads, int64_t capacity, const std::optional<std::string>& shape) {
+        return cuda::attention_lines(rows, heads, kv_heads, capacity, shape_arg(shape, capacity));
+      },
+      py::arg("rows"), py::arg("heads"), py::arg("kv_heads"), py::arg("capacity"), py::arg("shape") = py::none(),
+      "Number of rows of `part_values` and `part_sums`. `shape`: as of CudaAttention.");
 }
 
 }  // namespace swiftspec::binding

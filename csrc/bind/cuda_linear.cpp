@@ -36,10 +36,11 @@ void check_shape(int64_t k, int64_t n, int64_t group) {
   check(group == 0 || (k % group == 0 && n % 8 == 0), "int4: group must divide k, and 8 must divide n");
 }
 
-// The tiling of a projection on the current device.
-cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group) {
+// The default tiling of a projection.
+cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group,
+                              const cuda::Device& device = cuda::device_info()) {
   check_shape(k, n, group);
-  const auto tiling = cuda::tiles::tiling_for(k, n, static_cast<int>(group), cuda::device_info());
+  const auto tiling = cuda::tiles::tiling_for(k, n, static_cast<int>(group), device);
   if (tiling.n == 0) throw std::runtime_error("this GPU has too little shared memory for the CUDA operators");
   return tiling;
 }
@@ -61,25 +62,35 @@ std::vector<Row> candidates(int64_t k, int64_t n, int64_t group, int each) {
   return rows;
 }
 
-// The tiling of this row; the default one if the current device has no such row.
-cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group, const std::optional<Row>& row) {
+// The tiling of this row; the default one if the device has no such row.
+cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group, const cuda::Device& device,
+                              const std::optional<Row>& row) {
   if (row) {
     check_shape(k, n, group);
-    for (const auto& tiling : cuda::tiles::all_tilings(k, n, static_cast<int>(group), cuda::device_info())) {
+    for (const auto& tiling : cuda::tiles::all_tilings(k, n, static_cast<int>(group), device)) {
       if (named_row(tiling) == *row) return tiling;
     }
   }
-  return tiling_of(k, n, group);
+  return tiling_of(k, n, group, device);
+}
+
+// The current device, or a part of it.
+cuda::Device device_of(const std::optional<int>& multiprocessors) {
+  const cuda::Device& all = cuda::device_info();
+  if (!multiprocessors) return all;
+  check(*multiprocessors >= 1 && *multiprocessors <= all.max_clusters[0], "multiprocessors: 1 to those of the GPU");
+  return cuda::part_of(all, *multiprocessors);
 }
 
 std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& bias, int64_t k, int64_t n, int64_t group,
-                                      const std::optional<Row>& row) {
-  const auto tiling = tiling_of(k, n, group, row);
+                                      const std::optional<Row>& row, const std::optional<int>& multiprocessors) {
+  const cuda::Device device = device_of(multiprocessors);
+  const auto tiling = tiling_of(k, n, group, device, row);
   const Device here = gpu();
   const void* tiles = aligned("data", data.at<uint8_t>(here, "data", {tiling.bytes()}), kTileAlignment);
   const float* first = at_or_null<float>(bias, here, "bias", {n});
   cuda::prepare_linear(cuda::device_info());
-  return std::make_unique<Weights>(Weights{cuda::device_info(), tiling, tiles, first});
+  return std::make_unique<Weights>(Weights{device, tiling, tiles, first});
 }
 
 void precede(Weights& weights, const Array& tiles) {
@@ -205,10 +216,15 @@ void bind_cuda_linear(py::module_& m) {
                       "A projection's tiles on the current GPU, which it keeps alive; see cuda::Weights in "
                       "cuda/linear/tiling.h.")
       .def(py::init(&make_weights), py::arg("data"), py::arg("bias"), py::arg("k"), py::arg("n"), py::arg("group"),
-           py::arg("row") = py::none(), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
-           "group 0 is bf16. `row`: one of cuda_tilings; the default tiling without it, and if this GPU does not have it.")
+           py::arg("row") = py::none(), py::arg("multiprocessors") = py::none(), py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>(),
+           "group 0 is bf16. `row`: one of cuda_tilings; the default tiling without it, and if this GPU does not have it. "
+           "`multiprocessors`: that its launches occupy at a time; all of the GPU's without it.")
       .def_property_readonly("row", [](const Weights& self) { return named_row(self.tiling); },
                              "The row of its tiling; see cuda_tilings.")
+      .def_property_readonly(
+          "multiprocessors", [](const Weights& self) { return self.device.max_clusters[0]; },
+          "Multiprocessors that its launches occupy at a time.")
       .def("precede", &precede, py::arg("tiles"), py::keep_alive<1, 2>(),
            "Sets the tiles that this projection prefetches to L2 before it ends.")
 #ifdef SWIFTSPEC_STAMPS

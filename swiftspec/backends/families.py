@@ -28,6 +28,7 @@ FAMILIES: dict[Family, tuple[str, ...]] = {
     ),
     "attention": (  # the plan of a forward
         "rope_tables", "prepare", "tree_attention", "MAX_CAPTURED_SEQUENCES", "capture_bucket", "FUSED_ATTENTION",
+        "attention_shapes",
     ),
     "embedding": ("embed",),
     "sampling": (

@@ -3,7 +3,8 @@
 A process of its own (backends/cuda/trial.py) runs every kind of operator on the shapes of the models to load. What
 fails falls back, one rung after the other: first no early starts, then no CUDA graphs, then torch's operators for the
 families of operators that fail. Sums through peer memory are checked where ranks join a group; here they fall back only
-after an error at run time. The last check times tilings of the projections, whose choice the verdict keeps.
+after an error at run time. The last check times tilings of the projections and shapes of the attention kernel, whose
+choice the verdict keeps.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from signal import Signals
 from threading import Thread
 from typing import IO, Any, Protocol
 
-from swiftspec.backends.cuda.linear import ProjectionTiling
 from swiftspec.backends.cuda.trial import TUNING, TrialRequest
 from swiftspec.backends.cuda.trial_checks import TrialCheck, TrialPlan, trial_checks
+from swiftspec.backends.cuda.tuner import Tuning
 from swiftspec.backends.families import FAMILIES, Family
 
 TRIAL_S = 20.0  # of all processes of a trial together; the import of torch takes most of it
@@ -48,11 +49,11 @@ class GpuVerdict:
 
     `fallbacks`: reasons by name. "early_starts": every kernel waits for the end of its predecessor. "graphs": CUDA
     graphs are not captured. "peers": NCCL sums over a group. A family of operators: torch's own are used for it.
-    `tilings`: of projections that are faster with another tiling than the default one, by shape.
+    `tuning`: what is faster than the defaults.
     """
 
     fallbacks: Mapping[str, str] = field(default_factory=dict)
-    tilings: Mapping[str, ProjectionTiling] = field(default_factory=dict)
+    tuning: Tuning = field(default_factory=Tuning)
 
     @property
     def early_starts(self) -> bool:
@@ -76,22 +77,22 @@ class GpuVerdict:
         return replace(self, fallbacks={**dict.fromkeys(names, why), **self.fallbacks})
 
     def union(self, ranks: Sequence[GpuVerdict]) -> GpuVerdict:
-        """Returns the verdict with the fallbacks of all ranks of a group, and with the tilings of the first rank that
-        has one for a shape: the same on all ranks, since other tilings have other last bits."""
+        """Returns the verdict with the fallbacks of all ranks of a group, and with the tuning of the first rank that
+        has one for a shape: the same on all ranks, since other tilings and kernels have other last bits."""
         fallbacks: dict[str, str] = {}
-        tilings: dict[str, ProjectionTiling] = {}
+        tuning = Tuning()
         for verdict in (self, *ranks):
             fallbacks = {**verdict.fallbacks, **fallbacks}
         for verdict in ranks:
-            tilings = {**verdict.tilings, **tilings}
-        return GpuVerdict(fallbacks, tilings)
+            tuning = verdict.tuning.under(tuning)
+        return GpuVerdict(fallbacks, tuning)
 
     def lower(self, why: str, *, grouped: bool) -> GpuVerdict:
-        """Returns the next rung, after an error at run time that names no operator: the default tilings, then nothing
-        early, then no graphs, then sums by NCCL (`grouped`: the rank is one of a group), then torch's operators for
-        everything."""
-        if self.tilings:
-            return replace(self, tilings={})
+        """Returns the next rung, after an error at run time that names no operator: the defaults of what is tuned,
+        then nothing early, then no graphs, then sums by NCCL (`grouped`: the rank is one of a group), then torch's
+        operators for everything."""
+        if self.tuning:
+            return replace(self, tuning=Tuning())
         for name in SWITCHES:
             if name not in self.fallbacks and (name != "peers" or grouped):
                 return self.without([name], why)
@@ -111,7 +112,7 @@ class GpuVerdict:
         return f"GPU: {'; '.join(parts)}; all else runs on the CUDA operators"
 
     def to_json(self) -> dict[str, Any]:
-        return {"fallbacks": dict(self.fallbacks), "tilings": dict(self.tilings)}
+        return {"fallbacks": dict(self.fallbacks), "tuning": self.tuning.to_json()}
 
     @staticmethod
     def from_json(values: object) -> GpuVerdict:
@@ -121,21 +122,7 @@ class GpuVerdict:
             name in DESCRIPTIONS and isinstance(why, str) for name, why in found.items()
         ):
             raise ValueError("not a verdict")
-        return GpuVerdict(found, read_tilings(values.get("tilings") if isinstance(values, dict) else None))
-
-
-def read_tilings(values: object) -> dict[str, ProjectionTiling]:
-    """Returns tilings by shape, as JSON has them. Raises ValueError if `values` hold something else."""
-    if not isinstance(values, dict):
-        raise ValueError("not a verdict")
-    found = dict[str, ProjectionTiling]()
-    for name, row in values.items():
-        match row:
-            case [str(variant), int(cluster), int(warps), int(strips), int(blocks)]:
-                found[str(name)] = ProjectionTiling(variant, cluster, warps, strips, blocks)
-            case _:
-                raise ValueError("not a verdict")
-    return found
+        return GpuVerdict(found, Tuning.from_json(values.get("tuning") if isinstance(values, dict) else None))
 
 
 class TrialProcess(Protocol):
@@ -205,7 +192,7 @@ class TrialRunner:
 
     `start`: starts a process. `clock`: returns the time in seconds; all processes together have `TRIAL_S`, and
     REPEATED_CHECK_S more if a check is repeated.
-    `problem`: why no check of a process has begun; None if one did in each process. `tilings`: what TUNING has found.
+    `problem`: why no check of a process has begun; None if one did in each process. `tuning`: what TUNING has found.
     """
 
     def __init__(
@@ -215,7 +202,7 @@ class TrialRunner:
         self._until = clock() + TRIAL_S
         self._slow: dict[str, str] = {}  # checks that took longer than CHECK_S at first, and how they ended
         self.problem: str | None = None
-        self.tilings: Mapping[str, ProjectionTiling] = {}
+        self.tuning = Tuning()
 
     def run(self, verdict: GpuVerdict, names: Sequence[str]) -> Mapping[str, str | None]:
         """Runs the checks `names` with the fallbacks of `verdict`. Returns for each why it failed, or None; without
@@ -251,7 +238,7 @@ class TrialRunner:
                         current, began = name, self._clock()
                     case {"check": str(name), "reason": (str() | None) as reason, **more} if name == current:
                         results[name], current = reason, None
-                        self._keep_tilings(more)
+                        self._keep_tuning(more)
                     case {"problem": str(problem)}:
                         pass
                     case _:  # something else that the process has printed
@@ -268,9 +255,9 @@ class TrialRunner:
             return None, problem or f"its process ended ({how})"
         return current, f"it ended its process ({how})"
 
-    def _keep_tilings(self, more: Mapping[str, object]) -> None:
+    def _keep_tuning(self, more: Mapping[str, object]) -> None:
         with suppress(ValueError):  # other checks have none
-            self.tilings = read_tilings(more.get("tilings"))
+            self.tuning = Tuning.from_json(more.get("tuning"))
 
     def _time_left(self, current: str | None, began: float) -> float:
         """Returns the seconds that the next line may take. Raises TimeoutError if there are none."""
@@ -352,7 +339,7 @@ def run_trial(
     """Runs a trial of at most TRIAL_S. Returns its verdict, and if it was not completed, why."""
     runner = TrialRunner(plan, device, start, clock)
     verdict, complete = search_rungs(trial_checks(plan), runner.run)
-    verdict = replace(verdict, tilings=runner.tilings)
+    verdict = replace(verdict, tuning=runner.tuning)
     if complete:
         return verdict, None
     return verdict, runner.problem or f"it was not complete after {TRIAL_S:g} s"

@@ -150,10 +150,12 @@ def select_operators(
 
 
 def cuda_operators(verdict: GpuVerdict) -> Backend:
-    """Returns the CUDA operators, with torch's own for the families that fall back and with the tilings of the
-    verdict."""
-    ops = compose(cuda, unfused, verdict.on_library)
-    return ops.with_operators(tilings=verdict.tilings) if ops.TILINGS and verdict.tilings else ops
+    """Returns the CUDA operators, with torch's own for the families that fall back, and with the tilings and kernel
+    shapes of the verdict."""
+    ops, tuning = compose(cuda, unfused, verdict.on_library), verdict.tuning
+    if ops is unfused or not tuning:
+        return ops
+    return ops.with_operators(tilings=tuning.tilings, kernel_shapes=tuning.kernel_shapes)
 
 
 def why_not_native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -31,6 +31,7 @@ from swiftspec.backends.cuda.trial_checks import (
     TrialPlan,
     trial_checks,
 )
+from swiftspec.backends.cuda.tuner import Tuning
 from swiftspec.backends.families import FAMILIES
 from swiftspec.backends.unfused import unfused
 from swiftspec.builder import gpu_trial
@@ -57,6 +58,8 @@ NAMES = [check.name for check in CHECKS]
 OF_FAMILY = {check.family: check.name for check in CHECKS if check.family is not None}
 REPEATED, CAPTURED = f"{LAYER}, repeated", f"{LAYER}, captured"
 TILINGS = {"8 x 8 bf16": ProjectionTiling("ring", 1, 8, 1, 1)}
+TUNED = Tuning(TILINGS, {"2/1 heads of 64": "paired"})
+WRONG_ROW = {"tilings": {"8 x 8 bf16": ["ring", 1, 1, 1, "1"]}, "kernel_shapes": {}}
 Fails = Callable[[GpuVerdict, str], bool]
 
 
@@ -246,18 +249,18 @@ def test_other_lines_are_ignored_and_do_not_prolong_a_check() -> None:
 @pytest.mark.parametrize(
     ("last", "kept"),
     [
-        ([{"check": TUNING, "reason": None, "tilings": TILINGS}], TILINGS),
-        ([{"check": TUNING, "reason": None, "tilings": {"8 x 8 bf16": ["ring", 1]}}], {}),
-        ([], {}),
-        ([60.0], {}),
+        ([{"check": TUNING, "reason": None, "tuning": TUNED.to_json()}], TUNED),
+        ([{"check": TUNING, "reason": None, "tuning": WRONG_ROW}], Tuning()),
+        ([], Tuning()),
+        ([60.0], Tuning()),
     ],
     ids=["tuned", "garbage", "dies", "hangs"],
 )
-def test_tuning_changes_no_fallback(last: list[Any], kept: Mapping[str, ProjectionTiling]) -> None:
+def test_tuning_changes_no_fallback(last: list[Any], kept: Tuning) -> None:
     clock = [0.0]
     steps = [*lines(*NAMES), begins(TUNING), *(json.dumps(step) if isinstance(step, dict) else step for step in last)]
     verdict, problem = run_trial(PLAN, "cuda:0", lambda _: Script(clock, steps), lambda: clock[0])
-    assert (verdict, problem) == (GpuVerdict(tilings=kept), None)
+    assert (verdict, problem) == (GpuVerdict(tuning=kept), None)
     assert GpuVerdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
 
 
@@ -332,23 +335,24 @@ def test_verdicts_of_ranks_and_lower_rungs() -> None:
     assert ours.union([theirs]).fallbacks == {"graphs": "a", "attention": "c"}
     assert theirs.without(["attention", "tree"], "d").fallbacks == {"graphs": "b", "attention": "c", "tree": "d"}
     assert GpuVerdict.from_json(theirs.to_json()) == theirs
-    wrong_row = {"fallbacks": {}, "tilings": {"a": ["ring", 1, 1, 1, "1"]}}
+    wrong_row = {"fallbacks": {}, "tuning": WRONG_ROW}
+    wrong_shape = {"fallbacks": {}, "tuning": {"tilings": {}, "kernel_shapes": {"a": 1}}}
     others = [
         {"fallbacks": []},
         {"fallbacks": {"graph": "a"}},
         {"fallbacks": {"graphs": 1}},
         {"fallbacks": {}},
         wrong_row,
+        wrong_shape,
     ]
     for wrong in ([], {}, *others):
-        with pytest.raises(ValueError, match="not a verdict"):
+        with pytest.raises(ValueError, match=r"not a (verdict|tuning)"):
             GpuVerdict.from_json(wrong)
     other = {"8 x 8 bf16": ProjectionTiling("direct", 1, 8, 1, 1), "4 x 8 bf16": ProjectionTiling("ring", 2, 8, 1, 1)}
-    ranks = [GpuVerdict(tilings=TILINGS), GpuVerdict(tilings=other)]
-    common = {verdict.union(ranks).tilings["8 x 8 bf16"] for verdict in ranks}
-    assert common == {*TILINGS.values()}, "those of the first rank"
-    assert ranks[1].union(ranks).tilings.keys() == other.keys()
-    assert GpuVerdict(tilings=other).lower("it failed", grouped=False) == GpuVerdict(), "the default tilings first"
+    ranks = [GpuVerdict(tuning=TUNED), GpuVerdict(tuning=Tuning(other, {"2/1 heads of 64": "long"}))]
+    common = [verdict.union(ranks).tuning for verdict in ranks]
+    assert common == [Tuning(other | TILINGS, TUNED.kernel_shapes)] * 2, "those of the first rank"
+    assert ranks[1].lower("it failed", grouped=False) == GpuVerdict(), "the defaults first"
     rungs = [verdict := GpuVerdict()]
     while (verdict := rungs[-1].lower("it failed", grouped=True)) != rungs[-1]:
         rungs.append(verdict)
@@ -359,7 +363,7 @@ def test_verdicts_of_ranks_and_lower_rungs() -> None:
 
 
 def test_the_file_of_a_verdict(tmp_path: Path) -> None:
-    verdict, facts = GpuVerdict({"tree": "it is off"}, TILINGS), {"gpu": "H100", "plan": PLAN.to_json()}
+    verdict, facts = GpuVerdict({"tree": "it is off"}, TUNED), {"gpu": "H100", "plan": PLAN.to_json()}
     file = VerdictFile.of(tmp_path / "new", facts)
     assert file.read() is None
     file.write(verdict)
@@ -445,7 +449,7 @@ class Trials:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.verdict = GpuVerdict()
-        self.tilings: Mapping[str, ProjectionTiling] = {}
+        self.tuning = Tuning()
         self.problem: str | None = None
         self.plans: list[TrialPlan] = []
         monkeypatch.setattr(gpu_trial, "run_trial", self.run)
@@ -466,7 +470,7 @@ def created(model: Path, folder: Path, plan: EngineConfig | None = None, **more:
 @pytest.mark.usefixtures("gpu")
 def test_a_verdict_is_found_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trials, folder = Trials(monkeypatch), tmp_path / "verdicts"
-    trials.verdict = GpuVerdict({"attention": "it is off"}, TILINGS)
+    trials.verdict = GpuVerdict({"attention": "it is off"}, TUNED)
     line = "GPU: attention by torch's operators (it is off); all else runs on the CUDA operators"
     for hint in ("", f"; the verdict of an earlier start, remove {folder} to repeat the trial"):
         pair, notes = created(model, folder)
@@ -515,7 +519,7 @@ def test_what_a_model_pair_does_with_a_verdict(model: Path, tmp_path: Path, monk
 
     def used(*fallbacks: str) -> tuple[Any, bool, int]:
         """Operators, whether graphs are captured, and the width of sums through peer memory."""
-        trials.verdict = GpuVerdict(dict.fromkeys(fallbacks, "why"), trials.tilings)
+        trials.verdict = GpuVerdict(dict.fromkeys(fallbacks, "why"), trials.tuning)
         pair, _ = created(model, tmp_path, gpu_trial="again")
         found: list[Any] = []
         loaded = Models.of(replace(pair, loading=Loading(partial(load, found)))).load_side(
@@ -523,16 +527,17 @@ def test_what_a_model_pair_does_with_a_verdict(model: Path, tmp_path: Path, monk
         )
         return found[0], loaded.capture is not None, pair.peer_all_reduce_width(target=True, draft=True)
 
-    trials.tilings = TILINGS
+    trials.tuning = TUNED
     ops, captured, width = used()
-    assert (ops.tilings, ops.mlp) == (TILINGS, cuda.mlp) and captured
+    assert (ops.tilings, ops.kernel_shapes) == (TILINGS, TUNED.kernel_shapes)
+    assert ops.mlp == cuda.mlp and captured
     assert used("projections")[0].pack == unfused.pack
-    trials.tilings = {}
+    trials.tuning = Tuning()
     assert used() == (cuda, True, 256) and os.environ["SWIFTSPEC_EARLY_STARTS"] == ""
     assert used("graphs") == (cuda, False, 256)
     assert used("peers") == (cuda, True, 0)
     ops, captured, width = used("projections")
-    assert (ops.pack, ops.prepare, captured, width) == (unfused.pack, cuda.prepare, True, 0)
+    assert (ops.pack, ops.tree_attention, captured, width) == (unfused.pack, cuda.tree_attention, True, 0)
     assert used(*FAMILIES)[0] is unfused
     assert used("early_starts")[0] is cuda and os.environ["SWIFTSPEC_EARLY_STARTS"] == "0"
 

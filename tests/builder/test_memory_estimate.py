@@ -148,9 +148,9 @@ def test_scratch_of_attention() -> None:
     concurrently for the 8 KV heads; torch's keep a mask for the 4 query heads that share keys."""
     short, long = need(capacity=1024), need(capacity=131073)
     partial, tables = 256 * 32 * 130 * 4, 2 * 128 * 2
-    assert long.scratch - short.scratch == partial * (5 - 2) + tables * (131073 - 1024)
+    assert long.scratch - short.scratch == partial * (10 - 4) + tables * (131073 - 1024)
     blocks = replace(long, clusters=False)
-    assert blocks.scratch - long.scratch == partial * (20 - 5)
+    assert blocks.scratch - long.scratch == partial * (20 - 10)
     masks = need(capacity=131072, ops=unfused).scratch - need(capacity=65536, ops=unfused).scratch
     assert masks == 65536 * (256 * (3 + 2 * 5) + tables)
     stored = need(capacity=131072, ops=unfused, cache_dtype=torch.float8_e4m3fn)

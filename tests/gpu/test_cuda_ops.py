@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cpu import cpu as host
-from swiftspec.backends.cuda import attention, cuda
+from swiftspec.backends.cuda import CudaBackend, attention, cuda
 from swiftspec.backends.cuda.torch_interop import current_stream
 from swiftspec.backends.cuda.tree import DeviceTree
 from swiftspec.backends.reference import noise, reference
@@ -63,29 +63,32 @@ def window_batch(rows: int, length: int, width: int, seed: int, causal: bool = F
     return Batch(slots, slots, slots, mask, torch.zeros_like(slots), torch.tensor([length], device=DEVICE))
 
 
-def check_attention(batch: Batch, heads: int, kv_heads: int, dim: int, capacity: int) -> None:
+def check_attention(batch: Batch, heads: int, kv_heads: int, dim: int, capacity: int, shape: str | None = None) -> None:
     sequences, length = batch.kv_len.shape[0], capacity + 8
     ours = Cache(sequences, kv_heads, capacity, dim)
     exact = ours.double()
     qkv = random(len(batch), (heads + 2 * kv_heads) * dim, seed=4)
-    got = cuda.tree_attention(qkv, cuda.prepare(batch, ours, *tables(dim, length, BF16), heads), 1)
+    got = cuda.tree_attention(qkv, cuda.prepare(batch, ours, *tables(dim, length, BF16), heads, shape=shape), 1)
     plan = reference.prepare(batch, exact, *tables(dim, length, F64), heads)
     close(got, reference.tree_attention(qkv.double(), plan, 1))
     close(ours.k, exact.k)
     assert torch.equal(ours.v.double(), exact.v), "the new values, in the other layer none"
 
 
-@pytest.mark.parametrize(("rows", "length"), [(1, 256), (9, 400)])
-def test_later_layers_load_before_the_wait(rows: int, length: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "length", "shape"), [(1, 256, None), (9, 400, None), (1, 256, "paired"), (9, 400, "paired")]
+)
+def test_later_layers_load_before_the_wait(rows: int, length: int, shape: str | None) -> None:
     """In all layers but the first, units to which the forward does not append are loaded before RoPE and append have
     ended. The results are bitwise those of a first layer. The only row of a batch sees its own key in a full unit."""
     heads, kv_heads, dim = 4, 2, 128
     batch, turns = window_batch(rows, length, 32, 3, causal=True), tables(dim, length, BF16)
     qkv = random(2, rows, (heads + 2 * kv_heads) * dim, seed=4)
     cache, other = Cache(1, kv_heads, length, dim), Cache(1, kv_heads, length, dim)
-    plan = cuda.prepare(batch, cache, *turns, heads)
+    plan = cuda.prepare(batch, cache, *turns, heads, shape=shape)
     later = [cuda.tree_attention(qkv[layer], plan, layer) for layer in range(2)][1]
-    assert torch.equal(later, cuda.tree_attention(qkv[1], cuda.prepare(batch, other, *turns, heads), 1))
+    first = cuda.prepare(batch, other, *turns, heads, shape=shape)
+    assert torch.equal(later, cuda.tree_attention(qkv[1], first, 1))
     assert torch.equal(cache.k[1], other.k[1]) and torch.equal(cache.v[1], other.v[1])
 
 
@@ -141,6 +144,33 @@ def test_attention_of_a_cache_for_long_contexts(length: int, dim: int) -> None:
     check_attention(window_batch(5, length, 64, 3), 4, 2, dim, 8300)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("rows", "length", "width"), [(8, 8, 8), (9, 130, 64), (20, 600, 256), (8, 1100, 64), (40, 300, 150), (5, 2600, 64)]
+)
+def test_attention_by_pairs_of_blocks(rows: int, length: int, width: int, dim: int) -> None:
+    """Two blocks share a multiprocessor. Few and many keys, rows of several groups, units that do not fit at once."""
+    check_attention(window_batch(rows, length, width, length), 8, 2, dim, length + 5, "paired")
+
+
+@pytest.mark.parametrize(("heads", "chosen"), [(8, "paired"), (4, "short")])
+def test_a_kernel_shape_belongs_to_the_heads_of_a_model(heads: int, chosen: str) -> None:
+    """Shapes add in another order, so the bits show which one has run."""
+    length, qkv = 700, random(5, (heads + 4) * 64, seed=4)
+    kernels = cuda.attention_shapes(length)
+    assert kernels == (["short", "long", "paired"] if _C.cuda_device()["at_once"][3] else ["short"])
+    assert cuda.attention_shapes(9000)[0] == kernels[1 % len(kernels)]
+
+    def run(ops: CudaBackend, shape: str | None) -> Tensor:
+        batch, cache = window_batch(5, length, 64, 1), Cache(1, 2, length, 64)
+        plan = ops.prepare(batch, cache, *tables(64, length, BF16), heads, shape=shape)
+        return cuda.tree_attention(qkv, plan, 1)
+
+    got = run(cuda.with_operators(kernel_shapes={"8/2 heads of 64": "paired"}), None)
+    same = [shape for shape in kernels if torch.equal(run(cuda, shape), got)]
+    assert same == [chosen if chosen in kernels else "short"]
+
+
 def test_attention_over_more_rows_than_one_launch() -> None:
     """A prefill chunk is split into launches; each reads from the cache what the earlier ones have written."""
     length, rows = (700, 530) if EMULATED else (3000, 1024)
@@ -182,7 +212,7 @@ def test_a_row_of_attention_depends_only_on_its_own_keys(seed: int) -> None:
         return int(torch.randint(low, high + 1, (1,), generator=noise))
 
     heads, kv_heads, dim, count = 6, 2, (64, 128)[seed % 2], pick(1, 70 if seed < 8 else 1500)
-    capacity = count + (90 if seed % 4 < 2 else 8300)  # of two kernels
+    capacity, shape = count + (90 if seed % 4 < 2 else 8300), "paired" if seed % 3 == 2 else None  # of three kernels
     path_k, path_v = (random(kv_heads, count, dim, seed=seed + s) for s in (50, 60))
     qkv, (cos, sin) = random(12, (heads + 2 * kv_heads) * dim, seed=seed), tables(dim, capacity, BF16)
 
@@ -200,7 +230,7 @@ def test_a_row_of_attention_depends_only_on_its_own_keys(seed: int) -> None:
         positions = torch.full_like(slots, count - 1)
         parts = (slots, positions, slots[rows], mask[rows], torch.zeros_like(slots), torch.tensor([length]))
         batch = Batch(*(part.to(DEVICE) for part in parts), max_kv_len=length)
-        plan = cuda.prepare(batch, cache, cos, sin, heads)
+        plan = cuda.prepare(batch, cache, cos, sin, heads, shape=shape)
         out = cuda.tree_attention(qkv[: len(slots)][rows.to(DEVICE)].contiguous(), plan, 1)
         return out[(rows == 0).to(DEVICE)]
 
@@ -381,6 +411,8 @@ def test_invalid_arguments_are_rejected() -> None:
         cuda.prepare(batch, cache, cos.float(), sin, 4)
     with pytest.raises(ValueError, match="multiple of kv_heads"):
         cuda.prepare(batch, cache, cos, sin, 3)
+    with pytest.raises(ValueError, match="shape must be short, long or paired"):
+        cuda.prepare(batch, cache, cos, sin, 4, shape="other")
     plan = cuda.prepare(batch, cache, cos, sin, 4)
     with pytest.raises(ValueError, match="qkv: expected"):
         cuda.tree_attention(random(2, 64, seed=1), plan, 0)

@@ -23,8 +23,16 @@ def cache_of(k: Tensor, v: Tensor) -> Cache:
     return cache
 
 
-def run(batch: Batch, cache: Cache, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int = HEADS) -> Tensor:
-    return cuda.tree_attention(qkv, cuda.prepare(batch, cache, cos, sin, heads), 1)
+def run(
+    batch: Batch,
+    cache: Cache,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int = HEADS,
+    shape: str | None = None,
+) -> Tensor:
+    return cuda.tree_attention(qkv, cuda.prepare(batch, cache, cos, sin, heads, shape=shape), 1)
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
@@ -33,7 +41,8 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("rows", "length"), most([(9, 130), (3, 1100), (1, 40), (8, 9000)], 2))
-def test_attention_over_float8(rows: int, length: int, dim: int) -> None:
+@pytest.mark.parametrize("shape", [None, "paired"])
+def test_attention_over_float8(rows: int, length: int, dim: int, shape: str | None) -> None:
     capacity, width = length + 5, (HEADS + 2 * KV_HEADS) * dim
     batch = window_batch(rows, length, 2 * rows + 3, length, causal=True)
     codes = torch.randint(0, 256, (2, 1, KV_HEADS, capacity, dim), generator=dice(1), device=DEVICE).to(torch.uint8)
@@ -43,25 +52,29 @@ def test_attention_over_float8(rows: int, length: int, dim: int) -> None:
     narrow, wide = cache_of(k, v), cache_of(k.to(BF16), v.to(BF16))
     flat = torch.ones(capacity, dim, dtype=BF16, device=DEVICE), torch.zeros(capacity, dim, dtype=BF16, device=DEVICE)
     exact = random(rows, width, seed=3).to(FP8).to(BF16)
-    assert torch.equal(run(batch, narrow, exact, *flat), run(batch, wide, exact, *flat)), "nothing is rounded"
+    assert torch.equal(run(batch, narrow, exact, *flat, shape=shape), run(batch, wide, exact, *flat, shape=shape)), (
+        "nothing is rounded"
+    )
     assert torch.equal(narrow.k.to(BF16), wide.k) and torch.equal(narrow.v.to(BF16), wide.v)
 
     narrow, wide, single = cache_of(k, v), cache_of(k.to(BF16), v.to(BF16)), cache_of(k, v)
     qkv, turns = random(rows, width, seed=4), tables(dim, capacity, BF16)
-    together = run(batch, narrow, qkv, *turns)
-    run(batch, wide, qkv, *turns)
+    together = run(batch, narrow, qkv, *turns, shape=shape)
+    run(batch, wide, qkv, *turns, shape=shape)
     assert same(narrow.k, wide.k.to(FP8)) and same(narrow.v, wide.v.to(FP8))
     seen = torch.ones(1, 8, dtype=torch.bool, device=DEVICE)
     for row in range(rows):  # the keys of the rows before it are in the cache
         at = batch.slots[row : row + 1]
-        alone = run(Batch(at, at, at, seen, torch.zeros_like(at), at + 1), single, qkv[row : row + 1], *turns)
+        alone = run(
+            Batch(at, at, at, seen, torch.zeros_like(at), at + 1), single, qkv[row : row + 1], *turns, shape=shape
+        )
         assert torch.equal(alone[0], together[row])
     assert same(narrow.k, single.k) and same(narrow.v, single.v)
 
     cuda.make_slot_mover(single.k, single.v)(0, [5, 9, 11], 3)
     assert same(single.k[:, :, :, 3:6].contiguous(), narrow.k[:, :, :, [5, 9, 11]].contiguous())
     narrow.k.view(torch.uint8)[1, 0, 1, 2, 5] = 0x7F
-    spoiled = run(batch, narrow, qkv, *turns).view(rows, KV_HEADS, -1)
+    spoiled = run(batch, narrow, qkv, *turns, shape=shape).view(rows, KV_HEADS, -1)
     assert bool(spoiled[:, 0].isfinite().all()) and bool(spoiled[:, 1].isnan().all()), "NaN is not lost"
 
 

@@ -228,6 +228,26 @@ def test_many_iterations_of_few_clusters() -> None:
                 check(ops.linear_residual(x, packed, zero), want, want.bfloat16())
 
 
+def test_a_projection_on_a_part_of_the_multiprocessors() -> None:
+    """Few blocks compute all strips. Another tiling and another bias keep to the part."""
+    all_of_them = _C.cuda_device()["at_once"][0]
+    few = max(1, all_of_them // 8)
+    w = weight(1024, 328, 128)
+    packed = ops.pack(w, torch.bfloat16, DEVICE, multiprocessors=few)
+    assert packed.native.multiprocessors == few and ops.pack(w, torch.bfloat16, DEVICE).native.multiprocessors > few
+    assert ops.mask_outputs(packed, [0], DEVICE).native.multiprocessors == few
+    want = exact(w)
+    for tiling in {ops.ProjectionTiling(*packed.native.row), *ops.tilings_of(packed, 2)}:
+        tuned = ops.with_tiling(packed, tiling)
+        assert tuned.native.multiprocessors == few
+        for rows in (8, 40):
+            x, zero = rows_of(rows, 1024), torch.zeros(rows, 328, dtype=torch.bfloat16, device=DEVICE)
+            check(ops.linear_residual(x, tuned, zero), want(x), want(x).bfloat16())
+    for number in (0, all_of_them + 1):
+        with pytest.raises(ValueError, match="multiprocessors"):
+            ops.pack(w, torch.bfloat16, DEVICE, multiprocessors=number)
+
+
 # 132 multiprocessors in parts as dies have them, and how many clusters of 4 and of 8 run at a time
 DIES = [((18,) * 4 + (16, 16, 14, 14), 30, 14), ((16,) * 6 + (18, 18), 32, 16),
         ((18,) * 3 + (16,) * 4 + (14,), 31, 15), ((16,) * 7 + (20,), 33, 16)]  # fmt: skip

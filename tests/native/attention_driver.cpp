@@ -41,7 +41,8 @@ struct Case {
   std::vector<uint8_t> mask;
   std::vector<uint16_t> cos, sin, qkv, keys, values, out;
   int32_t most = 3;  // parts
-  bool long_shape = false, prepared = false;
+  AttentionShape shape = AttentionShape::kShort;
+  bool prepared = false;
 
   void draw_numbers() {
     cos = numbers(capacity * dim), sin = numbers(capacity * dim);
@@ -50,8 +51,14 @@ struct Case {
   }
 
   void run() {
-    if (long_shape) return dim == 64 ? run_as<DeviceShape<64, true>>() : run_as<DeviceShape<128, true>>();
-    dim == 64 ? run_as<DeviceShape<64, false>>() : run_as<DeviceShape<128, false>>();
+    if (shape == AttentionShape::kLong) return run_shape<AttentionShape::kLong>();
+    if (shape == AttentionShape::kPaired) return run_shape<AttentionShape::kPaired>();
+    run_shape<AttentionShape::kShort>();
+  }
+
+  template <AttentionShape kName>
+  void run_shape() {
+    dim == 64 ? run_as<DeviceShape<kName, 64>>() : run_as<DeviceShape<kName, 128>>();
   }
 
   template <class F>
@@ -64,7 +71,7 @@ struct Case {
                     kv_len.data(), mask.data(), queries.data(), tail.data(), count.data(), nullptr, nullptr, nullptr,
                     nullptr, rows, width, sequences, heads, kv_heads, capacity, dim, 1,
                     1.44269504f / std::sqrt(static_cast<float>(dim)), static_cast<int32_t>(heads / kv_heads),
-                    static_cast<int32_t>(kColumns / (heads / kv_heads)), most, false, prepared};
+                    static_cast<int32_t>(kColumns / (heads / kv_heads)), most, shape, false, prepared};
     const int entries = group_table_size(p);
     const int64_t lines = rows * heads * part_count<F>(static_cast<int>(capacity), most);
     std::vector<RowGroup> groups(static_cast<size_t>(entries));
@@ -253,8 +260,9 @@ void check_cases() {
     Case chunk = random_case(70, 4, 1, dim, {300}, 128, true), long_one = random_case(3, 2, 1, dim, {2500}, 64, false);
     Case lone = random_case(70, 1, 1, dim, {200}, 150, false), two = random_case(9, 4, 2, dim, {60, 300}, 32, false);
     for (Case* c : {&chunk, &long_one, &lone, &two}) check_early_loads(*c), c->check();
-    chunk.long_shape = long_one.long_shape = true;
-    for (Case* c : {&chunk, &long_one}) c->run(), c->check();
+    for (const AttentionShape shape : {AttentionShape::kLong, AttentionShape::kPaired}) {
+      for (Case* c : {&chunk, &long_one, &lone, &two}) c->shape = shape, check_early_loads(*c), c->check();
+    }
   }
 }
 
@@ -280,7 +288,7 @@ void check_parts() {
 }
 
 // Results are bitwise identical whether a path's keys are consecutive or scattered over a tree, after any prefix.
-void check_independence(int64_t dim, bool long_shape) {
+void check_independence(int64_t dim, AttentionShape shape) {
   const int64_t heads = 6, kv_heads = 2, capacity = 1500, line = (heads + 2 * kv_heads) * dim;
   const int count = dim == 64 ? pick(1, 1300) : pick(1, 300);
   const auto path_keys = numbers(kv_heads * count * dim), path_values = numbers(kv_heads * count * dim);
@@ -323,7 +331,7 @@ void check_independence(int64_t dim, bool long_shape) {
       }
     }
     std::copy(mine.begin(), mine.end(), c.qkv.begin() + me * line);
-    c.long_shape = long_shape;
+    c.shape = shape;
     c.run();
     const auto begin = c.out.begin() + me * heads * dim;
     return std::vector<uint16_t>(begin, begin + heads * dim);
@@ -343,9 +351,10 @@ void check_independence(int64_t dim, bool long_shape) {
 int main() {
   check_parts<ClusterShape<64>>();
   check_parts<LongShape<64>>();
+  check_parts<PairedShape<64>>();
   check_parts<BlockShape<64>>();
   check_cases();
   check_padding();
-  for (int i = 0; i < 6; ++i) check_independence(i % 2 == 0 ? 64 : 128, i % 4 < 2);
+  for (int i = 0; i < 6; ++i) check_independence(i % 2 == 0 ? 64 : 128, static_cast<AttentionShape>(i % 3));
   return 0;
 }

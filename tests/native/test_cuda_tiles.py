@@ -193,6 +193,15 @@ def test_tilings_depend_on_the_number_of_concurrent_clusters(emulator: str, four
 
 
 @pytest.mark.parametrize("group", [128, 32, 0])
+@pytest.mark.parametrize("part", [(100, 50, 24, 12), (32, 16, 7, 3), (5, 2, 1, 0)])
+def test_a_part_of_a_gpu_has_tilings(emulator: str, part: tuple[int, ...], group: int) -> None:
+    """Of 132 multiprocessors, for two models at the same time. Five hold no cluster of eight blocks."""
+    for shape in LARGE:
+        _, strips, cluster, turns, *_ = tiling(emulator, shape, group, HOPPER, *part)
+        assert part[cluster.bit_length() - 1] > 0 and strips * turns * 32 >= shape[1]
+
+
+@pytest.mark.parametrize("group", [128, 32, 0])
 @pytest.mark.parametrize("shape", LARGE)
 @pytest.mark.parametrize(("shared", "count"), [(AMPERE, 108), (SMALL, 82), (SMALL, 128), (SMALL, 28)])
 def test_plans_without_clusters(emulator: str, shape: tuple[int, int], group: int, shared: int, count: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tools.gpu.steps import MODELS, PAIR, SMALL_PAIR, TRIAL, summed
+from tools.gpu.steps import MODELS, PAIR, PARTS, SMALL_PAIR, TRIAL, summed
 
 Json = dict[str, Any]
 Results = Mapping[str, Json]  # by step
@@ -46,10 +46,10 @@ def _chain(results: Results, model: str, what: str, step: str = "chain") -> floa
     return float(results[step]["models"][model][what])
 
 
-def _kernel(results: Results, step: str, pattern: str) -> float:
-    """Returns the microseconds of the first case of this project whose name matches."""
+def _kernel(results: Results, step: str, pattern: str, competitor: str = "swiftspec") -> float:
+    """Returns the microseconds of the first case of this project, or of a variant, whose name matches."""
     for found in results[step]["results"]:
-        if found["competitor"] == "swiftspec" and re.fullmatch(pattern, found["name"]):
+        if found["competitor"] == competitor and re.fullmatch(pattern, found["name"]):
             return float(found["microseconds"])
     raise KeyError(pattern)
 
@@ -63,6 +63,12 @@ def _two_shot(results: Results, ranks: int) -> float:
     }
     two_shot, one_shot = (sum(us[name, op] for op in ("o", "down")) for name in ("swiftspec two-shot", "swiftspec"))
     return two_shot / one_shot
+
+
+def _paired(results: Results, model: str, context: int) -> float:
+    """Returns the time of attention with two blocks per multiprocessor over that with one."""
+    name = f"{model} attention {context} x8"
+    return _kernel(results, "attention", name, "swiftspec paired") / _kernel(results, "attention", name)
 
 
 def _forward(results: Results, pair: str, model: str, rows: int = 8) -> float:
@@ -82,6 +88,12 @@ def _tree_gain(results: Results, pair: str) -> float:
 
 def _adapted_share(results: Results, pair: str) -> float:
     return float(results[f"decode {pair}"]["adapt"]["tok/s"]) / _best_tree(results, pair)[1]
+
+
+def _overlapped_gain(results: Results) -> float:
+    """Returns the speed of mode async with the faster division of multiprocessors over that of mode serial."""
+    fastest = max(float(results[f"decode {SMALL_PAIR}, async on {parts}"]["async"]["tok/s"]) for parts in PARTS)
+    return fastest / float(results[f"decode {SMALL_PAIR}"]["serial"]["tok/s"])
 
 
 def _clock_loss(results: Results) -> float:
@@ -172,6 +184,19 @@ def _layer_rules() -> list[Rule]:
         ),
         *(
             Rule(
+                f"{model} layer in place, tuned against the defaults", "x",
+                lambda r, model=model: _chain(r, model, "all", "chain, tuned") / _chain(r, model, "all"), expected,
+                0.98, "what the tuner gains shows in place", "the tuner gains nothing in place", lower=True,
+            )
+            for model, expected in ((EIGHT, "0.8 to 0.95"), (SEVENTY, "0.9 to 0.98"), (ONE, "0.65 to 0.8"))
+        ),
+        Rule(
+            f"{ONE} layer in place, tuned", "us", lambda r: _chain(r, ONE, "all", "chain, tuned"), "30 to 38", 26.0,
+            "a persistent kernel for the draft gains little", "write the persistent kernel: 21 us per layer",
+            lower=True,
+        ),
+        *(
+            Rule(
                 f"{model} layer, gain of early starts", "us",
                 lambda r, model=model: _chain(r, model, "all", "chain, nothing early") - _chain(r, model, "all"),
                 "2 or more", 0.5, "keep early starts", "early starts gain nothing: remove them",
@@ -213,6 +238,18 @@ def _kernel_rules() -> list[Rule]:
             / _kernel(r, "attention", r"Llama-3-70B TP1 attention 1000 x8"),
             "0.95", 0.7, "the split of attention suffices", "split attention with few KV heads finer", lower=True,
         ),
+        *(
+            Rule(
+                f"{model} attention over {context}, two blocks per multiprocessor against one", "x",
+                lambda r, model=model, context=context: _paired(r, model, context), expected, 0.97,
+                "the shape `paired` for caches of this length", "keep the shape; remove `paired` if it wins nowhere",
+                lower=True,
+            )
+            for model, context, expected in (
+                ("Llama-3-8B TP1", 1000, "0.9 to 1.2"), ("Llama-3-8B TP1", 4000, "0.4 to 0.7"),
+                ("Llama-3-8B TP1", 32000, "0.4 to 0.7"), ("Llama-3-70B TP4", 4000, "0.4 to 0.7"),
+            )
+        ),
         Rule(
             "children of 8 rows", "us", lambda r: _kernel(r, "sampling", r".* children x8"), "6", 10.0,
             "top-k is done", "profile children_kernel with Nsight Compute", lower=True,
@@ -230,7 +267,7 @@ def _tiling_rules() -> list[Rule]:
     """Returns the rules of the variants of projections."""
     return [
         Rule(
-            "shapes that the trial has tuned", "", lambda r: len(r[TRIAL]["tilings"]), "8 of 12", 1,
+            "shapes that the trial has tuned", "", lambda r: len(r[TRIAL]["tuning"]["tilings"]), "8 of 12", 1,
             "keep the tuner", "the estimated tilings suffice: remove the tuner",
         ),
         *(
@@ -293,6 +330,11 @@ def _decode_rules() -> list[Rule]:
                 "goal reached", "goal missed",
             )
             for pair, expected, bound in ((SMALL_PAIR, "540", 650.0), (PAIR, "157", 180.0))
+        ),
+        Rule(
+            f"{SMALL_PAIR}, async on divided multiprocessors against serial", "x", _overlapped_gain, "0.9 to 1.2", 1.03,
+            "mode async on one GPU divides the multiprocessors",
+            "remove the division: mode serial is as fast on one GPU",
         ),
         Rule(
             "8B after 32,000 tokens", "ms",

@@ -26,6 +26,7 @@ SIZES, SWEEP_S = (2, 4, 8), "180"  # GPUs of the sums over several; seconds of t
 TRIAL = "trial"  # if it finds that early starts fail, all later steps run without them
 TREES = "4,8;3,16;4,16;5,16"  # d,bs
 ROWS = "1,4,8,16,32"
+PARTS = ("100,32", "108,24")  # multiprocessors of target and draft that run at the same time on an H100
 # up to two units of 16 keys around the lengths at which rows get own units, and long ones
 STAMPED_CONTEXTS = "488,496,500,508,512,520,32000"
 CONTEXTS = "128,488,492,496,500,504,508,512,516,520,1000,2000,4000,32000"
@@ -66,10 +67,13 @@ def questions(output: Path, gpu: str) -> list[Step]:
     """Returns the steps of one GPU: experiments that explain, operators, and whole decodes."""
     kernels = module("bench.gpu.kernels", "--budget", SECONDS, "--constants", str(SCRATCH / "constants.json"))
     ours = (*kernels, "--competitors", "swiftspec")
-    attention = (*ours, "--only", "Llama-3-(8B|70B) TP(1|4) attention", "--contexts", CONTEXTS, "--rows", "8")
+    both = (*kernels, "--competitors", "swiftspec,swiftspec paired")
+    attention = (*both, "--only", "Llama-3-(8B|70B) TP(1|4) attention", "--contexts", CONTEXTS, "--rows", "8")
     projections = (*ours, "--only", "TP1 (qkv|o|swiglu|down|head) ", "--rows", "8,1,16,32")
-    step, chain = module("bench.gpu.step", "--pair"), module("bench.gpu.chain")
+    tuned = ("--tuned", str(SCRATCH / f"{TRIAL}.json"))  # as the product runs
+    step, chain = module("bench.gpu.step", *tuned, "--pair"), module("bench.gpu.chain")
     trees = ("--modes", "serial,adapt,ar", "--trees", TREES, "--rows", ROWS)
+    together = (*step, SMALL_PAIR, "--modes", "async")
     long = ("--modes", "serial", "--prompts", "1", "--context", "32000")
     many = ("--particles", "64", "--draft-tokens", "1", "--ablate", "--prompts", "2")
     touched = with_stamps("bench.gpu.footprint", "--sizes", "36", "--touch")
@@ -79,11 +83,12 @@ def questions(output: Path, gpu: str) -> list[Step]:
         measured(TRIAL, module("tools.gpu.trial"), 45),
         measured("footprint", module("bench.gpu.footprint"), 40),
         measured("chain", chain, 50),
+        measured("chain, tuned", (*chain, "--no-leave-out", *tuned), 25),
         measured("stamps", stamps, 30, needs=STAMPS),
         measured(f"decode {SMALL_PAIR}", (*step, SMALL_PAIR, *trees), 70),
         measured("footprint, pages touched", touched, 35, needs=STAMPS),
         measured(f"decode {PAIR}", (*step, PAIR, *trees), 100),
-        measured("attention", attention, 30),
+        measured("attention", attention, 40),
         measured("sampling", (*ours, "--only", "(draw|children|resample)", "--rows", "8"), 20),
         measured("stamps of attention", of_attention, 30, needs=STAMPS),
         measured("chain, nothing early", (*chain, "--no-leave-out"), 35, environment=NOTHING_EARLY),
@@ -91,6 +96,11 @@ def questions(output: Path, gpu: str) -> list[Step]:
         measured("constants", module("bench.gpu.constants"), 30, keep=output / f"{gpu}-constants.json"),
         measured("tilings", module("bench.gpu.tilings", "--models", MODELS), 60),
         measured("projections", projections, 40, keep=output / f"{gpu}-kernels.json"),
+        measured(f"decode {SMALL_PAIR}, async", together, 30),
+        *(
+            measured(f"decode {SMALL_PAIR}, async on {parts}", (*together, "--multiprocessors", parts), 30)
+            for parts in PARTS
+        ),
         measured(f"decode {SMALL_PAIR}, 32000 tokens", (*step, SMALL_PAIR, *long), 45),
         measured("projections, many rows", (*ours, "--only", "Llama-3-70B TP1 ", "--rows", "32,64,128,256"), 30),
         measured(f"decode {SMALL_PAIR}, particles", (*step, SMALL_PAIR, "--particles", "4,8,16"), 60),

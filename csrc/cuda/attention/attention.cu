@@ -79,11 +79,12 @@ __device__ bool is_last(const TileTask<F>& j, SharedMemory<F>& s, int rank, int 
 // the projection before it has prefetched the first of these weights (Weights::next). So when it starts, an earlier
 // attention kernel has ended, and all kernels before that one. If that one followed list_keys_kernel (`prepared`), it
 // plans its first tile before it waits, and loads the units to which the forward does not append.
-template <int kDim, bool kLong, class Stored>
-__global__ void __launch_bounds__(DeviceShape<kDim, kLong, Stored>::kThreads, 1)
+template <AttentionShape kName, int kDim, class Stored>
+__global__ void __launch_bounds__(DeviceShape<kName, kDim, Stored>::kThreads,
+                                  DeviceShape<kName, kDim, Stored>::kBlocksPerSm)
     attention_kernel(const __grid_constant__ AttentionSetup a, const Stored* keys, const Stored* values,
                      uint16_t* out) {
-  using F = DeviceShape<kDim, kLong, Stored>;
+  using F = DeviceShape<kName, kDim, Stored>;
   SWIFTSPEC_STAMP(a, kStart);
   if (!a.prepared) ptx::wait_for_dependencies();
   auto& s = *reinterpret_cast<SharedMemory<F>*>(dynamic_shared());
@@ -148,24 +149,24 @@ void launch_attention(const AttentionSetup& a, const void* qkv, void* keys, void
 #else
   const AttentionSetup& stamped = a;
 #endif
-  launch("attention", attention_kernel<F::kDim, F::kLong, Stored>, how, stream, stamped, static_cast<const Stored*>(keys),
-         static_cast<const Stored*>(values), static_cast<uint16_t*>(out));
+  launch("attention", attention_kernel<F::kName, F::kDim, Stored>, how, stream, stamped,
+         static_cast<const Stored*>(keys), static_cast<const Stored*>(values), static_cast<uint16_t*>(out));
 }
 
-// Calls `work` with the kernel shape of the current device, the DeviceShape of its architecture, for a cache of
-// `capacity` slots per sequence.
+// Calls `work` with the kernel shape of this name for the current device, the DeviceShape of its architecture.
 template <int kDim, class Stored, class Do>
-auto with_shape(int64_t capacity, Do work) {
+auto with_shape(AttentionShape name, Do work) {
   if (!device_info().has_clusters()) return work(BlockShape<kDim, Stored>{});
-  return capacity > kShortCapacity ? work(LongShape<kDim, Stored>{}) : work(ClusterShape<kDim, Stored>{});
+  if (name == AttentionShape::kPaired) return work(PairedShape<kDim, Stored>{});
+  return name == AttentionShape::kLong ? work(LongShape<kDim, Stored>{}) : work(ClusterShape<kDim, Stored>{});
 }
 template <class Stored, class Do>
-auto with_shape(int64_t dim, int64_t capacity, Do work) {
-  return dim == 64 ? with_shape<64, Stored>(capacity, work) : with_shape<128, Stored>(capacity, work);
+auto with_shape(int64_t dim, AttentionShape name, Do work) {
+  return dim == 64 ? with_shape<64, Stored>(name, work) : with_shape<128, Stored>(name, work);
 }
 template <class Do>
-auto with_shape(int64_t dim, bool float8, int64_t capacity, Do work) {
-  return float8 ? with_shape<uint8_t>(dim, capacity, work) : with_shape<uint16_t>(dim, capacity, work);
+auto with_shape(int64_t dim, bool float8, AttentionShape name, Do work) {
+  return float8 ? with_shape<uint8_t>(dim, name, work) : with_shape<uint16_t>(dim, name, work);
 }
 
 // Number of clusters of a shape that run concurrently.
@@ -173,7 +174,8 @@ template <class F>
 int64_t concurrent_clusters(F) {
   constexpr int kLog = F::kCluster == 8 ? 3 : F::kCluster == 4 ? 2 : 0;
   static_assert(F::kCluster == 1 << kLog);
-  return device_info().max_clusters[kLog];
+  const Device& device = device_info();
+  return (F::kBlocksPerSm == 2 ? device.max_paired_clusters : device.max_clusters)[kLog];
 }
 
 }  // namespace
@@ -184,23 +186,27 @@ int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one
   return one_sequence ? ceil_div(rows, attention_group_rows(heads, kv_heads)) : rows;
 }
 
-int64_t attention_lines(int64_t rows, int64_t heads, int64_t kv_heads, int64_t capacity) {
-  const int most = attention_most_parts(kv_heads, capacity);
-  return with_shape<64, uint16_t>(capacity, [&](auto shape) {
-    return rows * heads * part_count<decltype(shape)>(static_cast<int>(capacity), most);
+AttentionShape attention_shape(int64_t capacity) {
+  return capacity > kShortCapacity ? AttentionShape::kLong : AttentionShape::kShort;
+}
+
+int64_t attention_lines(int64_t rows, int64_t heads, int64_t kv_heads, int64_t capacity, AttentionShape shape) {
+  const int most = attention_most_parts(kv_heads, shape);
+  return with_shape<64, uint16_t>(shape, [&](auto kernel) {
+    return rows * heads * part_count<decltype(kernel)>(static_cast<int>(capacity), most);
   });
 }
 
-int attention_most_parts(int64_t kv_heads, int64_t capacity) {
+int attention_most_parts(int64_t kv_heads, AttentionShape shape) {
   return with_shape<64, uint16_t>(
-      capacity, [&](auto shape) { return most_parts(concurrent_clusters(shape), kv_heads); });
+      shape, [&](auto kernel) { return most_parts(concurrent_clusters(kernel), kv_heads); });
 }
 
-int64_t attention_clusters(int64_t dim, bool float8, int64_t capacity) {
-  return with_shape(dim, float8, capacity, [](auto shape) {
+int64_t attention_clusters(int64_t dim, bool float8, AttentionShape name) {
+  return with_shape(dim, float8, name, [](auto shape) {
     using F = decltype(shape);
     using Stored = typename F::Stored;
-    allow_shared_memory("attention", attention_kernel<F::kDim, F::kLong, Stored>, sizeof(SharedMemory<F>));
+    allow_shared_memory("attention", attention_kernel<F::kName, F::kDim, Stored>, sizeof(SharedMemory<F>));
     // the same carveout for the kernels before it
     allow_shared_memory("attention", rope_append_kernel<F::kDim, Stored>, 0);
     allow_shared_memory("attention", list_keys_kernel, 0);
@@ -216,13 +222,13 @@ void prepare_attention(const AttentionSetup& a, Stream stream) {
 
 void attention(const AttentionSetup& a, const void* qkv, void* keys, void* values, void* out, Stream stream) {
   if (a.rows == 0) return;
-  with_shape(a.dim, a.float8, a.capacity,
+  with_shape(a.dim, a.float8, a.shape,
              [&](auto shape) { launch_attention<decltype(shape)>(a, qkv, keys, values, out, stream); });
 }
 
 void rope_append(const AttentionSetup& a, const void* qkv, void* keys, void* values, Stream stream) {
   if (a.rows == 0) return;
-  with_shape(a.dim, a.float8, a.capacity,
+  with_shape(a.dim, a.float8, a.shape,
              [&](auto shape) { launch_rope_append<decltype(shape)>(a, qkv, keys, values, stream); });
 }
 

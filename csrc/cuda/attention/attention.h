@@ -3,12 +3,12 @@
 // (tests/native/attention_driver.cpp).
 //
 // The keys of a row are numbered in the order of their slots. Key i lies in slot i as long as the row sees every slot
-// before it; from there on the key list of the row (`tail`) names its slot. Keys are processed in tiles of 128; on GPUs
-// without clusters, whose blocks work alone, of 64. Each cluster computes a part of the tiles of a sequence, and each of
-// its blocks one tile after the other, as an online softmax. The position of a key in the sums follows from its number:
-// part and turn from the number of its turn (sizes.h), block and place in the tile from the number of its unit of 16 keys
-// in the turn, since units are dealt to the blocks one by one. So a row's result is bitwise independent of the other rows
-// and of the slots in which its keys lie.
+// before it; from there on the key list of the row (`tail`) names its slot. Keys are processed in tiles of 128, or of 64
+// on GPUs without clusters, whose blocks work alone, and where two blocks share a multiprocessor. Each cluster computes a
+// part of the tiles of a sequence, and each of its blocks one tile after the other, as an online softmax. The position of
+// a key in the sums follows from its number: part and turn from the number of its turn (sizes.h), block and place in the
+// tile from the number of its unit of 16 keys in the turn, since units are dealt to the blocks one by one. So a row's
+// result is bitwise independent of the other rows and of the slots in which its keys lie.
 //
 // Rows of the same sequence form groups of up to 64 columns, the heads of a row next to each other: columns are the N
 // of the MMA, keys and then dimensions its M. A tile is loaded in units of 16 keys: units that all rows of the group

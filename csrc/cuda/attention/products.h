@@ -46,7 +46,7 @@ SWIFTSPEC_HD void score_units(const TileTask<F>& j, SharedMemory<F>& s, int firs
     }
     if (from >= to) continue;
     mma::C sums[kMost] = {};
-    SWIFTSPEC_UNROLL
+    SWIFTSPEC_UNROLL_BY(F::kScoreSteps)
     for (int k = 0; k < F::kDim; k += 16) {
       warp::PerLane<const uint16_t*> lines;
       SWIFTSPEC_EACH_LANE(lane) { lines(lane) = &s.stage[slot + u][lane % 16][k + lane / 16 * 8]; }
@@ -211,7 +211,7 @@ SWIFTSPEC_HD void accumulate_values(const TileTask<F>& j, const SharedMemory<F>&
   const int shared = min32(s.shared_units - first, count), blocks = j.column_blocks();
   const uint16_t* values = &s.stage[slot][0][out.dimension(warp_index)];
   int u = 0;
-  SWIFTSPEC_UNROLL_BY(4)
+  SWIFTSPEC_UNROLL_BY(F::kValueUnits)
   for (; u < shared; ++u, values += kUnit * (F::kDim + kPad)) {
     accumulate_unit<true>(s, out, unit_at(j, s, first + u), 0, blocks, values, warp_index);
   }

@@ -24,6 +24,9 @@ struct SharedMemory {
   int32_t last;  // this cluster was the last of its group
 };
 
+static_assert(sizeof(SharedMemory<PairedShape<128>>) <= 113 << 10 && sizeof(SharedMemory<PairedShape<64>>) <= 113 << 10,
+              "two blocks find no room on a multiprocessor with 228 KB");
+
 // The work of a block: the keys and values of one KV head, a group of rows, a tile.
 template <class F>
 struct TileTask {

@@ -28,6 +28,17 @@ struct Device {
   SWIFTSPEC_HD bool has_wgmma() const { return arch == 90; }
 };
 
+// The part of a device of this many multiprocessors, for launches that leave the others to another model. The blocks of
+// both find room at the same time; which multiprocessors they get is up to the device.
+SWIFTSPEC_HD Device part_of(Device device, int multiprocessors) {
+  const int64_t all = device.max_clusters[0];
+  for (int log = 0; log < 4; ++log) {
+    device.max_clusters[log] = static_cast<int32_t>(device.max_clusters[log] * multiprocessors / all);
+    device.max_paired_clusters[log] = static_cast<int32_t>(device.max_paired_clusters[log] * multiprocessors / all);
+  }
+  return device;
+}
+
 // Properties of the current device; queried once per device.
 const Device& device_info();
 

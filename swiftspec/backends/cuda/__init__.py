@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from types import MappingProxyType
 
 import torch
+from torch import Tensor
 
 from swiftspec.backends.cuda import attention, large_m, linear, sampling, tree
 from swiftspec.backends.cuda.devices import require_usable
@@ -19,14 +21,19 @@ from swiftspec.backends.cuda.norm import pack_norm
 from swiftspec.backends.reference import Backend
 from swiftspec.capabilities import OPERATORS
 from swiftspec.errors import UserError
-from swiftspec.model.packed_model import PackedModel
+from swiftspec.model.batch import Batch
+from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors, PackedModel
 from swiftspec.model.spec import ModelSpec, unknown_fields
 from swiftspec.model.weights import Weight
 
 
 class CudaBackend(Backend):
-    """The operators of a bfloat16 model on an NVIDIA GPU. `tilings`: those of projections by `linear.shape_name`,
-    instead of the default ones."""
+    """The operators of a bfloat16 model on an NVIDIA GPU.
+
+    `tilings`: those of projections by `linear.shape_name`, instead of the default ones. `kernel_shapes`: those of
+    attention by `attention.heads_name`. `multiprocessors`: that a projection occupies at a time, so that another model
+    finds room beside it; None: all.
+    """
 
     name = "cuda"
     # of the next projection's tiles: about 2 us of an H200's memory bandwidth; an estimate, not measured
@@ -50,7 +57,7 @@ class CudaBackend(Backend):
     linear_residual = staticmethod(linear.linear_residual)
     mlp = staticmethod(linear.mlp)
     norm_head = staticmethod(linear.norm_head)
-    prepare = staticmethod(attention.prepare)
+    attention_shapes = staticmethod(attention.attention_shapes)
     tree_attention = staticmethod(attention.tree_attention)
     prefill_chunk = staticmethod(large_m.prefill_chunk)
 
@@ -63,12 +70,36 @@ class CudaBackend(Backend):
     log_probs = staticmethod(sampling.log_probs)
     resample = staticmethod(sampling.resample)
 
-    def __init__(self, tilings: Mapping[str, ProjectionTiling] = linear.NO_TILINGS) -> None:
+    def __init__(
+        self,
+        tilings: Mapping[str, ProjectionTiling] = linear.NO_TILINGS,
+        kernel_shapes: Mapping[str, str] = MappingProxyType({}),
+        multiprocessors: int | None = None,
+    ) -> None:
         self.tilings = tilings
+        self.kernel_shapes = kernel_shapes
+        self.multiprocessors = multiprocessors
 
     def pack(self, weight: Weight, dtype: torch.dtype, device: torch.device | str) -> CudaLinear:
-        """Packs a matrix with the `tilings`; see `linear.pack`."""
-        return linear.pack(weight, dtype, device, self.tilings)
+        """Packs a matrix with the `tilings`, for the `multiprocessors`; see `linear.pack`."""
+        return linear.pack(weight, dtype, device, self.tilings, self.multiprocessors)
+
+    def prepare(
+        self,
+        batch: Batch,
+        cache: KVTensors,
+        cos: Tensor,
+        sin: Tensor,
+        num_heads: int,
+        options: AttentionOptions = PLAIN_ATTENTION,
+        shape: str | None = None,
+    ) -> attention.CudaAttentionPlan:
+        """Prepares the attention of a forward with the shape of `kernel_shapes`, unless `shape` names one; see
+        `attention.prepare`."""
+        if shape is None and self.kernel_shapes:
+            _, _, kv_heads, _, dim = cache.k.shape
+            shape = self.kernel_shapes.get(attention.heads_name(num_heads, kv_heads, dim))
+        return attention.prepare(batch, cache, cos, sin, num_heads, options=options, shape=shape)
 
     def check_supported(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:
         """Raises UserError if these operators cannot run the model because of its dtype, its layers, the build, or the

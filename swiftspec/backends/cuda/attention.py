@@ -30,11 +30,22 @@ MIN_FLASH_ROWS = 33  # more than a captured batch has (runtime/executors/graph.p
 # Bounds the scratch memory of a launch. More rows take several launches, which is correct because only populations and
 # prefill chunks have more, and none of their rows attends to a later one.
 MAX_ROWS_PER_LAUNCH = 256
-# Keys of a turn with and without clusters, and largest number of parts of a sequence (csrc/cuda/attention/sizes.h)
-CLUSTER_TURN_KEYS, BLOCK_TURN_KEYS, MAX_PARTS = 512, 64, 64
-MAX_CLUSTERS, MAX_BLOCKS = 40, 160  # that run concurrently on the largest GPUs
+# Fewest keys of a turn with and without clusters, and largest number of parts of a sequence
+# (csrc/cuda/attention/sizes.h)
+CLUSTER_TURN_KEYS, BLOCK_TURN_KEYS, MAX_PARTS = 256, 64, 64
+MAX_CLUSTERS, MAX_BLOCKS = 80, 160  # that run concurrently on the largest GPUs
 WORD_BYTES = 4
 CLUSTER_MAJORS = (9, 10, 11)  # compute capabilities with thread block clusters that the kernel uses (csrc/cuda/arch.h)
+
+
+def heads_name(heads: int, kv_heads: int, head_dim: int) -> str:
+    """Returns the name of a model's attention heads, under which the shape of its kernel is kept."""
+    return f"{heads}/{kv_heads} heads of {head_dim}"
+
+
+def attention_shapes(capacity: int) -> list[str]:
+    """Returns the default shape of the kernel for a cache of `capacity` slots, then the others of the current GPU."""
+    return _C.attention_shapes_cuda(capacity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +111,12 @@ def prepare(
     sin: Tensor,
     num_heads: int,
     options: AttentionOptions = PLAIN_ATTENTION,
+    shape: str | None = None,
 ) -> CudaAttentionPlan:
     """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`. The slot
     of every row must lie in the window of the mask, as `Batch` requires. `options`: the defaults, see
-    `check_supported`."""
+    `check_supported`. `shape`: "short", "long" or "paired", the division into blocks on GPUs with clusters
+    (csrc/cuda/attention/sizes.h); None: by the capacity of the cache."""
     assert not options.in_use
     _, sequences, kv_heads, capacity, dim = cache.k.shape
     rows, width = batch.mask.shape
@@ -115,14 +128,14 @@ def prepare(
         return torch.empty(shape, dtype=dtype, device=device)
 
     stored = native_cache(cache.k, cache.v)
-    lines = _C.attention_lines_cuda(min(rows, MAX_ROWS_PER_LAUNCH), num_heads, kv_heads, capacity)
+    lines = _C.attention_lines_cuda(min(rows, MAX_ROWS_PER_LAUNCH), num_heads, kv_heads, capacity, shape)
     values, sums = scratch(lines, dim, dtype=torch.float32), scratch(lines, 2, dtype=torch.float32)
     queries = scratch(min(rows, MAX_ROWS_PER_LAUNCH), num_heads * dim, dtype=torch.bfloat16)
     slices: list[tuple[slice, _C.CudaAttention]] = []
     for start in range(0, rows, MAX_ROWS_PER_LAUNCH):
         chunk, count = slice(start, start + MAX_ROWS_PER_LAUNCH), min(rows - start, MAX_ROWS_PER_LAUNCH)
         groups = _C.attention_groups_cuda(count, num_heads, kv_heads, sequences == 1)
-        lines = _C.attention_lines_cuda(count, num_heads, kv_heads, capacity)
+        lines = _C.attention_lines_cuda(count, num_heads, kv_heads, capacity, shape)
         native = _C.CudaAttention(
             cos=cos,
             sin=sin,
@@ -140,6 +153,7 @@ def prepare(
             arrived=scratch(groups, kv_heads),
             part_values=values[:lines],
             part_sums=sums[:lines],
+            shape=shape,
         )
         native.prepare(current_stream())
         slices.append((chunk, native))

@@ -74,10 +74,12 @@ def pack(
     dtype: torch.dtype,
     device: torch.device | str,
     tilings: Mapping[str, ProjectionTiling] = NO_TILINGS,
+    multiprocessors: int | None = None,
 ) -> CudaLinear:
     """Packs a matrix [outputs, inputs] of a checkpoint into tiles on `device`; returns after the device has finished.
 
     `tilings`: by `shape_name`, other tilings than the default ones; those that the device does not have are ignored.
+    `multiprocessors`: that launches occupy at a time, except in the variant "direct"; None: all.
     int4 groups whose size is not 32, 64 or 128 are split into groups of such a size; if that is impossible, the matrix
     is dequantised, as is one whose inputs are permuted. Raises UserError if the CUDA operators cannot run on `device`
     or do not support the matrix.
@@ -96,7 +98,9 @@ def pack(
         # a projection loads its weights before it waits for preceding kernels, so packing must have finished
         torch.cuda.current_stream().synchronize()
         row = tilings.get(shape_name(inputs, outputs, group))
-        native = _C.CudaWeights(tiles, bias, inputs, outputs, group, row)
+        native = _C.CudaWeights(
+            data=tiles, bias=bias, k=inputs, n=outputs, group=group, row=row, multiprocessors=multiprocessors
+        )
     return CudaLinear(native, inputs, outputs, tiles, bias, group)
 
 
@@ -110,8 +114,21 @@ def tilings_of(packed: CudaLinear, each: int) -> list[ProjectionTiling]:
 def with_tiling(packed: CudaLinear, tiling: ProjectionTiling, tiles: Tensor | None = None) -> CudaLinear:
     """Returns the projection with another tiling. `tiles`: a copy of its tiles to read instead."""
     memory = packed.tiles if tiles is None else tiles
-    native = _C.CudaWeights(memory, packed.bias, packed.inputs, packed.outputs, packed.group, tiling)
+    native = _native(packed, memory, packed.bias, tiling)
     return replace(packed, native=native, tiles=memory)
+
+
+def _native(packed: CudaLinear, tiles: Tensor, bias: Tensor | None, tiling: ProjectionTiling) -> _C.CudaWeights:
+    """Returns the native object of a projection of the shape of `packed`, on as many multiprocessors."""
+    return _C.CudaWeights(
+        data=tiles,
+        bias=bias,
+        k=packed.inputs,
+        n=packed.outputs,
+        group=packed.group,
+        row=tiling,
+        multiprocessors=packed.native.multiprocessors,
+    )
 
 
 def int4_group_size(weight: Weight) -> int:
@@ -135,8 +152,7 @@ def mask_outputs(packed: CudaLinear, outputs: Sequence[int], device: torch.devic
         use_current_device()
         bias[list(outputs)] = -torch.inf
         torch.cuda.current_stream().synchronize()  # a projection may load its bias before it waits for other kernels
-        row = packed.native.row
-        native = _C.CudaWeights(packed.tiles, bias, packed.inputs, packed.outputs, packed.group, row)
+        native = _native(packed, packed.tiles, bias, ProjectionTiling(*packed.native.row))
     return replace(packed, native=native, bias=bias)
 
 

@@ -4,7 +4,7 @@ A kernel that faults or hangs costs the process its GPU, so the checks run in a 
 builder/gpu_trial.py starts, watches and starts again behind a check that has ended it. The request is one line of JSON
 on standard input (`TrialRequest`). Standard output has two lines of JSON for each check, `{"begins": name}` and
 `{"check": name, "reason": text or null}`, or the line `{"problem": text}` if the GPU cannot be used at all. The line of
-the check TUNING, which times tilings of the projections (tuner.py), has the field "tilings", too. The process exits
+the check TUNING, which times tilings and kernels (tuner.py), has the field "tuning", too. The process exits
 with 0 after the last check, and with EXIT_DEVICE_FAULT after a check that has left the GPU unusable.
 """
 
@@ -25,9 +25,8 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends.cuda import CudaBackend, cuda
 from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory, require_usable
-from swiftspec.backends.cuda.linear import ProjectionTiling
 from swiftspec.backends.cuda.trial_checks import TrialDevice, TrialPlan, trial_checks
-from swiftspec.backends.cuda.tuner import TuningBench
+from swiftspec.backends.cuda.tuner import Tuning, TuningBench
 from swiftspec.backends.families import Family, compose
 from swiftspec.backends.reference import Backend
 from swiftspec.backends.unfused import unfused
@@ -35,8 +34,8 @@ from swiftspec.errors import UserError
 from swiftspec.file_io import one_line
 
 EXIT_DEVICE_FAULT = 3
-TUNING = "tilings of projections"
-COLD = 4  # weights that the tuner reads per measurement, in sizes of the L2 cache
+TUNING = "tilings of projections, shapes of attention"
+COLD = 4  # what the tuner reads per measurement, in sizes of the L2 cache
 REPLAYS = 5  # of a graph that is timed
 MAX_LIFE_S = 60  # a process whose parent has died ends after this time at the latest
 WARM_UP_RUNS = 2  # before a capture: kernels are loaded on their first launch
@@ -84,7 +83,7 @@ def run_checks(request: TrialRequest, ops: Backend, at: TrialDevice) -> Iterator
         more: dict[str, Any] = {}
         try:
             if name == TUNING:
-                more = {"tilings": tuned(request.plan, ops, at)}
+                more = {"tuning": tuned(request.plan, ops, at).to_json()}
             else:
                 reason = checks[name].run(ops, at)
             at.finish()
@@ -98,10 +97,10 @@ def run_checks(request: TrialRequest, ops: Backend, at: TrialDevice) -> Iterator
             return
 
 
-def tuned(plan: TrialPlan, ops: Backend, at: TrialDevice) -> Mapping[str, ProjectionTiling]:
-    """Returns the tilings that are faster than the default ones; none without graphs, in which they are timed."""
-    if at.capture is None or not ops.TILINGS:
-        return {}
+def tuned(plan: TrialPlan, ops: Backend, at: TrialDevice) -> Tuning:
+    """Returns what is faster than the defaults; nothing without graphs, in which it is timed."""
+    if at.capture is None:
+        return Tuning()
     return TuningBench(cast(CudaBackend, ops), at, replay_seconds, COLD * _C.cuda_device()["l2"]).tune(plan)
 
 

@@ -78,6 +78,12 @@ class Backend:
     children = staticmethod(sampling.children)
     log_probs = staticmethod(sampling.log_probs)
 
+    @staticmethod
+    def attention_shapes(capacity: int) -> list[str]:
+        """Returns the shapes of the attention kernel for a cache of `capacity` slots, among which a GPU is tuned, the
+        default one first; nothing if the backend has no choice."""
+        return []
+
     def check_supported(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:
         """Raises UserError if these operators cannot run the model on this machine."""
 

@@ -45,6 +45,7 @@ def arguments(**changed: Any) -> Namespace:
     usual: dict[str, Any] = {
         "prompts": 1, "tokens": 8, "context": 64, "device": "cpu", "ops": "auto", "steps": 2, "head": "auto",
         "kv_cache_dtype": "auto", "split": None, "modes": list(step.MODES), "rows": [], "trees": [],
+        "multiprocessors": None, "tuned": None,
         "particles": None, "draft_tokens": 4, "ablate": False,
     }  # fmt: skip
     return Namespace(**usual | changed)
