@@ -1,5 +1,5 @@
-// Projections of up to 32 rows, optionally with an all-reduce over the ranks of a group: one kernel body for one rank
-// per launch, and for several virtual ranks in tests.
+// Projections of up to 32 rows, optionally with an all-reduce over the ranks of a group: one kernel body for a launch
+// without other ranks, for a rank of a group, and for several virtual ranks in tests.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -17,11 +17,21 @@ namespace {
 using tiles::kThreads;
 using tiles::kWarps;
 
-// The launch belongs to one rank.
-struct SingleRank {
+// The launch has no other ranks. Its kernel has no code for an exchange.
+struct NoRanks {
+  static constexpr bool kReduces = false;
   static constexpr int kBlocksPerSm = 2;  // CTAs with up to 16 rows
   LinearTask task;
-  Channel channel;  // without ranks the sums stay local
+  __device__ const LinearTask& my_task() const { return task; }
+  __device__ int block() const { return static_cast<int>(blockIdx.x); }
+};
+
+// The launch belongs to one rank of a group.
+struct SingleRank {
+  static constexpr bool kReduces = true;
+  static constexpr int kBlocksPerSm = 2;
+  LinearTask task;
+  Channel channel;
   __device__ const LinearTask& my_task() const { return task; }
   __device__ const Channel& my_channel() const { return channel; }
   __device__ int block() const { return static_cast<int>(blockIdx.x); }
@@ -32,6 +42,7 @@ struct SingleRank {
 // Several virtual ranks, which share the CTAs of one cooperative launch evenly. Random pauses vary their relative
 // speed.
 struct VirtualRanks {
+  static constexpr bool kReduces = true;
   static constexpr int kBlocksPerSm = 1;
   LinearTask tasks[kMaxPeers];
   Channel channels[kMaxPeers];
@@ -78,6 +89,18 @@ __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool sta
   }
 }
 
+// Sends the lane's lines of a unit.
+template <class Ranks>
+__device__ void send_unit(const Ranks& ranks, const LinearTask& task, const ThreadIndex& at, const Unit& unit,
+                          const Session<DeviceMemory>& session) {
+  ranks.pause(2 * unit.strip);
+  if (!tiles::has_line(task.tiling, unit.strip, unit.j, at.lane, task.rows)) return;
+  for (int second = 0; second < 2; ++second) {
+    const int64_t line = tiles::ll_line(task.tiling, unit.strip, unit.j, at.lane, second);
+    session.send(session.owners(unit.strip), line, line_of(unit, second));
+  }
+}
+
 // Receives and sums the lines of all ranks for this warp's units, and writes the outputs. Of a two-shot sum, the units
 // that this rank owns come first.
 template <int kRows8, class Ranks>
@@ -105,12 +128,21 @@ __device__ void receive(const Ranks& ranks, const LinearTask& task, const Thread
   }
 }
 
+// The exchange of this launch; nothing if it has no other ranks.
+template <class Ranks>
+__device__ auto session_of(const Ranks& ranks) {
+  if constexpr (Ranks::kReduces) {
+    return Session<DeviceMemory>{ranks.my_channel(), ptx::load_system(ranks.my_channel().epoch)};
+  } else {
+    return 0;
+  }
+}
+
 // Kernel body, executed by every CTA of every rank.
 template <bool kInt4, int kRows8, class Ranks>
 __device__ void linear_body(const Ranks& ranks) {
   uint8_t* shared = dynamic_shared();
   const LinearTask& task = ranks.my_task();
-  const Channel& channel = ranks.my_channel();
   const ThreadIndex at{ranks.block() >> task.tiling.cluster_log, static_cast<int>(ptx::cluster_rank()),
                  static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32};
   SWIFTSPEC_STAMP(task, kStart);
@@ -123,8 +155,7 @@ __device__ void linear_body(const Ranks& ranks) {
 #endif
   ptx::wait_for_dependencies();
   SWIFTSPEC_STAMP(task, kDependencies);
-  const bool reduces = channel.layout.ranks > 0;
-  const Session<DeviceMemory> session{channel, reduces ? ptx::load_system(channel.epoch) : 0};
+  [[maybe_unused]] const auto session = session_of(ranks);
   if (task.norm != nullptr) {
     auto* x = reinterpret_cast<uint4*>(shared + task.smem.x);
     norm_scales<kRows8>(task, at, 0, normalises_in_place(task, at) ? x : nullptr, shared);
@@ -147,17 +178,15 @@ __device__ void linear_body(const Ranks& ranks) {
     for_each_unit<kRows8>(task, at, kWarps, strip, [&](Unit& unit) {
       read_unit<kRows8>(task, at, strip, joined, unit);
       add_bias(task.tiling, task.to, at.lane, unit);
-      if (!reduces) return store_unit(task.tiling, task.to, at.lane, unit);
-      ranks.pause(2 * unit.strip);
-      if (!tiles::has_line(task.tiling, unit.strip, unit.j, at.lane, task.rows)) return;
-      for (int second = 0; second < 2; ++second) {
-        const int64_t line = tiles::ll_line(task.tiling, unit.strip, unit.j, at.lane, second);
-        session.send(session.owners(unit.strip), line, line_of(unit, second));
+      if constexpr (Ranks::kReduces) {
+        send_unit(ranks, task, at, unit, session);
+      } else {
+        store_unit(task.tiling, task.to, at.lane, unit);
       }
     });
     SWIFTSPEC_STAMP(task, kStored);
   }
-  if (reduces) {
+  if constexpr (Ranks::kReduces) {
     receive<kRows8>(ranks, task, at, session);
     end_epoch(session, tiles::ll_lines(task.tiling, task.rows), ranks.block(), ranks.blocks());
   }
@@ -210,6 +239,7 @@ void prepare_linear(const Device& device) {
   prepare_prefill(device);
   for (const bool int4 : {false, true}) {
     for (const int rows8 : {1, 2, 4}) {
+      allow_shared_memory("linear", kernel_for<NoRanks>(int4, rows8), device.shared);
       allow_shared_memory("linear", kernel_for<SingleRank>(int4, rows8), device.shared);
       allow_shared_memory("linear", kernel_for<VirtualRanks>(int4, rows8), device.shared);
     }
@@ -241,14 +271,15 @@ void linear(const LinearArgs& args, Stream stream) {
     return weights.tiling.variant == tiles::kDirect ? linear_direct(args, stream) : linear_stream(args, stream);
   }
   const int rows8 = rows8_of(args.rows);
-  SingleRank ranks{task_of(args, rows8, tiles::concurrent_clusters(weights.tiling, rows8, weights.device)), {}};
-  if (args.channel != nullptr) ranks.channel = *args.channel;
-  Launch how = launch_of(ranks.task, ranks.task.clusters);
+  LinearTask task = task_of(args, rows8, tiles::concurrent_clusters(weights.tiling, rows8, weights.device));
+  Launch how = launch_of(task, task.clusters);
   how.early = true;
 #ifdef SWIFTSPEC_STAMPS
-  ranks.task.stamps = stamp_records(weights, int64_t{how.grid.x} * kWarps);
+  task.stamps = stamp_records(weights, int64_t{how.grid.x} * kWarps);
 #endif
-  launch("linear", kernel_for<SingleRank>(weights.tiling.group != 0, rows8), how, stream, ranks);
+  const bool int4 = weights.tiling.group != 0;
+  if (args.channel == nullptr) return launch("linear", kernel_for<NoRanks>(int4, rows8), how, stream, NoRanks{task});
+  launch("linear", kernel_for<SingleRank>(int4, rows8), how, stream, SingleRank{task, *args.channel});
 }
 
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream) {
