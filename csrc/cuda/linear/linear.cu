@@ -64,12 +64,13 @@ struct VirtualRanks {
 
 // Whether norm_scales stores x in shared memory, where stage_activations then normalises it. On Ampere the second read
 // comes from L1, and the registers are too few.
-__device__ inline bool normalises_in_place(const LinearTask& task, const ThreadIndex& at) {
-  return ptx::kBulk && task.norm != nullptr && task.tiling.range(at.cta) <= task.smem.chunk_tiles;
+template <bool kNormed>
+__device__ bool normalises_in_place(const LinearTask& task, const ThreadIndex& at) {
+  return ptx::kBulk && kNormed && task.tiling.range(at.cta) <= task.smem.chunk_tiles;
 }
 
 // Computes the sums of a warp's strip over all inputs of this CTA. `staged`: an earlier call has already staged x.
-template <bool kInt4, int kRows8>
+template <bool kInt4, int kRows8, bool kNormed>
 __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool staged, uint8_t* shared,
                          Ring<tiles::TileIterator>& ring, Sums<kRows8>& sums) {
   const int first = task.tiling.first_tile(at.cta), range = task.tiling.range(at.cta), chunk = task.smem.chunk_tiles;
@@ -79,8 +80,8 @@ __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool sta
     if (!staged || range > chunk) {
       __syncthreads();  // all warps have finished the previous chunk
       const int64_t input = static_cast<int64_t>(first + begin) * task.tiling.tile_k;
-      stage_activations<kInt4, kRows8>(task, at, input, here * task.tiling.tile_k / tiles::kBlock,
-                                         normalises_in_place(task, at), shared);
+      stage_activations<kInt4, kRows8, kNormed>(task, at, input, here * task.tiling.tile_k / tiles::kBlock,
+                                                normalises_in_place<kNormed>(task, at), shared);
       if (!staged && begin == 0) SWIFTSPEC_STAMP(task, kStagedByWarp);
       __syncthreads();
       if (!staged && begin == 0) SWIFTSPEC_STAMP(task, kStaged);
@@ -139,14 +140,14 @@ __device__ auto session_of(const Ranks& ranks) {
 }
 
 // Kernel body, executed by every CTA of every rank.
-template <bool kInt4, int kRows8, class Ranks>
+template <bool kInt4, int kRows8, bool kNormed, class Ranks>
 __device__ void linear_body(const Ranks& ranks) {
   uint8_t* shared = dynamic_shared();
   const LinearTask& task = ranks.my_task();
   const ThreadIndex at{ranks.block() >> task.tiling.cluster_log, static_cast<int>(ptx::cluster_rank()),
                  static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32};
   SWIFTSPEC_STAMP(task, kStart);
-  fetch_norm(task, at, shared);  // ahead of the ring, whose copies are many
+  if constexpr (kNormed) fetch_norm(task, at, shared);  // ahead of the ring, whose copies are many
   Ring ring(task, at, shared, tiles::tiles_of_warp(task.tiling, at.cluster, task.clusters, at.cta, at.warp));
   SWIFTSPEC_STAMP(task, kRing);
   ptx::launch_dependents();
@@ -156,16 +157,16 @@ __device__ void linear_body(const Ranks& ranks) {
   ptx::wait_for_dependencies();
   SWIFTSPEC_STAMP(task, kDependencies);
   [[maybe_unused]] const auto session = session_of(ranks);
-  if (task.norm != nullptr) {
+  if constexpr (kNormed) {
     auto* x = reinterpret_cast<uint4*>(shared + task.smem.x);
-    norm_scales<kRows8>(task, at, 0, normalises_in_place(task, at) ? x : nullptr, shared);
+    norm_scales<kRows8>(task, at, 0, normalises_in_place<kNormed>(task, at) ? x : nullptr, shared);
     await_norm(task, at, shared);
   }
   SWIFTSPEC_STAMP(task, kNormScales);
   int count = 0;
   for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters, ++count) {
     Sums<kRows8> sums;
-    multiply<kInt4, kRows8>(task, at, count > 0, shared, ring, sums);
+    multiply<kInt4, kRows8, kNormed>(task, at, count > 0, shared, ring, sums);
     SWIFTSPEC_STAMP(task, kLastTile);
     if (turn + task.clusters >= task.tiling.turns()) {  // its own weights have been read
       prefetch_tiles(task, ranks.block() * kWarps + at.warp, at.lane);
@@ -194,23 +195,27 @@ __device__ void linear_body(const Ranks& ranks) {
   SWIFTSPEC_STAMP(task, kExit);
 }
 
-template <bool kInt4, int kRows8, class Ranks>
+template <bool kInt4, int kRows8, bool kNormed, class Ranks>
 __global__ void __launch_bounds__(kThreads, kRows8 <= tiles::kPairedRows8 ? Ranks::kBlocksPerSm : 1)
     linear_kernel(const __grid_constant__ Ranks ranks) {
-  linear_body<kInt4, kRows8>(ranks);
+  linear_body<kInt4, kRows8, kNormed>(ranks);
 }
 
 template <class Ranks>
 using Kernel = void (*)(Ranks);
 
-template <class Ranks>
+template <class Ranks, bool kNormed = false>
 Kernel<Ranks> kernel_for(bool int4, int rows8) {
   if (int4) {
-    if (rows8 == 1) return linear_kernel<true, 1, Ranks>;
-    return rows8 == 2 ? linear_kernel<true, 2, Ranks> : linear_kernel<true, 4, Ranks>;
+    if (rows8 == 1) return linear_kernel<true, 1, kNormed, Ranks>;
+    return rows8 == 2 ? linear_kernel<true, 2, kNormed, Ranks> : linear_kernel<true, 4, kNormed, Ranks>;
   }
-  if (rows8 == 1) return linear_kernel<false, 1, Ranks>;
-  return rows8 == 2 ? linear_kernel<false, 2, Ranks> : linear_kernel<false, 4, Ranks>;
+  if (rows8 == 1) return linear_kernel<false, 1, kNormed, Ranks>;
+  return rows8 == 2 ? linear_kernel<false, 2, kNormed, Ranks> : linear_kernel<false, 4, kNormed, Ranks>;
+}
+
+Kernel<NoRanks> kernel_for(bool int4, int rows8, bool normed) {
+  return normed ? kernel_for<NoRanks, true>(int4, rows8) : kernel_for<NoRanks>(int4, rows8);
 }
 
 int rows8_of(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
@@ -239,7 +244,9 @@ void prepare_linear(const Device& device) {
   prepare_prefill(device);
   for (const bool int4 : {false, true}) {
     for (const int rows8 : {1, 2, 4}) {
-      allow_shared_memory("linear", kernel_for<NoRanks>(int4, rows8), device.shared);
+      for (const bool normed : {false, true}) {
+        allow_shared_memory("linear", kernel_for(int4, rows8, normed), device.shared);
+      }
       allow_shared_memory("linear", kernel_for<SingleRank>(int4, rows8), device.shared);
       allow_shared_memory("linear", kernel_for<VirtualRanks>(int4, rows8), device.shared);
     }
@@ -278,7 +285,9 @@ void linear(const LinearArgs& args, Stream stream) {
   task.stamps = stamp_records(weights, int64_t{how.grid.x} * kWarps);
 #endif
   const bool int4 = weights.tiling.group != 0;
-  if (args.channel == nullptr) return launch("linear", kernel_for<NoRanks>(int4, rows8), how, stream, NoRanks{task});
+  if (args.channel == nullptr) {
+    return launch("linear", kernel_for(int4, rows8, args.norm != nullptr), how, stream, NoRanks{task});
+  }
   launch("linear", kernel_for<SingleRank>(int4, rows8), how, stream, SingleRank{task, *args.channel});
 }
 

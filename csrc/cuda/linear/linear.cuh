@@ -165,7 +165,7 @@ __device__ inline void prefetch_norm(const LinearTask& task, const ThreadIndex& 
 // Starts the copy of this CTA's part of the RMSNorm weight to shared memory; await_norm waits for it. If it has no
 // place there, it is prefetched to L2.
 __device__ inline void fetch_norm(const LinearTask& task, const ThreadIndex& at, uint8_t* shared) {
-  if (task.norm == nullptr || at.warp > 0) return;
+  if (at.warp > 0) return;
   if (!ptx::kBulk || task.smem.norm_bytes == 0) return prefetch_norm(task, at);
   auto* barrier = reinterpret_cast<uint64_t*>(shared + task.smem.norm_barrier);
   if (at.lane == 0) {
@@ -247,9 +247,9 @@ __device__ void norm_scales(const LinearTask& task, const ThreadIndex& at, int f
 }
 
 // Loads a quantisation group (bf16: two blocks) of a row's inputs from `first` on, normalises it by `norm`, the weight
-// of these inputs, and stores it as B operands in `pieces`; consecutive blocks are `apart` pieces apart. kInPlace: the
-// inputs are already there. For int4 it also stores the group's sum over the four lanes of the row.
-template <bool kInt4, bool kInPlace>
+// of these inputs, if kNormed, and stores it as B operands in `pieces`; consecutive blocks are `apart` pieces apart.
+// kInPlace: the inputs are already there. For int4 it also stores the group's sum over the four lanes of the row.
+template <bool kInt4, bool kInPlace, bool kNormed>
 __device__ void stage_group(const LinearTask& task, int row, int64_t first, int lane, const float* scale,
                             const uint16_t* norm, uint4* pieces, int apart, float* sum_of_group) {
   constexpr int kMaxBlocks = kInt4 ? 4 : 2;
@@ -266,14 +266,14 @@ __device__ void stage_group(const LinearTask& task, int row, int64_t first, int 
   for (int b = 0; b < kMaxBlocks; ++b) {
     if (b >= together) break;
     uint32_t words[4] = {piece[b].x, piece[b].y, piece[b].z, piece[b].w};
-    if (task.norm != nullptr) {
+    if constexpr (kNormed) {
       const uint4 weight = load_piece(norm, 0, 1, tiles::x_input(b, lane), task.tiling.k - first);
       const uint32_t factors[4] = {weight.x, weight.y, weight.z, weight.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i] = tiles::normalised(words[i], *scale, factors[i]);
     }
     sum += tiles::sum8(words);
-    if (!kInPlace || task.norm != nullptr) pieces[b * apart] = {words[0], words[1], words[2], words[3]};
+    if (!kInPlace || kNormed) pieces[b * apart] = {words[0], words[1], words[2], words[3]};
   }
   if (!kInt4) return;
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
@@ -312,7 +312,7 @@ __device__ void copy_activations(const LinearTask& task, const ThreadIndex& at, 
 
 // Stages a chunk of x in shared memory. A warp processes a group of blocks and eight rows at a time. `first` is the
 // first input of the chunk. `in_place`: norm_scales has stored x there; never on GPUs without bulk copies.
-template <bool kInt4, int kRows8>
+template <bool kInt4, int kRows8, bool kNormed>
 __device__ void stage_activations(const LinearTask& task, const ThreadIndex& at, int64_t first, int blocks,
                                   bool in_place, uint8_t* shared) {
   auto* pieces = reinterpret_cast<uint4*>(shared + task.smem.x);
@@ -325,12 +325,13 @@ __device__ void stage_activations(const LinearTask& task, const ThreadIndex& at,
   const int log = kInt4 ? task.tiling.group_log : 1;
   constexpr bool kCopies = ptx::kBulk;  // on Ampere the registers are too few
   if (kCopies && !in_place) copy_activations<kRows8>(task, at, first, blocks, log, pieces);
-  if (kCopies && !kInt4 && task.norm == nullptr) return;
+  if (kCopies && !kInt4 && !kNormed) return;
   for_each_group<kRows8>(at, blocks, log, [&](int block, int j) {
     const int row = tiles::x_row(j, at.lane);
-    stage_group<kInt4, kCopies>(task, row, first + static_cast<int64_t>(block) * tiles::kBlock, at.lane, scales + row,
-                             norm + block * tiles::kBlock, pieces + tiles::x_piece(block, kRows8, j, at.lane),
-                             kRows8 * 32, sums + (block >> log) * 8 * kRows8 + row);
+    stage_group<kInt4, kCopies, kNormed>(
+        task, row, first + static_cast<int64_t>(block) * tiles::kBlock, at.lane, scales + row,
+        norm + block * tiles::kBlock, pieces + tiles::x_piece(block, kRows8, j, at.lane), kRows8 * 32,
+        sums + (block >> log) * 8 * kRows8 + row);
   });
 }
 

@@ -35,7 +35,7 @@ SWIFTSPEC_HD int group_blocks_log(const tiles::Tiling& t) {
 
 // Packs x, normalised, and the sums of its groups. A cluster processes eight rows; its blocks split the inputs as those
 // of a product do, so that the sums of squares are computed in parallel and added in the same order.
-template <bool kInt4>
+template <bool kInt4, bool kNormed>
 __global__ void __launch_bounds__(kThreads) pack_activations_kernel(const __grid_constant__ PackActivationsTask pack) {
   uint8_t* shared = dynamic_shared();
   const LinearTask& task = pack.each;
@@ -43,10 +43,10 @@ __global__ void __launch_bounds__(kThreads) pack_activations_kernel(const __grid
   const int eight = static_cast<int>(blockIdx.x) >> t.cluster_log, part = eight / kPartRows8, j = eight % kPartRows8;
   const ThreadIndex at{eight, static_cast<int>(ptx::cluster_rank()), static_cast<int>(threadIdx.x) / 32,
                        static_cast<int>(threadIdx.x) % 32};
-  if (task.norm != nullptr && at.warp == 0) prefetch_norm(task, at);
+  if (kNormed && at.warp == 0) prefetch_norm(task, at);
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
-  if (task.norm != nullptr) norm_scales<1>(task, at, 8 * eight, nullptr, shared);
+  if constexpr (kNormed) norm_scales<1>(task, at, 8 * eight, nullptr, shared);
   const float* scale = reinterpret_cast<const float*>(shared + task.smem.scales) + fragment::b_column(at.lane);
   const int log = group_blocks_log<kInt4>(t), groups = t.tile_k / tiles::kBlock >> log,
             units = t.range(at.cta) * groups;
@@ -56,17 +56,23 @@ __global__ void __launch_bounds__(kThreads) pack_activations_kernel(const __grid
     const int64_t first = static_cast<int64_t>(tile) * t.tile_k + (group << log) * tiles::kBlock;
     auto* pieces = reinterpret_cast<uint4*>(to) + tiles::x_piece(group << log, kPartRows8, j, at.lane);
     auto* sums = reinterpret_cast<float*>(to + tiles::slab_sums(t)) + group * tiles::kMaxRows;
-    stage_group<kInt4, false>(task, tiles::x_row(eight, at.lane), first, at.lane, scale, task.norm + first, pieces,
-                              kPartRows8 * 32, sums + tiles::x_row(j, at.lane));
+    stage_group<kInt4, false, kNormed>(task, tiles::x_row(eight, at.lane), first, at.lane, scale, task.norm + first,
+                                       pieces, kPartRows8 * 32, sums + tiles::x_row(j, at.lane));
   }
-  if (task.norm != nullptr) ptx::cluster_meet();  // no block exits while another one reads its squares
+  if constexpr (kNormed) ptx::cluster_meet();  // no block exits while another one reads its squares
+}
+
+using Kernel = void (*)(PackActivationsTask);
+
+Kernel kernel_for(bool int4, bool normed) {
+  if (int4) return normed ? pack_activations_kernel<true, true> : pack_activations_kernel<true, false>;
+  return normed ? pack_activations_kernel<false, true> : pack_activations_kernel<false, false>;
 }
 
 }  // namespace
 
 void prepare_pack_activations() {
-  allow_shared_memory("linear", pack_activations_kernel<true>, kShared);
-  allow_shared_memory("linear", pack_activations_kernel<false>, kShared);
+  for (const int kind : {0, 1, 2, 3}) allow_shared_memory("linear", kernel_for(kind % 2 == 1, kind / 2 == 1), kShared);
 }
 
 void pack_activations(const LinearArgs& a, int parts, int all, void* slabs, Stream stream) {
@@ -85,7 +91,7 @@ void pack_activations(const LinearArgs& a, int parts, int all, void* slabs, Stre
   const int64_t down = std::clamp<int64_t>(kBlocks / across, 1, tiles::ceil_div(units, kWarps));
   const Launch how{.grid = dim3(across, static_cast<unsigned>(down)), .threads = kThreads, .cluster = t.cluster(),
                    .shared = kShared, .early = true};
-  launch("linear", int4 ? pack_activations_kernel<true> : pack_activations_kernel<false>, how, stream, task);
+  launch("linear", kernel_for(int4, a.norm != nullptr), how, stream, task);
 }
 
 }  // namespace swiftspec::cuda

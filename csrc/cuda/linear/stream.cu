@@ -205,8 +205,8 @@ __global__ void __launch_bounds__(kThreads, 2) stream_kernel(const __grid_consta
   }
   SWIFTSPEC_STAMP(task, kNormScales);
   const int range = t.range(at.cta);
-  stage_activations<true, 1>(task, at, static_cast<int64_t>(t.first_tile(at.cta)) * t.tile_k,
-                             range * t.tile_k / tiles::kBlock, kInPlace, shared);
+  stage_activations<true, 1, kNormed>(task, at, static_cast<int64_t>(t.first_tile(at.cta)) * t.tile_k,
+                                      range * t.tile_k / tiles::kBlock, kInPlace, shared);
   SWIFTSPEC_STAMP(task, kStagedByWarp);
   __syncthreads();
   SWIFTSPEC_STAMP(task, kStaged);
