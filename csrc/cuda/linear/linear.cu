@@ -70,7 +70,7 @@ __device__ bool normalises_in_place(const LinearTask& task, const ThreadIndex& a
 }
 
 // Computes the sums of a warp's strip over all inputs of this CTA. `staged`: an earlier call has already staged x.
-template <bool kInt4, int kRows8, bool kNormed>
+template <bool kInt4, int kRows8, bool kNormed, bool kWhole>
 __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool staged, uint8_t* shared,
                          Ring<tiles::TileIterator>& ring, Sums<kRows8>& sums) {
   const int first = task.tiling.first_tile(at.cta), range = task.tiling.range(at.cta), chunk = task.smem.chunk_tiles;
@@ -86,7 +86,7 @@ __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool sta
       __syncthreads();
       if (!staged && begin == 0) SWIFTSPEC_STAMP(task, kStaged);
     }
-    multiply_chunk<kInt4, kRows8>(task, at, here, shared, ring, sums);
+    multiply_chunk<kInt4, kRows8, kWhole>(task, at, here, shared, ring, sums);
   }
 }
 
@@ -116,13 +116,17 @@ __device__ void receive(const Ranks& ranks, const LinearTask& task, const Thread
         if (session.owns(unit.strip) != (pass == 0)) return;
         ranks.pause(2 * unit.strip + 1);
         if (!tiles::has_line(task.tiling, unit.strip, unit.j, at.lane, task.rows)) return;
-#pragma unroll
-        for (int second = 0; second < 2; ++second) {
+        uint64_t totals[2] = {};
+#pragma unroll 1
+        for (int second = 0; second < 2; ++second) {  // unrolled, the exchange spills on some architectures
           const int64_t line = tiles::ll_line(task.tiling, unit.strip, unit.j, at.lane, second);
           uint64_t total = 0;
           if (!session.reduce(unit.strip, line, total, wait)) return;
-          set_line(unit, second, total);
+          totals[0] = second == 0 ? total : totals[0];
+          totals[1] = total;
         }
+        set_line(unit, 0, totals[0]);
+        set_line(unit, 1, totals[1]);
         store_unit(task.tiling, task.to, at.lane, unit);
       });
     }
@@ -140,7 +144,7 @@ __device__ auto session_of(const Ranks& ranks) {
 }
 
 // Kernel body, executed by every CTA of every rank.
-template <bool kInt4, int kRows8, bool kNormed, class Ranks>
+template <bool kInt4, int kRows8, bool kNormed, bool kWhole, class Ranks>
 __device__ void linear_body(const Ranks& ranks) {
   uint8_t* shared = dynamic_shared();
   const LinearTask& task = ranks.my_task();
@@ -166,7 +170,7 @@ __device__ void linear_body(const Ranks& ranks) {
   int count = 0;
   for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters, ++count) {
     Sums<kRows8> sums;
-    multiply<kInt4, kRows8, kNormed>(task, at, count > 0, shared, ring, sums);
+    multiply<kInt4, kRows8, kNormed, kWhole>(task, at, count > 0, shared, ring, sums);
     SWIFTSPEC_STAMP(task, kLastTile);
     if (turn + task.clusters >= task.tiling.turns()) {  // its own weights have been read
       prefetch_tiles(task, ranks.block() * kWarps + at.warp, at.lane);
@@ -195,27 +199,31 @@ __device__ void linear_body(const Ranks& ranks) {
   SWIFTSPEC_STAMP(task, kExit);
 }
 
-template <bool kInt4, int kRows8, bool kNormed, class Ranks>
+// A kernel for each kind of projection, so that code which it does not run takes no place in the instruction cache.
+template <bool kInt4, int kRows8, bool kNormed, bool kWhole, class Ranks>
 __global__ void __launch_bounds__(kThreads, kRows8 <= tiles::kPairedRows8 ? Ranks::kBlocksPerSm : 1)
     linear_kernel(const __grid_constant__ Ranks ranks) {
-  linear_body<kInt4, kRows8, kNormed>(ranks);
+  linear_body<kInt4, kRows8, kNormed, kWhole>(ranks);
 }
 
 template <class Ranks>
 using Kernel = void (*)(Ranks);
 
-template <class Ranks, bool kNormed = false>
-Kernel<Ranks> kernel_for(bool int4, int rows8) {
-  if (int4) {
-    if (rows8 == 1) return linear_kernel<true, 1, kNormed, Ranks>;
-    return rows8 == 2 ? linear_kernel<true, 2, kNormed, Ranks> : linear_kernel<true, 4, kNormed, Ranks>;
-  }
-  if (rows8 == 1) return linear_kernel<false, 1, kNormed, Ranks>;
-  return rows8 == 2 ? linear_kernel<false, 2, kNormed, Ranks> : linear_kernel<false, 4, kNormed, Ranks>;
+template <class Ranks, bool kInt4, bool kNormed, bool kWhole>
+Kernel<Ranks> kernel_of(int rows8) {
+  if (rows8 == 1) return linear_kernel<kInt4, 1, kNormed, kWhole, Ranks>;
+  return rows8 == 2 ? linear_kernel<kInt4, 2, kNormed, kWhole, Ranks> : linear_kernel<kInt4, 4, kNormed, kWhole, Ranks>;
 }
 
-Kernel<NoRanks> kernel_for(bool int4, int rows8, bool normed) {
-  return normed ? kernel_for<NoRanks, true>(int4, rows8) : kernel_for<NoRanks>(int4, rows8);
+template <class Ranks, bool kNormed = false>
+Kernel<Ranks> kernel_of(const tiles::Tiling& t, int rows8) {
+  if (t.group == 0) return kernel_of<Ranks, false, kNormed, true>(rows8);
+  return t.group_log == 2 ? kernel_of<Ranks, true, kNormed, true>(rows8) : kernel_of<Ranks, true, kNormed, false>(rows8);
+}
+
+// That of a projection without other ranks.
+Kernel<NoRanks> kernel_for(const tiles::Tiling& t, int rows8, bool normed) {
+  return normed ? kernel_of<NoRanks, true>(t, rows8) : kernel_of<NoRanks>(t, rows8);
 }
 
 int rows8_of(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
@@ -242,13 +250,12 @@ void prepare_linear(const Device& device) {
   prepare_stream(device);
   prepare_large_m(device);
   prepare_prefill(device);
-  for (const bool int4 : {false, true}) {
+  for (const int group : {0, 32, 128}) {
+    const tiles::Tiling t = tiles::shape(group, 1, group);
     for (const int rows8 : {1, 2, 4}) {
-      for (const bool normed : {false, true}) {
-        allow_shared_memory("linear", kernel_for(int4, rows8, normed), device.shared);
-      }
-      allow_shared_memory("linear", kernel_for<SingleRank>(int4, rows8), device.shared);
-      allow_shared_memory("linear", kernel_for<VirtualRanks>(int4, rows8), device.shared);
+      for (const bool normed : {false, true}) allow_shared_memory("linear", kernel_for(t, rows8, normed), device.shared);
+      allow_shared_memory("linear", kernel_of<SingleRank>(t, rows8), device.shared);
+      allow_shared_memory("linear", kernel_of<VirtualRanks>(t, rows8), device.shared);
     }
   }
 }
@@ -284,11 +291,11 @@ void linear(const LinearArgs& args, Stream stream) {
 #ifdef SWIFTSPEC_STAMPS
   task.stamps = stamp_records(weights, int64_t{how.grid.x} * kWarps);
 #endif
-  const bool int4 = weights.tiling.group != 0;
-  if (args.channel == nullptr) {
-    return launch("linear", kernel_for(int4, rows8, args.norm != nullptr), how, stream, NoRanks{task});
+  if (args.channel != nullptr) {
+    const auto kernel = kernel_of<SingleRank>(weights.tiling, rows8);
+    return launch("linear", kernel, how, stream, SingleRank{task, *args.channel});
   }
-  launch("linear", kernel_for<SingleRank>(int4, rows8), how, stream, SingleRank{task, *args.channel});
+  launch("linear", kernel_for(weights.tiling, rows8, args.norm != nullptr), how, stream, NoRanks{task});
 }
 
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream) {
@@ -306,7 +313,7 @@ void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream 
   many.delays = delays;
   Launch how = launch_of(many.tasks[0], clusters * count);
   how.cooperative = true;
-  launch("linear", kernel_for<VirtualRanks>(weights.tiling.group != 0, rows8), how, stream, many);
+  launch("linear", kernel_of<VirtualRanks>(weights.tiling, rows8), how, stream, many);
 }
 
 }  // namespace swiftspec::cuda

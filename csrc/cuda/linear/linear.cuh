@@ -440,8 +440,9 @@ __device__ inline void prefetch_tiles(const LinearTask& task, int warp, int lane
   if (mine.bytes > 0) ptx::prefetch(task.next + mine.first, static_cast<uint32_t>(mine.bytes), lane);
 }
 
-// Multiplies this warp's tiles of a chunk of `tile_count` tiles, whose inputs are in shared memory.
-template <bool kInt4, int kRows8>
+// Multiplies this warp's tiles of a chunk of `tile_count` tiles, whose inputs are in shared memory. kWhole: int4 groups
+// are whole tiles, the usual case, which needs no branch between the blocks of a tile.
+template <bool kInt4, int kRows8, bool kWhole>
 __device__ void multiply_chunk(const LinearTask& task, const ThreadIndex& at, int tile_count, const uint8_t* shared,
                                Ring<tiles::TileIterator>& ring, Sums<kRows8>& sums) {
   const auto* pieces = reinterpret_cast<const uint4*>(shared + task.smem.x);
@@ -453,7 +454,7 @@ __device__ void multiply_chunk(const LinearTask& task, const ThreadIndex& at, in
     if constexpr (kInt4) {
       const float* my_sums = x_sums + tile * task.tiling.groups() * 8 * kRows8;
       const StagedInputs<kRows8> x{mine, my_sums, at.lane};
-      multiply_int4<kRows8>(sums, weights, x, task.tiling.group_log, at.lane);
+      multiply_groups<kRows8>(sums, weights, x, kWhole ? 2 : task.tiling.group_log, at.lane);
     } else {
       multiply_bf16<kRows8>(sums, weights, mine, at.lane);
     }

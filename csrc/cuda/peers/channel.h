@@ -59,7 +59,7 @@ struct Session {
   SWIFTSPEC_HD void broadcast(int64_t line, uint64_t payload) const { send(everyone(), line, payload); }
 
   SWIFTSPEC_HD void send(Peers to, int64_t line, uint64_t payload) const {
-    SWIFTSPEC_UNROLL_BY(4)  // otherwise linear_kernel spills on some architectures
+    SWIFTSPEC_NO_UNROLL  // otherwise linear_kernel spills on some architectures
     for (int peer = to.first; peer < to.end; ++peer) {
       ll::write_line<Memory>(line_at(peer, channel.rank, line), ll::flag_of(epoch, protocol_params()), payload);
     }
