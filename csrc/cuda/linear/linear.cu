@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <type_traits>
 
 #include "cuda/launch.cuh"
 #include "cuda/linear/epilogue.cuh"
+#include "cuda/linear/rope_epilogue.h"
 #include "cuda/peers/ll.cuh"
 #include "cuda/shared.cuh"
 #include "kernels_cuda.h"
@@ -27,6 +29,11 @@ struct SingleRank {
   __device__ int block() const { return static_cast<int>(blockIdx.x); }
   __device__ int blocks() const { return static_cast<int>(gridDim.x); }
   __device__ void pause(int) const {}
+};
+
+// A QKV projection that appends to the cache.
+struct AppendingRank : SingleRank {
+  RopeAppend append;
 };
 
 // Several virtual ranks, which share the CTAs of one cooperative launch evenly. Random pauses vary their relative
@@ -114,6 +121,12 @@ __device__ void linear_body(const Ranks& ranks) {
 #ifdef SWIFTSPEC_STAMPS
   stamps::touch_pages(task.touched, task.touched_bytes);
 #endif
+  constexpr bool kAppends = std::is_same_v<Ranks, AppendingRank>;
+  [[maybe_unused]] AppendedRows rows;
+  if constexpr (kAppends) {
+    if (!ranks.append.setup.prepared) ptx::wait_for_dependencies();
+    rows = appended_rows(ranks.append.setup, at.lane);
+  }
   ptx::wait_for_dependencies();
   SWIFTSPEC_STAMP(task, kDependencies);
   const bool reduces = channel.layout.ranks > 0;
@@ -132,14 +145,20 @@ __device__ void linear_body(const Ranks& ranks) {
     if (turn + task.clusters >= task.tiling.turns()) {  // its own weights have been read
       prefetch_tiles(task, ranks.block() * kWarps + at.warp, at.lane);
     }
+    const int strip = turn << task.tiling.n_log;
+    [[maybe_unused]] RopePairs rope;
+    if constexpr (kAppends) {  // for the warp's only unit
+      const int mine = (at.warp << task.tiling.cluster_log) + at.cta;
+      if (mine < task.tiling.warps_n()) rope = load_rope(task.tiling, ranks.append.setup, rows, strip + mine, at.lane);
+    }
     const float4* joined = reduce_warps<kRows8>(task, at, count, sums, shared);
     SWIFTSPEC_STAMP(task, kWarpSum);
     sync_cluster(task);
     SWIFTSPEC_STAMP(task, kClusterBarrier);
-    const int strip = turn << task.tiling.n_log;
     for_each_unit<kRows8>(task, at, kWarps, strip, [&](Unit& unit) {
       read_unit<kRows8>(task, at, strip, joined, unit);
       add_bias(task.tiling, task.to, at.lane, unit);
+      if constexpr (kAppends) return append_unit(task.tiling, ranks.append, rows, rope, at.lane, unit);
       if (!reduces) return store_unit(task.tiling, task.to, at.lane, unit);
       ranks.pause(2 * unit.strip);
       if (!tiles::has_line(task.tiling, unit.strip, unit.j, at.lane, task.rows)) return;
@@ -176,6 +195,10 @@ Kernel<Ranks> kernel_for(bool int4, int rows8) {
   return rows8 == 2 ? linear_kernel<false, 2, Ranks> : linear_kernel<false, 4, Ranks>;
 }
 
+Kernel<AppendingRank> qkv_kernel_for(bool int4) {
+  return int4 ? linear_kernel<true, 1, AppendingRank> : linear_kernel<false, 1, AppendingRank>;
+}
+
 int rows8_of(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
 
 LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
@@ -205,6 +228,7 @@ void prepare_linear(const Device& device) {
       allow_shared_memory("linear", kernel_for<SingleRank>(int4, rows8), device.shared);
       allow_shared_memory("linear", kernel_for<VirtualRanks>(int4, rows8), device.shared);
     }
+    allow_shared_memory("linear", qkv_kernel_for(int4), device.shared);
   }
 }
 
@@ -226,6 +250,10 @@ bool has_variant(const LinearArgs& a) {
   return a.norm != nullptr ? a.residual == nullptr : !a.swiglu && a.logits == nullptr;  // as models call it
 }
 
+bool can_append(const Weights& weights, int64_t rows, int64_t dim) {
+  return rows <= tiles::kVariantRows && weights.tiling.heads != 0 && 2 * weights.tiling.apart == dim;
+}
+
 void linear(const LinearArgs& args, Stream stream) {
   if (args.rows == 0) return;
   const Weights& weights = *args.weights;
@@ -240,7 +268,11 @@ void linear(const LinearArgs& args, Stream stream) {
 #ifdef SWIFTSPEC_STAMPS
   ranks.task.stamps = stamp_records(weights, int64_t{how.grid.x} * kWarps);
 #endif
-  launch("linear", kernel_for<SingleRank>(weights.tiling.group != 0, rows8), how, stream, ranks);
+  const bool int4 = weights.tiling.group != 0;
+  if (args.append != nullptr) {
+    return launch("linear", qkv_kernel_for(int4), how, stream, AppendingRank{ranks, *args.append});
+  }
+  launch("linear", kernel_for<SingleRank>(int4, rows8), how, stream, ranks);
 }
 
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream) {
