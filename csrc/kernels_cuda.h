@@ -14,6 +14,7 @@ using Stream = CUstream_st*;
 
 struct Channel;  // cuda/peers/channel.h
 struct Device;   // cuda/device/device.h
+struct RopeAppend;
 struct Weights;  // cuda/linear/tiling.h
 namespace tiles {
 struct Tiling;      // cuda/linear/tiling.h
@@ -47,8 +48,14 @@ struct LinearArgs {
   bool swiglu;             // the first n / 2 outputs are gates of the others: SiLU(gate) * up
   const Channel* channel;  // the rounded product is summed over the ranks of a group before the residual; or null
   int64_t rows;            // 1 to tiles::kMaxRows
+  // RoPE of queries and keys and the append of keys and values follow, instead of a store to `out`; or null. Only of the
+  // projections for which can_append.
+  const RopeAppend* append = nullptr;
 };
 void linear(const LinearArgs& args, Stream stream);
+
+// Whether `linear` of this number of rows can append heads of `dim` elements.
+bool can_append(const Weights& weights, int64_t rows, int64_t dim);
 
 // `linear` by the variants kDirect and kStream, for arguments for which has_variant: few rows, without a channel, and with
 // either a norm or a residual. See cuda/linear/direct.h and stream.h.
@@ -137,6 +144,13 @@ struct AttentionSetup {
   uint64_t* stamps = nullptr;  // records of this launch, or null; see cuda/stamps.h
 #endif
 };
+
+// Of a layer: the caches are those that `attention` gets.
+struct RopeAppend {
+  AttentionSetup setup;
+  void *keys, *values;
+};
+
 int64_t attention_group_rows(int64_t heads, int64_t kv_heads);
 int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one_sequence);
 AttentionShape attention_shape(int64_t capacity);  // the default for caches of so many slots per sequence
@@ -145,6 +159,7 @@ int64_t attention_lines(int64_t rows, int64_t heads, int64_t kv_heads, int64_t c
 int attention_most_parts(int64_t kv_heads, AttentionShape shape);
 int64_t attention_clusters(int64_t dim, bool float8, AttentionShape shape);  // also sets the attributes of the kernel
 void prepare_attention(const AttentionSetup& setup, Stream stream);
+// `qkv`: null if a projection has appended (LinearArgs::append).
 void attention(const AttentionSetup& setup, const void* qkv, void* keys, void* values, void* out, Stream stream);
 // The first of the two launches of `attention`, from `cos` to `slots`, `queries` and the sizes of `setup`.
 void rope_append(const AttentionSetup& setup, const void* qkv, void* keys, void* values, Stream stream);

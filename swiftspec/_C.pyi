@@ -558,10 +558,16 @@ class CudaAttention:
         part_sums: Array,
         shape: str | None = None,
     ) -> None: ...
+    def appends(self, weights: CudaWeights) -> bool:
+        """Whether a QKV projection can apply RoPE and append."""
     def attend(self, qkv: Array, layer: int, out: Array, stream: int) -> None:
         """Runs once per layer."""
     def prepare(self, stream: int) -> None:
         """Runs once per forward, before the layers."""
+    def project_and_attend(
+        self, weights: CudaWeights, x: Array, norm: Array, eps: float, layer: int, out: Array, stream: int
+    ) -> None:
+        """The QKV projection, with RoPE and append in its kernel, and `attend`."""
 
 class CudaCache:
     """A cache [layers, sequences, kv_heads, capacity, head_dim] on a GPU, which it keeps alive; float8 comes as
@@ -641,9 +647,11 @@ class CudaWeights:
         group: int,
         row: tuple[str, int, int, int, int] | None = None,
         multiprocessors: int | None = None,
+        head_dim: int = 0,
     ) -> None:
         """group 0 is bf16. `row`: one of cuda_tilings; the default tiling without it, and if this GPU does not have it.
-        `multiprocessors`: that its launches occupy at a time; all of the GPU's without it."""
+        `multiprocessors`: that its launches occupy at a time; all of the GPU's without it. `head_dim`: of a QKV
+        projection whose tiles were repacked with it."""
     def precede(self, tiles: Array) -> None:
         """Sets the tiles that this projection prefetches to L2 before it ends."""
     def scratch_bytes(self, rows: int, prefill: bool) -> int:
@@ -787,11 +795,13 @@ def linear_cuda_virtual(
 def norm_heads_cuda(qkv: Array, weight: Array, eps: float, stream: int) -> None:
     """RMSNorm of the first heads of each row, which it overwrites: qkv [rows, width], weight [heads, head_dim]."""
 
-def repack_bf16_cuda(matrix: Array, out: Array, stream: int) -> None:
+def repack_bf16_cuda(matrix: Array, out: Array, head_dim: int, stream: int) -> None:
     """Repacks a bfloat16 matrix [n, k] into tiles."""
 
-def repack_int4_cuda(codes: Array, scales: Array, zeros: Array, group: int, out: Array, stream: int) -> None:
-    """Repacks an int4 matrix into tiles; see cuda/linear/repack.h."""
+def repack_int4_cuda(
+    codes: Array, scales: Array, zeros: Array, group: int, out: Array, head_dim: int, stream: int
+) -> None:
+    """Repacks an int4 matrix into tiles; see cuda/linear/repack.h. `head_dim`: of a QKV projection, else 0."""
 
 def resample_cuda(
     *,

@@ -4,9 +4,10 @@ all, and without each of the operators.
     python -m bench.gpu.chain [--models Llama-3-8B,Llama-3-70B] [--rows 8] [--context 1000] --json out.json
 
 What leaving out an operator saves is its marginal cost between its neighbours, which a benchmark of one operator cannot
-show. If a layer takes longer with the weights of all layers than with those of few, which exceed the L2 as well, the
-size of the memory that a forward reads costs time. `SWIFTSPEC_EARLY_STARTS=0` measures without early starts. Weights
-are random int4; the projections prefetch as in a model. Not run on a GPU.
+show. Leaving out "append" makes RoPE and the append to the cache a launch of their own, which should cost time. If a
+layer takes longer with the weights of all layers than with those of few, which exceed the L2 as well, the size of the
+memory that a forward reads costs time. `SWIFTSPEC_EARLY_STARTS=0` measures without early starts. Weights are random
+int4; the projections prefetch as in a model. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -33,8 +34,16 @@ from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import PackedLayer, PackedMlp, PackedModel
 
 OPERATORS = ("qkv", "attention", "o", "swiglu", "down")
+QKV_ATTENTION, APPEND = "qkv and attention", "append"
 FEW = 4  # layers; those of the 1B, 128 MB, exceed the L2 of a Hopper GPU, too
 Note = Callable[[dict[str, Any]], None]
+
+
+def operators(left_out: str | None) -> list[str]:
+    """Returns the operators of a layer. QKV and attention are one, unless one of them or APPEND is left out."""
+    if left_out in ("qkv", "attention", APPEND):
+        return [op for op in OPERATORS if op != left_out]
+    return [op for op in (QKV_ATTENTION, "o", "swiglu", "down") if op != left_out]
 
 
 @dataclass(slots=True)
@@ -65,7 +74,10 @@ class Chain:
 
         def packed(op: str) -> Any:
             outputs, inputs, group = self.local.projection(op)
-            return self.ops.pack(random_int4(outputs, inputs, group or GROUP, self.device), BF16, self.device)
+            matrix = random_int4(outputs, inputs, group or GROUP, self.device)
+            if op == "qkv":
+                return self.ops.pack_qkv(matrix, self.local.width, BF16, self.device)
+            return self.ops.pack(matrix, BF16, self.device)
 
         for index in range(len(self.layers), count):
             mlp = PackedMlp(packed("swiglu"), packed("down"))
@@ -110,13 +122,15 @@ class Chain:
         made: list[Call] = [begin]
         for index in range(total):
             layer = self.layers[index % len(self.layers)]
-            made += [partial(run, op, layer) for op in OPERATORS if op != left_out]
+            made += [partial(run, op, layer) for op in operators(left_out)]
         return made
 
     def _run(self, op: str, layer: PackedLayer, flow: Flow, plan: Any) -> None:
         ops, mlp = self.ops, layer.mlp
         assert isinstance(mlp, PackedMlp)
         match op:
+            case "qkv and attention":
+                flow.attended = ops.qkv_attention(flow.hidden, layer.input_norm, layer.qkv, plan, layer.cache_layer)
             case "qkv":
                 flow.qkv = ops.norm_linear(flow.hidden, layer.input_norm, layer.qkv)
             case "attention":
@@ -141,7 +155,7 @@ def measure(model: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     operator."""
     timer = sequence_timer if args.device == "cuda" else eager_sequence_timer
     chain, total = chain_of(model, args.rows, args.context, args.device, args.tuned), LAYERS[model]
-    for held, without in ((FEW, (None,)), (total, (None, *(OPERATORS if args.leave_out else ())))):
+    for held, without in ((FEW, (None,)), (total, (None, *((*OPERATORS, APPEND) if args.leave_out else ())))):
         chain.grow(held)
         chain.prefetching()
         for left_out in without:
@@ -151,7 +165,7 @@ def measure(model: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def summary(chains: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Returns by model the microseconds per layer with few weights and with all, and the marginal cost of each operator
-    that was left out."""
+    that was left out; that of APPEND is negative if it saves time."""
     found: dict[str, dict[str, float]] = {}
     for chain in chains:
         model = found.setdefault(chain["model"], {})

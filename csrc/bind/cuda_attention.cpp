@@ -12,6 +12,7 @@
 #include "bind/cuda_cache.h"
 #include "bind/module.h"
 #include "cuda/device/device.h"
+#include "cuda/linear/tiling.h"
 
 namespace swiftspec::binding {
 
@@ -116,6 +117,32 @@ void attend(Attention& attention, const Array& qkv, int64_t layer, const Array& 
   attention.setup.prepared = true;  // for the next layer
 }
 
+bool appends(const Attention& attention, const cuda::Weights& weights) {
+  return cuda::can_append(weights, attention.setup.rows, attention.setup.dim);
+}
+
+void project_and_attend(Attention& attention, const cuda::Weights& weights, const Array& x, const Array& norm, float eps,
+                        int64_t layer, const Array& out, uintptr_t stream) {
+  const cuda::AttentionSetup& setup = attention.setup;
+  const CudaCache& cache = attention.cache;
+  check(appends(attention, weights), "this projection cannot append");
+  check(weights.tiling.n == (setup.heads + 2 * setup.kv_heads) * setup.dim, "qkv has other heads");
+  const Device here = gpu();
+  const int64_t skipped = cache.offset(layer, 0), k = weights.tiling.k;
+  const cuda::RopeAppend append{setup, cache.keys + skipped, cache.values + skipped};
+  cuda::LinearArgs args{};
+  args.weights = &weights;
+  args.x = bfloat16_arg("x", x, here, {setup.rows, k});
+  args.norm = bfloat16_arg("norm", norm, here, {k});
+  args.eps = eps;
+  args.rows = setup.rows;
+  args.append = &append;
+  void* to = bfloat16_arg("out", out, here, {setup.rows, setup.heads * setup.dim});
+  cuda::linear(args, stream_arg(stream));
+  cuda::attention(setup, nullptr, append.keys, append.values, to, stream_arg(stream));
+  attention.setup.prepared = true;  // for the next layer
+}
+
 void rope_append(const Array& qkv, const Array& cos, const Array& sin, const Array& positions, const Array& slots,
                  const MaybeArray& sequence, const CudaCache& cache, int64_t layer, const Array& queries,
                  uintptr_t stream) {
@@ -168,7 +195,11 @@ void bind_cuda_attention(py::module_& m) {
            keep_alive<1, 15>(), keep_alive<1, 16>(), keep_alive<1, 17>())
       .def("prepare", &prepare, py::arg("stream"), "Runs once per forward, before the layers.")
       .def("attend", &attend, py::arg("qkv"), py::arg("layer"), py::arg("out"), py::arg("stream"),
-           "Runs once per layer.");
+           "Runs once per layer.")
+      .def("appends", &appends, py::arg("weights"), "Whether a QKV projection can apply RoPE and append.")
+      .def("project_and_attend", &project_and_attend, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"),
+           py::arg("layer"), py::arg("out"), py::arg("stream"),
+           "The QKV projection, with RoPE and append in its kernel, and `attend`.");
   m.def("rope_append_cuda", &rope_append, py::arg("qkv"), py::arg("cos"), py::arg("sin"), py::arg("positions"),
         py::arg("slots"), py::arg("sequence"), py::arg("cache"), py::arg("layer"), py::arg("queries"),
         py::arg("stream"),

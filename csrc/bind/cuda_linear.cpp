@@ -36,6 +36,14 @@ void check_shape(int64_t k, int64_t n, int64_t group) {
   check(group == 0 || (k % group == 0 && n % 8 == 0), "int4: group must divide k, and 8 must divide n");
 }
 
+// Sets the order of the outputs of a QKV projection; head_dim 0: another projection.
+cuda::tiles::Tiling with_heads(const cuda::tiles::Tiling& tiling, int64_t head_dim) {
+  if (head_dim == 0) return tiling;
+  check(head_dim == 64 || head_dim == 128, "head_dim must be 64 or 128, or 0");
+  check(tiling.n % head_dim == 0, "a part of a head");
+  return cuda::tiles::with_heads(tiling, static_cast<int>(head_dim));
+}
+
 // The default tiling of a projection.
 cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group,
                               const cuda::Device& device = cuda::device_info()) {
@@ -83,9 +91,10 @@ cuda::Device device_of(const std::optional<int>& multiprocessors) {
 }
 
 std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& bias, int64_t k, int64_t n, int64_t group,
-                                      const std::optional<Row>& row, const std::optional<int>& multiprocessors) {
+                                      const std::optional<Row>& row, const std::optional<int>& multiprocessors,
+                                      int64_t head_dim) {
   const cuda::Device device = device_of(multiprocessors);
-  const auto tiling = tiling_of(k, n, group, device, row);
+  const auto tiling = with_heads(tiling_of(k, n, group, device, row), head_dim);
   const Device here = gpu();
   const void* tiles = aligned("data", data.at<uint8_t>(here, "data", {tiling.bytes()}), kTileAlignment);
   const float* first = at_or_null<float>(bias, here, "bias", {n});
@@ -109,10 +118,10 @@ void touch(Weights& weights, const Array& tiles) {
 #endif
 
 void repack_int4(const Array& codes, const Array& scales, const Array& zeros, int64_t group, const Array& out,
-                 uintptr_t stream) {
+                 int64_t head_dim, uintptr_t stream) {
   const int64_t k = codes.size(0), n = scales.size(1);
   check(group != 0, "int4 weights have groups");
-  const auto tiling = tiling_of(k, n, group);
+  const auto tiling = with_heads(tiling_of(k, n, group), head_dim);
   const Device here = gpu();
   const cuda::tiles::Int4Source source{codes.at<uint32_t>(here, "codes", {k, n / 8}),
                                        scales.at<float>(here, "scales", {k / group, n}),
@@ -121,8 +130,8 @@ void repack_int4(const Array& codes, const Array& scales, const Array& zeros, in
   cuda::repack_int4(tiling, source, to, stream_arg(stream));
 }
 
-void repack_bf16(const Array& matrix, const Array& out, uintptr_t stream) {
-  const auto tiling = tiling_of(matrix.size(1), matrix.size(0), 0);
+void repack_bf16(const Array& matrix, const Array& out, int64_t head_dim, uintptr_t stream) {
+  const auto tiling = with_heads(tiling_of(matrix.size(1), matrix.size(0), 0), head_dim);
   const Device here = gpu();
   void* to = aligned("out", out.at<uint8_t>(here, "out", {tiling.bytes()}), kTileAlignment);
   cuda::repack_bf16(tiling, matrix.at<Bfloat16>(here, "matrix", {kAny, kAny}), to, stream_arg(stream));
@@ -133,6 +142,7 @@ void unpack_rows(const Weights& weights, int64_t first, const Array& out, uintpt
   const int64_t half = out.size(0) / 2;
   check(tiling.n % 2 == 0 && first >= 0 && half >= 1, "an even number of outputs, some of them");
   check(16 * first + half <= tiling.half, "the weight has no such outputs");
+  check(tiling.heads == 0 || (16 * first % tiling.apart == 0 && half % tiling.apart == 0), "parts of heads");
   cuda::unpack_rows(weights, first, half, bfloat16_arg("out", out, gpu(), {2 * half, tiling.k}), stream_arg(stream));
 }
 
@@ -142,6 +152,7 @@ LinearArgs linear_args(const Weights& weights, const Array& x, const MaybeArray&
   const int64_t rows = x.size(0), k = weights.tiling.k, n = weights.tiling.n;
   const bool logits = out.type() == kFloat32;
   check(!swiglu || (n % 2 == 0 && !residual && !logits && channel == nullptr), "swiglu halves the outputs into out");
+  check(!swiglu || weights.tiling.heads == 0, "swiglu needs gates half of the outputs before their factors");
   check(!logits || (channel == nullptr && !residual), "logits are not summed");
   const int64_t most = std::min<int64_t>(rows, cuda::tiles::kMaxRows);
   check(channel == nullptr || cuda::tiles::ll_lines(weights.tiling, most) <= channel->layout.lines,
@@ -216,10 +227,11 @@ void bind_cuda_linear(py::module_& m) {
                       "A projection's tiles on the current GPU, which it keeps alive; see cuda::Weights in "
                       "cuda/linear/tiling.h.")
       .def(py::init(&make_weights), py::arg("data"), py::arg("bias"), py::arg("k"), py::arg("n"), py::arg("group"),
-           py::arg("row") = py::none(), py::arg("multiprocessors") = py::none(), py::keep_alive<1, 2>(),
-           py::keep_alive<1, 3>(),
+           py::arg("row") = py::none(), py::arg("multiprocessors") = py::none(), py::arg("head_dim") = 0,
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
            "group 0 is bf16. `row`: one of cuda_tilings; the default tiling without it, and if this GPU does not have it. "
-           "`multiprocessors`: that its launches occupy at a time; all of the GPU's without it.")
+           "`multiprocessors`: that its launches occupy at a time; all of the GPU's without it. `head_dim`: of a QKV "
+           "projection whose tiles were repacked with it.")
       .def_property_readonly("row", [](const Weights& self) { return named_row(self.tiling); },
                              "The row of its tiling; see cuda_tilings.")
       .def_property_readonly(
@@ -251,8 +263,9 @@ void bind_cuda_linear(py::module_& m) {
       },
       py::arg("n"), py::arg("rows"), "LL lines of a product with n outputs; they do not depend on its inputs.");
   m.def("repack_int4_cuda", &repack_int4, py::arg("codes"), py::arg("scales"), py::arg("zeros"), py::arg("group"),
-        py::arg("out"), py::arg("stream"), "Repacks an int4 matrix into tiles; see cuda/linear/repack.h.");
-  m.def("repack_bf16_cuda", &repack_bf16, py::arg("matrix"), py::arg("out"), py::arg("stream"),
+        py::arg("out"), py::arg("head_dim"), py::arg("stream"),
+        "Repacks an int4 matrix into tiles; see cuda/linear/repack.h. `head_dim`: of a QKV projection, else 0.");
+  m.def("repack_bf16_cuda", &repack_bf16, py::arg("matrix"), py::arg("out"), py::arg("head_dim"), py::arg("stream"),
         "Repacks a bfloat16 matrix [n, k] into tiles.");
   m.def("expand_cuda", &unpack_rows, py::arg("weights"), py::arg("first"), py::arg("out"), py::arg("stream"),
         "Unpacks tiles to rows [2 half, k] of bfloat16; see cuda::unpack_rows in kernels_cuda.h.");

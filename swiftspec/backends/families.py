@@ -22,9 +22,9 @@ Family = Literal["projections", "attention", "embedding", "sampling", "tree", "c
 FAMILIES: dict[Family, tuple[str, ...]] = {
     # packed matrices and norms; with them, how a group sums the products
     "projections": (
-        "pack", "pack_norm", "mask_outputs", "norm_linear", "norm_swiglu", "linear_residual", "mlp", "norm_head",
-        "prefill_chunk", "fuse", "kept_int4_group", "int4_needs", "PERMUTED_INT4", "TILINGS", "PEER_ALL_REDUCE",
-        "DRAFT_HEAD",
+        "pack", "pack_qkv", "pack_norm", "mask_outputs", "norm_linear", "norm_swiglu", "linear_residual", "mlp",
+        "norm_head", "prefill_chunk", "fuse", "kept_int4_group", "int4_needs", "PERMUTED_INT4", "TILINGS",
+        "PEER_ALL_REDUCE", "DRAFT_HEAD",
     ),
     "attention": (  # the plan of a forward
         "rope_tables", "prepare", "tree_attention", "MAX_CAPTURED_SEQUENCES", "capture_bucket", "FUSED_ATTENTION",

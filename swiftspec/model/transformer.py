@@ -46,6 +46,7 @@ class ModelOps(Protocol):
     @property
     def FLOAT32_STREAM(self) -> bool: ...  # bfloat16 models have a residual stream in float32
     def pack(self, weight: Weight, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
+    def pack_qkv(self, weight: Weight, head_dim: int, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
     def pack_norm(self, weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
     def rope_tables(
         self, rope: Any, head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str, /
@@ -57,6 +58,9 @@ class ModelOps(Protocol):
     def embed(self, tokens: Tensor, weight: Tensor, multiplier: float, /) -> Tensor: ...
     def norm_linear(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
     def tree_attention(self, qkv: Tensor, plan: Any, layer: int, qk_norm: Any, sinks: Tensor | None, /) -> Tensor: ...
+    def qkv_attention(
+        self, x: Tensor, norm: Any, packed: Any, plan: Any, layer: int, qk_norm: Any, sinks: Tensor | None, /
+    ) -> Tensor: ...
     def linear_residual(
         self,
         x: Tensor,
@@ -267,7 +271,11 @@ class Transformer:
         self, layer: LayerWeights, spec: LayerSpec, attention: PackedAttention, place: tuple[int, int]
     ) -> PackedLayer:
         """`place`: kind of attention, index in its KV cache or in the delta cache."""
-        qkv, o = (self._ops.pack(matrix, self.dtype, self.device) for matrix in (layer.qkv, layer.o))
+        o = self._ops.pack(layer.o, self.dtype, self.device)
+        if isinstance(spec.mixer, AttentionSpec):
+            qkv = self._ops.pack_qkv(layer.qkv, spec.mixer.head_dim, self.dtype, self.device)
+        else:
+            qkv = self._ops.pack(layer.qkv, self.dtype, self.device)
         wide = torch.promote_types(self.dtype, torch.float32)
         return PackedLayer(
             input_norm=self._pack_norm(layer.input_norm),
@@ -384,14 +392,12 @@ class Transformer:
             embeddings = ops.per_layer_embeddings(batch.tokens, hidden, stack.per_layer)
         kept: list[Tensor] = []
         for index, layer in enumerate(stack.layers[:count]):
-            qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)
-            if first_qkv is not None and index == 0:
-                qkv = qkv + first_qkv
             if layer.delta is not None:
+                qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)
                 rates = ops.norm_linear(hidden, layer.input_norm, layer.delta.rates)
                 mixed = ops.gated_delta(qkv, rates, delta_plan, layer.cache_layer, layer.delta)
             else:
-                mixed = self._attend(qkv, plans[layer.attention], layer)
+                mixed = self._attend(hidden, plans[layer.attention], layer, first_qkv if index == 0 else None)
             times = layer.residual_multiplier
             hidden = ops.linear_residual(mixed, layer.o, hidden, reduce, layer.mixer_output_norm, times)
             hidden = ops.mlp(
@@ -415,14 +421,19 @@ class Transformer:
         """Prepares the attention of the layers of one kind."""
         return self._ops.prepare(batch, cache.kinds[kind.cache], kind.cos, kind.sin, kind.num_heads, kind.options)
 
-    def _attend(self, qkv: Tensor, plan: Any, layer: PackedLayer) -> Tensor:
-        """Returns the output of attention, times its gate if it has one."""
-        count = self.stack.attention[layer.attention].gate_size
+    def _attend(self, hidden: Tensor, plan: Any, layer: PackedLayer, added: Tensor | None) -> Tensor:
+        """Returns the output of attention, times its gate if it has one. `added`: to queries, keys and values."""
+        ops, count = self._ops, self.stack.attention[layer.attention].gate_size
+        last = layer.cache_layer, layer.qk_norm, layer.sinks
+        if count == 0 and added is None:
+            return ops.qkv_attention(hidden, layer.input_norm, layer.qkv, plan, *last)
+        qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)
+        if added is not None:
+            qkv = qkv + added
         if count == 0:
-            return self._ops.tree_attention(qkv, plan, layer.cache_layer, layer.qk_norm, layer.sinks)
+            return ops.tree_attention(qkv, plan, *last)
         qkv, gate = qkv.split((qkv.shape[1] - count, count), 1)
-        attended = self._ops.tree_attention(qkv, plan, layer.cache_layer, layer.qk_norm, layer.sinks)
-        return self._ops.multiply_sigmoid(attended, gate)
+        return ops.multiply_sigmoid(ops.tree_attention(qkv, plan, *last), gate)
 
 
 def _cache_layers(spec: ModelSpec, caches: Sequence[int]) -> tuple[list[int], Counter[int]]:

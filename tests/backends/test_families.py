@@ -32,7 +32,7 @@ SPEC = ModelSpec(VOCAB, 32, (LayerSpec(MIXER, MlpSpec(40)),) * 2, norm_eps=1e-5,
 # choice, and what only native projections have
 OTHER_NAMES = {
     "PREFETCH_BYTES", "PREFILL_CHUNK_ROWS", "check_spec", "check_supported", "enable_weight_prefetch",
-    "name", "tilings_of", "with_tiling",
+    "name", "qkv_attention", "tilings_of", "with_tiling",
 }  # fmt: skip
 
 

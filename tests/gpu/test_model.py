@@ -48,6 +48,25 @@ def test_logits_of_the_demo_target() -> None:
             runner.cache.commit(accepted)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_model_whose_qkv_appends_has_the_bits_of_separate_launches(family: str, tmp_path: Path) -> None:
+    """Without and with biases: logits of a prompt and of a tree, and all keys and values."""
+    pytest.importorskip("transformers", reason="a machine with a GPU may have torch only")
+    from tests.support.tiny_checkpoints import make_checkpoint
+
+    make_checkpoint(tmp_path, family=family, hidden_size=128, head_dim=64)
+    separate = cuda.with_operators(pack_qkv=lambda weight, head_dim, *of: cuda.pack(weight, *of))
+    found = list[tuple[Tensor, ...]]()
+    for ops in (cuda, separate):
+        model = load_model(tmp_path, dtype=torch.bfloat16, device=DEVICE, ops=ops, max_positions=32)
+        runner = make_runner(model, ops, context=24, tree_slots=8)
+        runner.prefill([3, 17, 60, 5, 22, 9, 41, 8, 2, 30, 11, 4])
+        mask = tree_mask.from_parents([-1, 0, 0, 1, 2])
+        out = runner.logits(runner.tree_batch(np.array([7, 9, 13, 5, 2]), mask.sum(1) - 1, mask))
+        found.append((out.cpu(), runner.cache.kv.k.cpu(), runner.cache.kv.v.cpu()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_logits_of_a_model_with_norms_of_query_and_key_heads(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="a machine with a GPU may have torch only")
     from tests.support.tiny_checkpoints import make_checkpoint

@@ -2,18 +2,19 @@
 //
 //   cuda_tiles SHARED K N GROUP ROWS CLUSTERS N_LOG CLUSTER_LOG MODE < weights, x[, bias, residual] > out
 //   cuda_tiles SHARED K N GROUP ONES TWOS FOURS EIGHTS
-//   cuda_tiles SHARED K N GROUP FIRST HALF < weights > out
+//   cuda_tiles SHARED K N GROUP FIRST HALF HEAD_DIM < weights > out
 //
 // SHARED is the number of bytes of shared memory per CTA. GROUP 0 is bf16. N_LOG and CLUSTER_LOG select a tiling, -1
 // the default one. stdin: int4 codes, scales and zeros, or the bf16 matrix; then x [rows, k] bf16. MODE logits: out is
 // float32 [rows, n]. Otherwise it is bf16, bias [n] float32 and residual [rows, n] bf16 follow x: plain adds both, sum
-// does the same through LL lines, swiglu adds only the bias.
+// does the same through LL lines, swiglu adds only the bias; heads64 and heads128 are plain with the tiles of a QKV
+// projection with such heads.
 //
 // The second form prints the tiling for a device that runs ONES, TWOS, FOURS and EIGHTS clusters of 1, 2, 4 and 8
 // concurrently, and twice as many if two blocks share a multiprocessor: blocks per multiprocessor, concurrent strips,
 // CTAs per cluster, iterations, stages for 8, 16 and 32 rows, rows per launch if 40 and 320 are needed, its cost by the
 // model in ns, and the cost on this device of the tiling for a device with 132, 66, 32 and 16. The third form writes
-// outputs as rows [2 half, k] of bf16, as a library's product reads them.
+// outputs as rows [2 half, k] of bf16, as a library's product reads them. HEAD_DIM 0 is another projection than QKV.
 //
 // Exits with 1 and one line if the tiling does not fit.
 #include "cuda/linear/unpack.h"
@@ -40,6 +41,16 @@ void read_weights(Launch& l) {
   const auto zeros = read<uint32_t>(k / group * n / 8);
   const Int4Source source{codes.data(), scales.data(), zeros.data()};
   for (size_t i = 0; i < l.weights.size(); ++i) l.weights[i] = int4_word(l.tiling, source, static_cast<int64_t>(i));
+}
+
+// A lane has both elements of each rotation, and a strip lies in one head.
+void check_heads(const Tiling& t, int head_dim) {
+  for (int i = 0; i < static_cast<int>(t.half); ++i) {
+    const int strip = i / 16, f = i % 2, r = i / 2 % 8;
+    const int64_t first = output_of(t, strip, f, r), second = output_of(t, strip, f, r + 8);
+    require(second - first == head_dim / 2 && first / head_dim == second / head_dim, "a rotation in two lanes");
+    require(first / head_dim == output_of(t, strip, 0, 0) / head_dim, "a strip in two heads");
+  }
 }
 
 // The slices that the warps of a launch prefetch cover all bytes once, in whole lines.
@@ -142,13 +153,14 @@ Device device_of(int shared, int ones, int twos, int fours, int eights) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  require(argc == 7 || argc == 9 || argc == 10, "six or eight numbers, or eight and a mode");
+  require(argc == 8 || argc == 9 || argc == 10, "seven or eight numbers, or eight and a mode");
   const auto number = [&](int i) { return std::atoi(argv[i]); };
   const int64_t k = std::atoll(argv[2]), n = std::atoll(argv[3]);
   const int group = number(4);
   const Device usual = device_of(number(1), 132, 66, 32, 16);
-  if (argc == 7) {
+  if (argc == 8) {
     Launch l{tiling_for(k, n, group, usual), {}, 0, 0, 0, {}, {}, "", {}};
+    if (number(7) != 0) l.tiling = with_heads(l.tiling, number(7));
     read_weights(l);
     write_rows(l, number(5), number(6));
     return 0;
@@ -181,6 +193,11 @@ int main(int argc, char** argv) {
   const int rows = number(5), clusters = number(6);
   Launch l{tiling_for(k, n, group, usual), {}, rows, rows <= 8 ? 1 : rows <= 16 ? 2 : 4, 0, {}, {}, argv[9], {}};
   if (number(7) >= 0) l.tiling = with_split(shape(k, n, group), number(7), number(8));
+  if (l.mode.rfind("heads", 0) == 0) {
+    const int head_dim = std::atoi(l.mode.c_str() + 5);
+    l.tiling = with_heads(l.tiling, head_dim);
+    check_heads(l.tiling, head_dim);
+  }
   l.clusters = std::min(clusters, l.tiling.turns());
   l.smem = smem_layout(l.tiling, l.rows8, usual);
   if (!fits(l.tiling, usual)) return 2;

@@ -92,14 +92,21 @@ def test_every_tiling_gives_the_product(emulator: str, shared: int, n_log: int, 
 
 
 @pytest.mark.parametrize("group", [128, 64, 32, 0])
-@pytest.mark.parametrize(("n", "first", "half"), [(72, 0, 36), (72, 1, 16), (72, 2, 4), (8, 0, 4), (256, 3, 64)])
-def test_unpacking_tiles_restores_the_rows(emulator: str, n: int, first: int, half: int, group: int) -> None:
-    """Unpacks some strips, the last partly padding: outputs of the first half, then of the second, bitwise."""
+@pytest.mark.parametrize(
+    ("n", "first", "half", "head_dim"),
+    [(72, 0, 36, 0), (72, 1, 16, 0), (72, 2, 4, 0), (8, 0, 4, 0), (256, 3, 64, 0), (256, 2, 64, 64), (384, 4, 64, 128)],
+)
+def test_unpacking_tiles_restores_the_rows(
+    emulator: str, n: int, first: int, half: int, head_dim: int, group: int
+) -> None:
+    """Unpacks some strips, the last partly padding: outputs of the first half, then of the second, bitwise. Those of
+    whole heads are consecutive."""
     case = Case(1152 if group else 1160, n, group, seed=n)
-    numbers = map(str, (HOPPER, case.k, n, group, first, half))
+    numbers = map(str, (HOPPER, case.k, n, group, first, half, head_dim))
     run = subprocess.run([emulator, *numbers], input=case.bytes, capture_output=True, check=True)
     rows = np.arange(16 * first, 16 * first + half)
-    want = nearest(case.weight[np.concatenate((rows, n // 2 + rows))].astype(np.float32))
+    outputs = 32 * first + np.arange(2 * half) if head_dim else np.concatenate((rows, n // 2 + rows))
+    want = nearest(case.weight[outputs].astype(np.float32))
     assert np.array_equal(wide(np.frombuffer(run.stdout, np.uint16)).reshape(2 * half, case.k), want)
 
 
@@ -140,6 +147,18 @@ def test_epilogues(emulator: str, mode: str, n: int, group: int) -> None:
     with np.errstate(over="ignore"):
         want = nearest(gate / (1 + np.exp(-gate))) * up
     assert np.allclose(wide(got), want, rtol=2**-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("group", [128, 32, 0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_heads_are_stored_in_order(emulator: str, head_dim: int, group: int) -> None:
+    """Of a QKV projection, whose lanes have both elements of a rotation; with bias and residual."""
+    n, rows = 5 * head_dim, 11
+    case, dice = Case(256, n, group, exact=True), np.random.default_rng(5)
+    bias = dice.integers(-9, 9, n).astype(np.float32)
+    residual = bf16(dice.integers(-300, 300, (rows, n)))
+    got = case.run(emulator, rows, mode=f"heads{head_dim}", rest=bias.tobytes() + residual.tobytes())
+    assert np.array_equal(wide(got), nearest(nearest(case.truth(rows) + bias) + wide(residual)))
 
 
 @pytest.mark.parametrize("shared", [HOPPER, SMALL])

@@ -21,7 +21,7 @@ FAULTS = ["nothing", "nothing", "threads wait for ever", "lanes of a warp meet a
           "misaligned", "a block that has left", "a copy is under way", "unspecified launch failure", "a wrong sum",
           "did not wait for the launch in front"]  # fmt: skip
 # tests whose kernels differ between the architectures
-DIFFERENT = ("test_linear", "test_cuda_ops", "test_resampling", "test_float8", "test_verify")
+DIFFERENT = ("test_linear", "test_append", "test_cuda_ops", "test_resampling", "test_float8", "test_verify")
 MOST = ("test_linear",)  # of these, where most of the kernels differ
 # of that, a shape without a split of K and one with, and launches of many rows
 SHORT = "test_products and (64-32 or 512-72) or test_many_rows"

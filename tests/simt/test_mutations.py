@@ -19,6 +19,7 @@ from tests.simt.emulate import AMPERE, CSRC, HOPPER, build
 from tests.simt.test_emulated_gpu import COMPILER, ROOT, run_tests
 
 LINEAR, LARGE_M, PACK = "linear/linear.cu", "linear/large_m.cu", "linear/pack_activations.cu"
+DIRECT, STREAM, APPEND = "linear/direct.cu", "linear/stream.cu", "linear/rope_epilogue.h"
 ATTENTION, RESAMPLE, GATHER = "attention/attention.cu", "particles/resample.cu", "peers/gather.cu"
 SAMPLING = "sampling/sampling.cu"
 TESTS = {LINEAR: "test_products and 512-72", LARGE_M: "test_many_rows", PACK: "test_many_rows", ATTENTION: "attention",
@@ -55,6 +56,9 @@ MANY_ITERATIONS = ("test_linear", "test_many_iterations")
 LONG_CACHE = ("test_cuda_ops", "cache_for_long_contexts")
 LATER_LAYERS = ("test_cuda_ops", "later_layers")
 EDGES = ("test_cuda_ops", "candidates_at_the_edges")
+APPENDS, ALL_TILINGS = ("test_append", "has_the_bits"), ("test_append", "all_tilings")
+APPENDS_LATER, JUST_WRITTEN = ("test_append", "later_layers"), ("test_append", "just_written")
+USUAL_ORDER = ("test_append", "usual_order")
 LONG_ROW = ("test_float8", "test_tiles_of_a_long_row")
 TWO_SHOT = ("test_sums", "two_shot or cleaning")
 MUTATIONS = [
@@ -114,7 +118,41 @@ MUTATIONS = [
     Mutation("a unit is loaded before the forward has appended to it", HOPPER, ATTENTION, "attention/block.h",
           "min32(s.shared_units, j.units_within(j.tile, j.group.appended))", "s.shared_units", LATER_LAYERS),
     Mutation("rows are attended to before RoPE has ended", HOPPER, ATTENTION, "attention/block.h",
-          "      await_previous();\n", "", LATER_LAYERS),
+          "      await_previous();\n", "      static_cast<void>(await_previous);\n", LATER_LAYERS),
+    Mutation("a unit is loaded before QKV has appended to it", HOPPER, ATTENTION, "attention/block.h",
+          "min32(s.shared_units, j.units_within(j.tile, j.group.appended))", "s.shared_units", APPENDS_LATER),
+    Mutation("rows are attended to before QKV has ended", HOPPER, ATTENTION, "attention/block.h",
+          "      await_previous();\n", "      static_cast<void>(await_previous);\n", APPENDS_LATER),
+    *(Mutation(f"slots are read before they are written, by {kernel}", HOPPER, kernel, kernel,
+               f"    if (!{name}.append.setup.prepared) ptx::wait_for_dependencies();\n", "", JUST_WRITTEN)
+      for kernel, name in ((LINEAR, "ranks"), (DIRECT, "direct"), (STREAM, "stream"))),
+    Mutation("RoPE turns the other way", HOPPER, DIRECT, APPEND, "fmaf(tiles::low(turned),",
+          "fmaf(-tiles::low(turned),", APPENDS),
+    Mutation("a row has the position of its neighbour", HOPPER, DIRECT, APPEND, "rows.position[i % 2]",
+          "rows.position[0]", APPENDS),
+    Mutation("a row has the slot of its neighbour", HOPPER, DIRECT, APPEND, ": rows.line[e] +",
+          ": rows.line[0] +", APPENDS),
+    Mutation("rows that a batch does not have are appended", HOPPER, DIRECT, APPEND,
+          "if (row >= a.rows) continue;\n    const auto& v", "const auto& v", APPENDS),
+    Mutation("float8 elements are swapped", HOPPER, DIRECT, APPEND, "high << 8 | low", "low << 8 | high", APPENDS),
+    Mutation("values are rotated, too", HOPPER, DIRECT, APPEND, "is_value ? straight : rotated",
+          "false ? straight : rotated", APPENDS),
+    Mutation("all units have the tables of the first", HOPPER, LINEAR, LINEAR, "rows, strip + mine,", "rows, strip,",
+          ALL_TILINGS),
+    Mutation("a strip has the tables of the other", HOPPER, DIRECT, DIRECT, "at.lane), unit.strip, at.lane);",
+          "at.lane), at.cluster * kStrips, at.lane);", ALL_TILINGS),
+    Mutation("the second outputs of heads lie half of all outputs further on", HOPPER, "linear/repack.cu",
+          "linear/tiles.h", "output_of_pair(t, pair, r / 8)", "pair + r / 8 * t.half", APPENDS),
+    Mutation("a bias lies half of all outputs further on", HOPPER, DIRECT, "linear/lane_epilogue.h",
+          "to.bias[tiles::output_of_pair(t, pair, i / 2) + i % 2]", "to.bias[i / 2 * t.half + pair + i % 2]",
+          USUAL_ORDER),
+    Mutation("a residual lies half of all outputs further on", HOPPER, DIRECT, "linear/lane_epilogue.h",
+          "output = tiles::output_of_pair(t, pair, i / 2);", "output = i / 2 * t.half + pair;", USUAL_ORDER),
+    Mutation("a residual of a chunk lies half of all outputs further on", HOPPER, "linear/prefill.cu",
+          "linear/prefill.cu", "row * t.n + tiles::output_of_pair(t, pair, i / 4)", "row * t.n + i / 4 * t.half + pair",
+          USUAL_ORDER),
+    Mutation("heads are unpacked in halves", HOPPER, "linear/unpack.cu", "linear/unpack.h",
+          "  if (t.heads == 0) written.apart", "  written.heads = 0, written.apart", USUAL_ORDER),
     Mutation("candidates after the first 32 are lost", HOPPER, SAMPLING, "sampling/top_few.h",
           "first < all; first += 32", "first < 1; first += 32", EDGES),
     Mutation("lists are merged before they are complete", HOPPER, SAMPLING, SAMPLING,

@@ -203,6 +203,14 @@ def _layer_rules() -> list[Rule]:
             )
             for model in (EIGHT, SEVENTY, ONE)
         ),
+        *(
+            Rule(
+                f"{model} layer, gain of RoPE and append in QKV", "us",
+                lambda r, model=model: -_chain(r, model, "append"), "1.5 to 2.2", 0.3,
+                "keep them there", "they gain nothing: remove them from QKV",
+            )
+            for model in (EIGHT, SEVENTY, ONE)
+        ),
     ]  # fmt: skip
 
 
@@ -224,7 +232,7 @@ def _kernel_rules() -> list[Rule]:
         ),
         Rule(
             "8B attention over 1,000", "us", lambda r: _kernel(r, "attention", r"Llama-3-8B TP1 attention 1000 x8"),
-            "9.5 to 11.5", 9.0, "attention is done", "RoPE and append into QKV", lower=True,
+            "9.5 to 11.5", 9.0, "attention is done", "profile the attention kernel with Nsight Compute", lower=True,
         ),
         Rule(
             "8B attention, 500 against 516", "us",

@@ -79,6 +79,12 @@ __device__ bool is_last(const TileTask<F>& j, SharedMemory<F>& s, int rank, int 
 // the projection before it has prefetched the first of these weights (Weights::next). So when it starts, an earlier
 // attention kernel has ended, and all kernels before that one. If that one followed list_keys_kernel (`prepared`), it
 // plans its first tile before it waits, and loads the units to which the forward does not append.
+//
+// All kernels between the two may still run, since each lets the next one start at its own start: O, the MLP, QKV, and
+// rope_append_kernel unless QKV appends. What is read here before the wait is older than the earlier attention kernel, and
+// none of them writes it: keys and values are written from RowGroup::appended on. The same holds for what QKV and
+// rope_append_kernel read before they wait: positions, slots and tables, which only kernels before list_keys_kernel write.
+// They write queries and the cache after their wait, when the readers of the layer before have ended.
 template <AttentionShape kName, int kDim, class Stored>
 __global__ void __launch_bounds__(DeviceShape<kName, kDim, Stored>::kThreads,
                                   DeviceShape<kName, kDim, Stored>::kBlocksPerSm)
@@ -142,7 +148,7 @@ void launch_attention(const AttentionSetup& a, const void* qkv, void* keys, void
   const Launch how{.grid = grid, .threads = F::kThreads, .cluster = F::kCluster, .shared = sizeof(SharedMemory<F>),
                    .early = true};
   using Stored = typename F::Stored;
-  launch_rope_append<F>(a, qkv, keys, values, stream);
+  if (qkv != nullptr) launch_rope_append<F>(a, qkv, keys, values, stream);
 #ifdef SWIFTSPEC_STAMPS
   AttentionSetup stamped = a;
   stamped.stamps = stamps::Recorder::get().next("attention", int64_t{grid.x} * grid.y * grid.z * F::kWarps);

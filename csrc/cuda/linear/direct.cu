@@ -3,8 +3,11 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "cuda/launch.cuh"
 #include "cuda/linear/epilogue.cuh"
+#include "cuda/linear/rope_epilogue.h"
 #include "cuda/shared.cuh"
 #include "kernels_cuda.h"
 
@@ -16,6 +19,11 @@ using tiles::kDirectTiles;
 struct DirectTask {
   LinearTask each;  // its smem is not set
   tiles::DirectSmemLayout smem;
+};
+
+// Of a QKV projection that appends to the cache.
+struct DirectQkvTask : DirectTask {
+  RopeAppend append;
 };
 
 // The tiles of a warp: all of them are requested before the first is awaited, each with its own mbarrier.
@@ -175,9 +183,10 @@ constexpr int kResidentWarps = 16;
 
 // A kernel for each kind of projection, since its code runs once per block: a loop over the tiles, whose inputs move on
 // through the registers. kWhole: quantisation groups are whole tiles.
-template <int kWarps, int kStrips, bool kNormed, bool kWhole>
+template <int kWarps, int kStrips, bool kNormed, bool kWhole, class Task>
 __global__ void __launch_bounds__(32 * kWarps, kResidentWarps / kWarps)
-    direct_kernel(const __grid_constant__ DirectTask direct) {
+    direct_kernel(const __grid_constant__ Task direct) {
+  constexpr bool kAppends = std::is_same_v<Task, DirectQkvTask>;
   uint8_t* shared = dynamic_shared();
   const LinearTask& task = direct.each;
   const tiles::Tiling& t = task.tiling;
@@ -191,15 +200,27 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps / kWarps)
 #ifdef SWIFTSPEC_STAMPS
   stamps::touch_pages(task.touched, task.touched_bytes);
 #endif
-  ptx::wait_for_dependencies();
-  SWIFTSPEC_STAMP(task, kDependencies);
-  Inputs x;
-  load_inputs<kWarps>(task, at, x);
   // a strip is stored by a warp of one of the CTAs
   const int ctas = t.cluster(), range = t.range(at.cta);
   const bool stores = at.warp < kStrips && at.warp % ctas == at.cta;
   Unit unit;
   unit.strip = at.cluster * kStrips + at.warp, unit.j = 0;
+  auto* partial = reinterpret_cast<float4*>(shared + direct.smem.partial);
+  const auto place = [&](int strip, int f) { return ((strip * kWarps + at.warp) * 2 + f) * 32 + at.lane; };
+  if constexpr (kAppends) {
+    if (!direct.append.setup.prepared) ptx::wait_for_dependencies();
+    if (stores) {
+      const RopePairs rope =
+          load_rope(t, direct.append.setup, appended_rows(direct.append.setup, at.lane), unit.strip, at.lane);
+      // kept where the warp's own sums will be, since the inputs take the registers
+      *reinterpret_cast<uint4*>(partial + place(0, 0)) = {rope.cos[0][0], rope.cos[0][1], rope.cos[1][0], rope.cos[1][1]};
+      *reinterpret_cast<uint4*>(partial + place(0, 1)) = {rope.sin[0][0], rope.sin[0][1], rope.sin[1][0], rope.sin[1][1]};
+    }
+  }
+  ptx::wait_for_dependencies();
+  SWIFTSPEC_STAMP(task, kDependencies);
+  Inputs x;
+  load_inputs<kWarps>(task, at, x);
   Outputs to = task.to;
   [[maybe_unused]] ResidualPairs residual{};
   [[maybe_unused]] float scale = 1;
@@ -234,13 +255,20 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps / kWarps)
   }
   SWIFTSPEC_STAMP(task, kLastTile);
   prefetch_tiles(task, static_cast<int>(blockIdx.x) * kWarps + at.warp, at.lane);
-  auto* partial = reinterpret_cast<float4*>(shared + direct.smem.partial);
+  [[maybe_unused]] AppendedRows rows;
+  [[maybe_unused]] RopePairs rope;
+  if constexpr (kAppends) {
+    rows = appended_rows(direct.append.setup, at.lane);
+    const uint4 cos = *reinterpret_cast<const uint4*>(partial + place(0, 0));
+    const uint4 sin = *reinterpret_cast<const uint4*>(partial + place(0, 1));
+    rope = {{{cos.x, cos.y}, {cos.z, cos.w}}, {{sin.x, sin.y}, {sin.z, sin.w}}};
+  }
 #pragma unroll
   for (int s = 0; s < kStrips; ++s) {
 #pragma unroll
     for (int f = 0; f < 2; ++f) {
       const float(&sum)[4] = sums[s][f][0];
-      partial[((s * kWarps + at.warp) * 2 + f) * 32 + at.lane] = {sum[0], sum[1], sum[2], sum[3]};
+      partial[place(s, f)] = {sum[0], sum[1], sum[2], sum[3]};
     }
   }
   __syncthreads();
@@ -275,24 +303,34 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps / kWarps)
     if (!kNormed && to.residual != nullptr) add_residual(residual, unit);
     to.residual = nullptr;
     if constexpr (!kNormed) to.swiglu = false, to.logits = nullptr;
-    store_unit(t, to, at.lane, unit);
+    if constexpr (kAppends) {
+      append_unit(t, direct.append, rows, rope, at.lane, unit);
+    } else {
+      store_unit(t, to, at.lane, unit);
+    }
   }
   SWIFTSPEC_STAMP(task, kStored);
   if (ctas > 1) ptx::cluster_meet();  // no CTA exits while another one reads its shared memory
   SWIFTSPEC_STAMP(task, kExit);
 }
 
-using Kernel = void (*)(DirectTask);
+template <class Task>
+using Kernel = void (*)(Task);
 
-template <bool kNormed, bool kWhole>
-Kernel kernel_of(const tiles::DirectShape& shape) {
-  if (shape.warps == 8) return direct_kernel<8, 1, kNormed, kWhole>;
-  return shape.strips == 1 ? direct_kernel<4, 1, kNormed, kWhole> : direct_kernel<4, 2, kNormed, kWhole>;
+template <bool kNormed, bool kWhole, class Task>
+Kernel<Task> kernel_of(const tiles::DirectShape& shape) {
+  if (shape.warps == 8) return direct_kernel<8, 1, kNormed, kWhole, Task>;
+  return shape.strips == 1 ? direct_kernel<4, 1, kNormed, kWhole, Task> : direct_kernel<4, 2, kNormed, kWhole, Task>;
 }
 
-Kernel kernel_for(const tiles::DirectShape& shape, bool normed, bool whole) {
-  if (normed) return whole ? kernel_of<true, true>(shape) : kernel_of<true, false>(shape);
-  return whole ? kernel_of<false, true>(shape) : kernel_of<false, false>(shape);
+Kernel<DirectTask> kernel_for(const tiles::DirectShape& shape, bool normed, bool whole) {
+  using Task = DirectTask;
+  if (normed) return whole ? kernel_of<true, true, Task>(shape) : kernel_of<true, false, Task>(shape);
+  return whole ? kernel_of<false, true, Task>(shape) : kernel_of<false, false, Task>(shape);
+}
+
+Kernel<DirectQkvTask> qkv_kernel_for(const tiles::DirectShape& shape, bool whole) {
+  return whole ? kernel_of<true, true, DirectQkvTask>(shape) : kernel_of<true, false, DirectQkvTask>(shape);
 }
 
 }  // namespace
@@ -302,6 +340,7 @@ void prepare_direct(const Device& device) {
     for (const int kind : {0, 1, 2, 3}) {
       allow_shared_memory("linear", kernel_for(shape, kind % 2 == 1, kind / 2 == 1), device.shared);
     }
+    for (const bool whole : {false, true}) allow_shared_memory("linear", qkv_kernel_for(shape, whole), device.shared);
   }
 }
 
@@ -315,7 +354,12 @@ void linear_direct(const LinearArgs& args, Stream stream) {
 #endif
   const Launch how{.grid = dim3(static_cast<unsigned>(blocks)), .threads = 32 * t.warps_k(), .cluster = t.cluster(),
                    .shared = task.smem.total, .early = true};
-  launch("linear", kernel_for({t.warps_k(), t.block_strips}, args.norm != nullptr, t.group_log == 2), how, stream, task);
+  const tiles::DirectShape shape{t.warps_k(), t.block_strips};
+  const bool whole = t.group_log == 2;
+  if (args.append != nullptr) {
+    return launch("linear", qkv_kernel_for(shape, whole), how, stream, DirectQkvTask{task, *args.append});
+  }
+  launch("linear", kernel_for(shape, args.norm != nullptr, whole), how, stream, task);
 }
 
 }  // namespace swiftspec::cuda

@@ -79,7 +79,7 @@ SWIFTSPEC_HD ResidualPairs load_residual(const tiles::Tiling& t, const Outputs& 
   ResidualPairs found{};
   SWIFTSPEC_UNROLL
   for (int i = 0; i < 4; ++i) {
-    const int64_t row = 8 * unit.j + fragment::c_column(lane, i % 2), output = i / 2 * t.half + pair;
+    const int64_t row = 8 * unit.j + fragment::c_column(lane, i % 2), output = tiles::output_of_pair(t, pair, i / 2);
     if (row < to.rows) found.pair[i / 2][i % 2] = load_pair(to.residual + row * t.n + output, outputs_left(t, pair, i / 2));
   }
   return found;
@@ -113,7 +113,7 @@ SWIFTSPEC_HD void add_bias(const tiles::Tiling& t, const Outputs& to, int lane, 
   SWIFTSPEC_UNROLL
   for (int i = 0; i < 4; ++i) {  // [second][neighbour]
     if (i % 2 >= outputs_left(t, pair, i / 2)) continue;
-    const float bias = to.bias[i / 2 * t.half + pair + i % 2];
+    const float bias = to.bias[tiles::output_of_pair(t, pair, i / 2) + i % 2];
     unit.value[i / 2][0][i % 2] += bias;
     unit.value[i / 2][1][i % 2] += bias;
   }
@@ -131,8 +131,8 @@ SWIFTSPEC_HD void store_unit(const tiles::Tiling& t, const Outputs& to, int lane
       const float a = silu_mul(first[0], second[0]), b = silu_mul(first[1], second[1]);
       store_pair(to.out + row * half + pair, half - pair, a, b);
     } else {
-      store_outputs(t, to, row, pair, outputs_left(t, pair, 0), first[0], first[1]);
-      store_outputs(t, to, row, half + pair, outputs_left(t, pair, 1), second[0], second[1]);
+      store_outputs(t, to, row, tiles::output_of_pair(t, pair, 0), outputs_left(t, pair, 0), first[0], first[1]);
+      store_outputs(t, to, row, tiles::output_of_pair(t, pair, 1), outputs_left(t, pair, 1), second[0], second[1]);
     }
   }
 }

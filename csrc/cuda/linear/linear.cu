@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <type_traits>
 
 #include "cuda/launch.cuh"
 #include "cuda/linear/epilogue.cuh"
+#include "cuda/linear/rope_epilogue.h"
 #include "cuda/peers/ll.cuh"
 #include "cuda/shared.cuh"
 #include "kernels_cuda.h"
@@ -24,6 +26,11 @@ struct NoRanks {
   LinearTask task;
   __device__ const LinearTask& my_task() const { return task; }
   __device__ int block() const { return static_cast<int>(blockIdx.x); }
+};
+
+// A QKV projection, of up to 8 rows and with an RMSNorm, that appends to the cache.
+struct AppendingQkv : NoRanks {
+  RopeAppend append;
 };
 
 // The launch belongs to one rank of a group.
@@ -158,6 +165,12 @@ __device__ void linear_body(const Ranks& ranks) {
 #ifdef SWIFTSPEC_STAMPS
   stamps::touch_pages(task.touched, task.touched_bytes);
 #endif
+  constexpr bool kAppends = std::is_same_v<Ranks, AppendingQkv>;
+  [[maybe_unused]] AppendedRows rows;
+  if constexpr (kAppends) {
+    if (!ranks.append.setup.prepared) ptx::wait_for_dependencies();
+    rows = appended_rows(ranks.append.setup, at.lane);
+  }
   ptx::wait_for_dependencies();
   SWIFTSPEC_STAMP(task, kDependencies);
   [[maybe_unused]] const auto session = session_of(ranks);
@@ -175,15 +188,22 @@ __device__ void linear_body(const Ranks& ranks) {
     if (turn + task.clusters >= task.tiling.turns()) {  // its own weights have been read
       prefetch_tiles(task, ranks.block() * kWarps + at.warp, at.lane);
     }
+    const int strip = turn << task.tiling.n_log;
+    [[maybe_unused]] RopePairs rope;
+    if constexpr (kAppends) {  // for the warp's only unit
+      const int mine = (at.warp << task.tiling.cluster_log) + at.cta;
+      if (mine < task.tiling.warps_n()) rope = load_rope(task.tiling, ranks.append.setup, rows, strip + mine, at.lane);
+    }
     const float4* joined = reduce_warps<kRows8>(task, at, count, sums, shared);
     SWIFTSPEC_STAMP(task, kWarpSum);
     sync_cluster(task);
     SWIFTSPEC_STAMP(task, kClusterBarrier);
-    const int strip = turn << task.tiling.n_log;
     for_each_unit<kRows8>(task, at, kWarps, strip, [&](Unit& unit) {
       read_unit<kRows8>(task, at, strip, joined, unit);
       add_bias(task.tiling, task.to, at.lane, unit);
-      if constexpr (Ranks::kReduces) {
+      if constexpr (kAppends) {
+        append_unit(task.tiling, ranks.append, rows, rope, at.lane, unit);
+      } else if constexpr (Ranks::kReduces) {
         send_unit(ranks, task, at, unit, session);
       } else {
         store_unit(task.tiling, task.to, at.lane, unit);
@@ -226,6 +246,12 @@ Kernel<NoRanks> kernel_for(const tiles::Tiling& t, int rows8, bool normed) {
   return normed ? kernel_of<NoRanks, true>(t, rows8) : kernel_of<NoRanks>(t, rows8);
 }
 
+Kernel<AppendingQkv> qkv_kernel_for(const tiles::Tiling& t) {
+  if (t.group == 0) return linear_kernel<false, 1, true, true, AppendingQkv>;
+  return t.group_log == 2 ? linear_kernel<true, 1, true, true, AppendingQkv>
+                          : linear_kernel<true, 1, true, false, AppendingQkv>;
+}
+
 int rows8_of(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
 
 LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
@@ -257,6 +283,7 @@ void prepare_linear(const Device& device) {
       allow_shared_memory("linear", kernel_of<SingleRank>(t, rows8), device.shared);
       allow_shared_memory("linear", kernel_of<VirtualRanks>(t, rows8), device.shared);
     }
+    allow_shared_memory("linear", qkv_kernel_for(t), device.shared);
   }
 }
 
@@ -278,6 +305,10 @@ bool has_variant(const LinearArgs& a) {
   return a.norm != nullptr ? a.residual == nullptr : !a.swiglu && a.logits == nullptr;  // as models call it
 }
 
+bool can_append(const Weights& weights, int64_t rows, int64_t dim) {
+  return rows <= tiles::kVariantRows && weights.tiling.heads != 0 && 2 * weights.tiling.apart == dim;
+}
+
 void linear(const LinearArgs& args, Stream stream) {
   if (args.rows == 0) return;
   const Weights& weights = *args.weights;
@@ -291,6 +322,9 @@ void linear(const LinearArgs& args, Stream stream) {
 #ifdef SWIFTSPEC_STAMPS
   task.stamps = stamp_records(weights, int64_t{how.grid.x} * kWarps);
 #endif
+  if (args.append != nullptr) {
+    return launch("linear", qkv_kernel_for(weights.tiling), how, stream, AppendingQkv{{task}, *args.append});
+  }
   if (args.channel != nullptr) {
     const auto kernel = kernel_of<SingleRank>(weights.tiling, rows8);
     return launch("linear", kernel, how, stream, SingleRank{task, *args.channel});

@@ -319,7 +319,7 @@ __device__ void add_residual(const tiles::Tiling& t, const Outputs& to, int lane
     if (row >= to.rows || i % 2 >= outputs_left(t, pair, i / 4)) continue;
     float& value = unit.value[i / 4][i / 2 % 2][i % 2];
     value = tiles::rounded(value) +
-            ll::Bfloat16::widen(to.residual[row * t.n + (i / 4) * t.half + pair + i % 2]);
+            ll::Bfloat16::widen(to.residual[row * t.n + tiles::output_of_pair(t, pair, i / 4) + i % 2]);
   }
 }
 

@@ -4,9 +4,11 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/launch.cuh"
 #include "cuda/linear/epilogue.cuh"
+#include "cuda/linear/rope_epilogue.h"
 #include "cuda/shared.cuh"
 #include "kernels_cuda.h"
 
@@ -23,26 +25,38 @@ struct StreamTask {
   int32_t barriers;  // offset of StreamBarriers
 };
 
-// What a warp needs to store the results of a strip: the lane's sums of both fragments, and their residual.
+// Of a QKV projection that appends to the cache.
+struct StreamQkvTask : StreamTask {
+  RopeAppend append;
+};
+
+// What a warp needs to store the results of a strip: the lane's sums of both fragments, and what is loaded for them.
 struct Results {
   float4 sums[2];
   ResidualPairs residual;
+  RopePairs rope;
 };
 
 __device__ inline float4 sum_of(const float4& a, const float4& b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
 // The sums on their way from the warps to the results. Strips are counted within the cluster.
-template <bool kNormed>
+template <bool kNormed, class Task>
 class Epilogue {
  public:
-  __device__ Epilogue(const StreamTask& stream, const ThreadIndex& at, uint8_t* shared)
-      : task_(stream.each),
+  __device__ Epilogue(const Task& stream, const ThreadIndex& at, uint8_t* shared)
+      : stream_(stream),
+        task_(stream.each),
         at_(at),
         ctas_(stream.each.tiling.cluster()),
         strips_((stream.each.tiling.strips - at.cluster + stream.each.clusters - 1) / stream.each.clusters),
         partial_(reinterpret_cast<float4*>(shared + stream.each.smem.partial)),
         joined_(reinterpret_cast<float4*>(shared + stream.each.smem.joined)),
         barriers_(reinterpret_cast<uint64_t*>(shared + stream.barriers)) {}
+
+  // To be called once by all threads, when rows and tables of `append` may be read.
+  __device__ void load_rows() {
+    if constexpr (kAppends) rows_ = appended_rows(stream_.append.setup, at_.lane);
+  }
 
   // To be called by all threads before the first strip; a barrier of the cluster must follow.
   __device__ void init() {
@@ -93,6 +107,8 @@ class Epilogue {
   }
 
  private:
+  static constexpr bool kAppends = std::is_same_v<Task, StreamQkvTask>;
+
   __device__ int owner(int strip) const { return strip % ctas_; }
   __device__ int place(int slot, int part, int f) const { return ((slot * kWarps + part) * 2 + f) * 32 + at_.lane; }
   __device__ int joined_place(int slot, int cta, int f) const { return ((slot * ctas_ + cta) * 2 + f) * 32 + at_.lane; }
@@ -106,7 +122,7 @@ class Epilogue {
 
   __device__ void add_block(int strip, Results& results) {
     const int slot = strip % kStreamSlots;
-    if (ctas_ == 1) load_residuals(strip, results);
+    if (ctas_ == 1) load_operands(strip, results);
     wait(StreamBarriers::kStored + slot, strip / kStreamSlots);
 #pragma unroll
     for (int f = 0; f < 2; ++f) {
@@ -134,7 +150,7 @@ class Epilogue {
   // Adds the sums of the blocks, in order.
   __device__ void add_cluster(int strip, Results& results) {
     const int use = strip / ctas_, slot = use % kStreamSlots;
-    load_residuals(strip, results);
+    load_operands(strip, results);
     ptx::cluster_barrier_wait(barriers_ + StreamBarriers::kArrived + slot, use / kStreamSlots & 1);
     results.sums[0] = results.sums[1] = {0, 0, 0, 0};
     for (int cta = 0; cta < ctas_; ++cta) {
@@ -148,7 +164,10 @@ class Epilogue {
     }
   }
 
-  __device__ void load_residuals(int strip, Results& results) const {
+  __device__ void load_operands(int strip, Results& results) const {
+    if constexpr (kAppends) {
+      results.rope = load_rope(task_.tiling, stream_.append.setup, rows_, unit_of(strip).strip, at_.lane);
+    }
     if (kNormed || task_.to.residual == nullptr) return;
     results.residual = load_residual(task_.tiling, task_.to, at_.lane, unit_of(strip));
   }
@@ -166,19 +185,25 @@ class Epilogue {
     if (!kNormed && to.residual != nullptr) add_residual(results.residual, unit);
     to.residual = nullptr;
     if constexpr (!kNormed) to.swiglu = false, to.logits = nullptr;
-    store_unit(task_.tiling, to, at_.lane, unit);
+    if constexpr (kAppends) {
+      append_unit(task_.tiling, stream_.append, rows_, results.rope, at_.lane, unit);
+    } else {
+      store_unit(task_.tiling, to, at_.lane, unit);
+    }
   }
 
+  const Task& stream_;
   const LinearTask& task_;
   const ThreadIndex at_;
+  AppendedRows rows_;
   int ctas_, strips_;
   float4 *partial_, *joined_;
   uint64_t* barriers_;
 };
 
 // kWhole: quantisation groups are whole tiles.
-template <bool kNormed, bool kWhole>
-__global__ void __launch_bounds__(kThreads, 2) stream_kernel(const __grid_constant__ StreamTask stream) {
+template <bool kNormed, bool kWhole, class Task>
+__global__ void __launch_bounds__(kThreads, 2) stream_kernel(const __grid_constant__ Task stream) {
   uint8_t* shared = dynamic_shared();
   const LinearTask& task = stream.each;
   const tiles::Tiling& t = task.tiling;
@@ -187,13 +212,17 @@ __global__ void __launch_bounds__(kThreads, 2) stream_kernel(const __grid_consta
   SWIFTSPEC_STAMP(task, kStart);
   if constexpr (kNormed) fetch_norm(task, at, shared);
   Ring ring(task, at, shared, tiles::tiles_of_warp(t, at.cluster, task.clusters, at.cta, at.warp));
-  Epilogue<kNormed> epilogue(stream, at, shared);
+  Epilogue<kNormed, Task> epilogue(stream, at, shared);
   epilogue.init();
   SWIFTSPEC_STAMP(task, kRing);
   ptx::launch_dependents();
 #ifdef SWIFTSPEC_STAMPS
   stamps::touch_pages(task.touched, task.touched_bytes);
 #endif
+  if constexpr (std::is_same_v<Task, StreamQkvTask>) {
+    if (!stream.append.setup.prepared) ptx::wait_for_dependencies();
+    epilogue.load_rows();
+  }
   sync_cluster(task);
   ptx::wait_for_dependencies();
   SWIFTSPEC_STAMP(task, kDependencies);
@@ -236,17 +265,24 @@ __global__ void __launch_bounds__(kThreads, 2) stream_kernel(const __grid_consta
   SWIFTSPEC_STAMP(task, kExit);
 }
 
-using Kernel = void (*)(StreamTask);
+template <class Task>
+using Kernel = void (*)(Task);
 
-Kernel kernel_for(bool normed, bool whole) {
-  if (normed) return whole ? stream_kernel<true, true> : stream_kernel<true, false>;
-  return whole ? stream_kernel<false, true> : stream_kernel<false, false>;
+Kernel<StreamTask> kernel_for(bool normed, bool whole) {
+  using Task = StreamTask;
+  if (normed) return whole ? stream_kernel<true, true, Task> : stream_kernel<true, false, Task>;
+  return whole ? stream_kernel<false, true, Task> : stream_kernel<false, false, Task>;
+}
+
+Kernel<StreamQkvTask> qkv_kernel_for(bool whole) {
+  return whole ? stream_kernel<true, true, StreamQkvTask> : stream_kernel<true, false, StreamQkvTask>;
 }
 
 }  // namespace
 
 void prepare_stream(const Device& device) {
   for (const int kind : {0, 1, 2, 3}) allow_shared_memory("linear", kernel_for(kind % 2 == 1, kind / 2 == 1), device.shared);
+  for (const bool whole : {false, true}) allow_shared_memory("linear", qkv_kernel_for(whole), device.shared);
 }
 
 void linear_stream(const LinearArgs& args, Stream stream) {
@@ -262,6 +298,9 @@ void linear_stream(const LinearArgs& args, Stream stream) {
 #ifdef SWIFTSPEC_STAMPS
   task.each.stamps = stamp_records(w, int64_t{how.grid.x} * kWarps);
 #endif
+  if (args.append != nullptr) {
+    return launch("linear", qkv_kernel_for(t.group_log == 2), how, stream, StreamQkvTask{task, *args.append});
+  }
   launch("linear", kernel_for(normed, t.group_log == 2), how, stream, task);
 }
 

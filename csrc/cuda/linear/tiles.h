@@ -4,7 +4,8 @@
 // The product. out = x W^T, W [n, k]. The weights are operand A of mma.m16n8k16 (16 outputs), the rows of x operand B
 // (8 rows), so one row costs as much as eight. A strip is 32 outputs: 16 `first` ones, and the 16 that lie half the
 // outputs further on (`second`), in two m16 fragments. With SwiGLU first and second are gate and up: both lie in one
-// lane, and other projections lose nothing by the order.
+// lane. In a QKV projection (`heads`) `second` lies half a head further on, so that a lane has both elements that
+// RoPE rotates. Other projections lose nothing by the order. Results are always stored in the order of the outputs.
 //
 // A tile is a strip times 128 inputs (int4) or 64 (bf16), in the order in which the lanes of a warp read it, followed
 // by the scales and zero points of its groups. Tiles are stored strip by strip. One bulk copy fetches one tile.
@@ -29,10 +30,16 @@ namespace swiftspec::cuda::tiles {
 
 // --- element to lane mapping -----------------------------------------------------------------------------------------
 
+// The `first` (second = 0) or `second` output of a pair. Neighbouring pairs have neighbouring outputs, head by head if
+// there are heads.
+SWIFTSPEC_HD int64_t output_of_pair(const Tiling& t, int64_t pair, int second) {
+  return pair + (pair & t.heads) + (second != 0 ? t.apart : 0);
+}
+
 // Output of row r of fragment f (0 or 1) of a strip; -1: padding.
 SWIFTSPEC_HD int64_t output_of(const Tiling& t, int strip, int f, int r) {
   const int64_t pair = 16 * static_cast<int64_t>(strip) + 2 * (r % 8) + f;
-  const int64_t output = r < 8 ? pair : t.half + pair;
+  const int64_t output = output_of_pair(t, pair, r / 8);
   return pair < t.half && output < t.n ? output : -1;
 }
 

@@ -64,6 +64,9 @@ struct Tiling {
   int32_t blocks_per_sm;  // 1 or 2, of launches with up to 8 * kPairedRows8 rows; results do not depend on it
   int32_t variant;        // a Variant; results do not depend on it
   int32_t block_strips;   // of kDirect: strips of a block
+  // A `second` output lies `apart` outputs after its `first` one: `half`, or half a head (with_heads). `heads`: mask of the
+  // bits of a pair's number that count heads, or 0.
+  int64_t apart, heads;
 
   SWIFTSPEC_HD int groups() const { return tile_k / kBlock >> group_log; }  // of a tile
   SWIFTSPEC_HD int warps_n() const { return 1 << n_log; }
@@ -85,12 +88,18 @@ struct Tiling {
 
 SWIFTSPEC_HD Tiling shape(int64_t k, int64_t n, int group) {
   Tiling t{};
-  t.n = n, t.k = k, t.half = (n + 1) / 2, t.group = group;
+  t.n = n, t.k = k, t.half = t.apart = (n + 1) / 2, t.group = group;
   t.group_log = group == 128 ? 2 : group == 64 ? 1 : 0;
   t.tile_k = group != 0 ? 128 : 64;
   t.tile_bytes = group != 0 ? 4 * (kCodeWords + kStrip * (128 / group)) : kStrip * 64 * 2;
   t.tiles = static_cast<int32_t>(ceil_div(k, t.tile_k));
   t.strips = static_cast<int32_t>(ceil_div(t.half, kStrip / 2));
+  return t;
+}
+
+// Sets the order of the outputs of a QKV projection with heads of 64 or 128 elements; a strip lies in one head.
+SWIFTSPEC_HD Tiling with_heads(Tiling t, int head_dim) {
+  t.apart = head_dim / 2, t.heads = -t.apart;
   return t;
 }
 

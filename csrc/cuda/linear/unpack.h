@@ -8,7 +8,8 @@
 
 namespace swiftspec::cuda::tiles {
 
-// A range of strips. Their outputs are written in two halves: the `first` outputs of all strips, then the `second`.
+// A range of strips. Their outputs are written in two halves: the `first` outputs of all strips, then the `second`. Those
+// of whole heads are written in their order.
 struct Strips {
   int32_t first, count;
   int64_t half;  // outputs per half; the last strip may be partly padding
@@ -45,6 +46,8 @@ SWIFTSPEC_HD void unpack_tile(const Tiling& t, const uint32_t* tiles, const Stri
   constexpr int kBlocks = kInt4 ? 4 : 2;
   const int strip = at / t.tiles, tile = at % t.tiles;
   const uint32_t* words = tiles + t.tile_at(strips.first + strip, tile) / 4;
+  Tiling written = t;
+  if (t.heads == 0) written.apart = strips.half;
   SWIFTSPEC_UNROLL
   for (int i = 0; i < 4 * kBlocks; ++i) {
     const int block = i / 4, f = i / 2 % 2, upper = i % 2;
@@ -60,7 +63,7 @@ SWIFTSPEC_HD void unpack_tile(const Tiling& t, const uint32_t* tiles, const Stri
       SWIFTSPEC_UNROLL
       for (int p = 0; p < 4; ++p) values.pairs[p] = words[dense_word(2 * block + p / 2, lane, f, upper + p % 2 * 2)];
     }
-    *reinterpret_cast<Bf16x8*>(out + (upper * strips.half + pair) * t.k + input) = values;
+    *reinterpret_cast<Bf16x8*>(out + output_of_pair(written, pair, upper) * t.k + input) = values;
   }
 }
 

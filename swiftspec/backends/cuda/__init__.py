@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from swiftspec.backends.cuda import attention, large_m, linear, sampling, tree
+from swiftspec.backends.cuda.attention import CudaAttentionPlan
 from swiftspec.backends.cuda.devices import require_usable
 from swiftspec.backends.cuda.linear import CudaLinear, ProjectionTiling
 from swiftspec.backends.cuda.norm import pack_norm
@@ -100,6 +102,28 @@ class CudaBackend(Backend):
             _, _, kv_heads, _, dim = cache.k.shape
             shape = self.kernel_shapes.get(attention.heads_name(num_heads, kv_heads, dim))
         return attention.prepare(batch, cache, cos, sin, num_heads, options=options, shape=shape)
+
+    def pack_qkv(self, weight: Weight, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> CudaLinear:
+        """Packs a QKV projection, so that `qkv_attention` can append in its kernel."""
+        return linear.pack(weight, dtype, device, self.tilings, self.multiprocessors, head_dim)
+
+    def qkv_attention(
+        self,
+        x: Tensor,
+        norm: Any,
+        packed: Any,
+        plan: Any,
+        layer: int,
+        qk_norm: Any = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """As that of the reference, in two launches if the QKV projection can append. Packed weights and plan may be
+        those of other operators (backends/families.py)."""
+        if qk_norm is None and isinstance(packed, CudaLinear) and isinstance(plan, CudaAttentionPlan):
+            attended = attention.project_and_attend(x, norm, packed.native, plan, layer)
+            if attended is not None:
+                return attended
+        return super().qkv_attention(x, norm, packed, plan, layer, qk_norm=qk_norm, sinks=sinks)
 
     def check_supported(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:
         """Raises UserError if these operators cannot run the model because of its dtype, its layers, the build, or the

@@ -1,5 +1,6 @@
 """Tree attention on a GPU (csrc/cuda/attention): per layer one launch for RoPE and KV append and one for masked
-attention, after one that normalises query and key heads where a model does.
+attention, after one that normalises query and key heads where a model does. Of few rows the QKV projection applies RoPE
+and appends.
 
 Supports bfloat16 heads of dimension 64 or 128 and a bfloat16 or float8 cache. A row's result is bitwise independent of
 the other rows of its batch, of their number, and of the slots in which its keys lie. Nothing here synchronises with the
@@ -186,6 +187,21 @@ def tree_attention(
     out = qkv.new_empty(qkv.shape[0], plan.out_width)
     for chunk, native in plan.slices:
         native.attend(qkv[chunk], layer, out[chunk], current_stream())
+    return out
+
+
+def project_and_attend(
+    x: Tensor, norm: CudaNorm, weights: _C.CudaWeights, plan: CudaAttentionPlan, layer: int
+) -> Tensor | None:
+    """Applies RMSNorm and the QKV projection `weights`, whose kernel applies RoPE and appends keys and values, and
+    computes masked attention: x [rows, hidden] -> [rows, heads * head_dim]. The bits are those of the projection and
+    `tree_attention`. Returns None if the kernel cannot append: of more than 8 rows, or with other tiles."""
+    if len(plan.slices) != 1 or not plan.slices[0][1].appends(weights):
+        return None
+    out = x.new_empty(x.shape[0], plan.out_width)
+    plan.slices[0][1].project_and_attend(
+        weights, x, norm.weight, norm.eps, layer=layer, out=out, stream=current_stream()
+    )
     return out
 
 

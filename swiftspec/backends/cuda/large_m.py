@@ -90,6 +90,8 @@ class LinearWeights(Protocol):
     def outputs(self) -> int: ...
     @property
     def bias(self) -> Tensor | None: ...  # [outputs] float32
+    @property
+    def head_dim(self) -> int: ...  # of a QKV projection; 0 for other projections
 
 
 def uses_library(x: Tensor, packed: LinearWeights) -> bool:
@@ -107,25 +109,30 @@ def normalise(x: Tensor, norm: CudaNorm) -> Tensor:
 def linear(x: Tensor, packed: LinearWeights) -> Tensor:
     """Returns the projection with its bias: x [rows, inputs] -> [rows, outputs]."""
     out, half = x.new_empty(x.shape[0], packed.outputs), packed.outputs // 2
-    for columns, first, second in _products_of_halves(x, packed):
-        out[:, columns], out[:, half + columns.start : half + columns.stop] = first, second
+    for columns, product in _products(x, packed):
+        start, stop = columns.start, columns.stop
+        if packed.head_dim:
+            out[:, 2 * start : 2 * stop] = product
+        else:
+            out[:, columns], out[:, half + start : half + stop] = product.chunk(2, 1)
     return out
 
 
 def swiglu(x: Tensor, gate_up: LinearWeights) -> Tensor:
     """Returns SiLU(gate) * up: x [rows, inputs] -> [rows, outputs / 2]."""
     out = x.new_empty(x.shape[0], gate_up.outputs // 2)
-    for columns, gate, up in _products_of_halves(x, gate_up):
+    for columns, product in _products(x, gate_up):
+        gate, up = product.chunk(2, 1)
         torch.mul(F.silu(gate, inplace=True), up, out=out[:, columns])
     return out
 
 
-def _products_of_halves(x: Tensor, packed: LinearWeights) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields (columns, first, second) for consecutive slices `columns` of the first half of the outputs. `first` is the
-    product of these outputs, `second` that of the corresponding outputs of the second half: [rows, len(columns)]
-    each."""
-    half = packed.outputs // 2
-    step = max(SCRATCH_BYTES // (2 * STRIP_OUTPUTS * packed.inputs * BF16_BYTES), 1) * STRIP_OUTPUTS
+def _products(x: Tensor, packed: LinearWeights) -> Iterator[tuple[slice, Tensor]]:
+    """Yields (columns, product) for consecutive slices `columns` of the first half of the outputs: the product of these
+    outputs and of the corresponding ones of the second half, [rows, 2 * len(columns)]. With `head_dim` it is that of
+    whole heads, from output 2 * columns.start on."""
+    half, granularity = packed.outputs // 2, packed.head_dim // 2 or STRIP_OUTPUTS
+    step = max(SCRATCH_BYTES // (2 * granularity * packed.inputs * BF16_BYTES), 1) * granularity
     for start in range(0, half, step):
         columns = slice(start, min(start + step, half))
         count = columns.stop - start
@@ -133,7 +140,8 @@ def _products_of_halves(x: Tensor, packed: LinearWeights) -> Iterator[tuple[slic
         _C.expand_cuda(packed.native, start // STRIP_OUTPUTS, rows, current_stream())
         bias = None
         if packed.bias is not None:
-            bias = packed.bias.view(2, half)[:, columns].flatten().to(x.dtype)
+            pairs = packed.bias.view(half, 2)[columns] if packed.head_dim else packed.bias.view(2, half)[:, columns]
+            bias = pairs.flatten().to(x.dtype)
         with float32_sums:
-            first, second = F.linear(x, rows, bias).split(count, 1)
-        yield columns, first, second
+            product = F.linear(x, rows, bias)
+        yield columns, product

@@ -60,6 +60,7 @@ class CudaLinear:
     tiles: Tensor  # uint8; layout: csrc/cuda/linear/tiles.h
     bias: Tensor | None  # [outputs] float32
     group: int  # inputs per scale of int4 weights; 0 for bfloat16 weights
+    head_dim: int = 0  # of a QKV projection, which can append to the cache; 0 for other projections
 
     @property
     def shape_name(self) -> str:
@@ -75,11 +76,13 @@ def pack(
     device: torch.device | str,
     tilings: Mapping[str, ProjectionTiling] = NO_TILINGS,
     multiprocessors: int | None = None,
+    head_dim: int = 0,
 ) -> CudaLinear:
     """Packs a matrix [outputs, inputs] of a checkpoint into tiles on `device`; returns after the device has finished.
 
     `tilings`: by `shape_name`, other tilings than the default ones; those that the device does not have are ignored.
     `multiprocessors`: that launches occupy at a time, except in the variant "direct"; None: all.
+    `head_dim`: of a QKV projection, whose tiles have another order of the outputs; 0: another projection.
     int4 groups whose size is not 32, 64 or 128 are split into groups of such a size; if that is impossible, the matrix
     is dequantised, as is one whose inputs are permuted. Raises UserError if the CUDA operators cannot run on `device`
     or do not support the matrix.
@@ -91,17 +94,24 @@ def pack(
         use_current_device()
         group = int4_group_size(weight)
         if isinstance(weight, Int4Weight) and group != 0:
-            tiles, inputs, outputs = _int4_tiles(weight, group, device)
+            tiles, inputs, outputs = _int4_tiles(weight, group, device, head_dim)
         else:
-            tiles, inputs, outputs = _bf16_tiles(weight.dequantize(dtype).to(device))
+            tiles, inputs, outputs = _bf16_tiles(weight.dequantize(dtype).to(device), head_dim)
         bias = None if weight.bias is None else weight.bias.to(device, torch.float32).contiguous()
         # a projection loads its weights before it waits for preceding kernels, so packing must have finished
         torch.cuda.current_stream().synchronize()
         row = tilings.get(shape_name(inputs, outputs, group))
         native = _C.CudaWeights(
-            data=tiles, bias=bias, k=inputs, n=outputs, group=group, row=row, multiprocessors=multiprocessors
+            data=tiles,
+            bias=bias,
+            k=inputs,
+            n=outputs,
+            group=group,
+            row=row,
+            multiprocessors=multiprocessors,
+            head_dim=head_dim,
         )
-    return CudaLinear(native, inputs, outputs, tiles, bias, group)
+    return CudaLinear(native, inputs, outputs, tiles, bias, group, head_dim=head_dim)
 
 
 def tilings_of(packed: CudaLinear, each: int) -> list[ProjectionTiling]:
@@ -128,6 +138,7 @@ def _native(packed: CudaLinear, tiles: Tensor, bias: Tensor | None, tiling: Proj
         group=packed.group,
         row=tiling,
         multiprocessors=packed.native.multiprocessors,
+        head_dim=packed.head_dim,
     )
 
 
@@ -156,24 +167,24 @@ def mask_outputs(packed: CudaLinear, outputs: Sequence[int], device: torch.devic
     return replace(packed, native=native, bias=bias)
 
 
-def _int4_tiles(weight: Int4Weight, group: int, device: torch.device) -> tuple[Tensor, int, int]:
+def _int4_tiles(weight: Int4Weight, group: int, device: torch.device, head_dim: int) -> tuple[Tensor, int, int]:
     splits, weight = weight.group_size // group, weight.to(device).in_order()  # reorders the codes on the device
     codes = weight.packed.contiguous()
     scales = weight.scales.float().repeat_interleave(splits, 0).contiguous()
     zeros = weight.zeros.repeat_interleave(splits, 0).contiguous()
     inputs, outputs = codes.shape[0], scales.shape[1]
     tiles = torch.empty(_C.cuda_tile_bytes(inputs, outputs, group), dtype=torch.uint8, device=device)
-    _C.repack_int4_cuda(codes, scales, zeros, group, tiles, current_stream())
+    _C.repack_int4_cuda(codes, scales, zeros, group, tiles, head_dim=head_dim, stream=current_stream())
     return tiles, inputs, outputs
 
 
-def _bf16_tiles(matrix: Tensor) -> tuple[Tensor, int, int]:
+def _bf16_tiles(matrix: Tensor, head_dim: int) -> tuple[Tensor, int, int]:
     outputs, inputs = matrix.shape
     if inputs % 8 != 0:
         raise UserError(f"the CUDA operators require a multiple of 8 inputs per projection, not {inputs}")
     matrix = matrix.contiguous()
     tiles = torch.empty(_C.cuda_tile_bytes(inputs, outputs, 0), dtype=torch.uint8, device=matrix.device)
-    _C.repack_bf16_cuda(matrix, tiles, current_stream())
+    _C.repack_bf16_cuda(matrix, tiles, head_dim, current_stream())
     return tiles, inputs, outputs
 
 

@@ -190,6 +190,7 @@ def trial_checks(plan: TrialPlan) -> list[TrialCheck]:
     if plan.particles > 0:
         checks.append(TrialCheck("resampling", partial(check_resampling, plan.particles), "resampling"))
     for layer in plan.layers:
+        checks.append(TrialCheck(f"{layer}, appending QKV", partial(check_append, layer), "attention"))
         checks.append(TrialCheck(f"{layer}, repeated", partial(check_repeats, layer), switch="early_starts"))
         checks.append(TrialCheck(f"{layer}, captured", partial(check_replays, layer), switch="graphs"))
     return _numbered(checks)
@@ -528,7 +529,9 @@ class TrialLayer:
 
     def __init__(self, shape: LayerShape, ops: Backend, at: TrialDevice) -> None:
         self._shape, self._ops, self._at = shape, ops, at
-        qkv, o, gate_up, down = (ops.pack(random_weight(each, at), BF16, at.device) for each in shape.projections)
+        matrices = [random_weight(each, at) for each in shape.projections]
+        qkv = ops.pack_qkv(matrices[0], shape.attention.head_dim, BF16, at.device)
+        o, gate_up, down = (ops.pack(matrix, BF16, at.device) for matrix in matrices[1:])
         hidden = shape.qkv.inputs
         norm = ops.pack_norm(norm_weight(hidden, at), NORM_EPS, BF16, at.device)
         head_norm, attention = None, shape.attention
@@ -544,8 +547,9 @@ class TrialLayer:
         self._batch = tree_batch([self._keys], at)
         self._rope = rope_of(attention, self._keys, at)
 
-    def forward(self, after: Callable[[], None] = lambda: None) -> tuple[Tensor, ...]:
-        """Returns QKV and hidden states of both passes. `after`: called after each launch."""
+    def forward(self, after: Callable[[], None] = lambda: None, separate: bool = False) -> tuple[Tensor, ...]:
+        """Returns the outputs of attention and the hidden states of both passes. `after`: called after each operator.
+        `separate`: QKV is an operator of its own."""
         ops, layer, hidden, kept = self._ops, self._layer, self._hidden, list[Tensor]()
 
         def done(x: T) -> T:
@@ -554,21 +558,31 @@ class TrialLayer:
 
         plan = done(ops.prepare(self._batch, self._cache, *self._rope, self._shape.attention.heads))
         for _ in range(2):
-            qkv = done(ops.norm_linear(hidden, layer.input_norm, layer.qkv))
-            mixed = done(ops.tree_attention(qkv, plan, 0, layer.qk_norm))
+            if separate:
+                qkv = done(ops.norm_linear(hidden, layer.input_norm, layer.qkv))
+                mixed = done(ops.tree_attention(qkv, plan, 0, layer.qk_norm))
+            else:
+                mixed = done(ops.qkv_attention(hidden, layer.input_norm, layer.qkv, plan, 0, layer.qk_norm))
             hidden = done(ops.linear_residual(mixed, layer.o, hidden))
             gated = done(ops.norm_swiglu(hidden, layer.mlp_norm, layer.mlp.gate_up))
             hidden = done(ops.linear_residual(gated, layer.mlp.down, hidden))
-            kept += [qkv, hidden]
+            kept += [mixed, hidden]
         return tuple(kept)
 
     def apart(self) -> tuple[Tensor, ...]:
         """Returns the outputs of kernels each of which starts after its predecessor has ended."""
-        return tuple(part.clone() for part in self.forward(self._at.finish))
+        return tuple(part.clone() for part in self.forward(self._at.finish, separate=True))
 
 
 def _same(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def check_append(shape: LayerShape, ops: Backend, at: TrialDevice) -> str | None:
+    """A layer in which QKV applies RoPE and appends has the bits of separate operators."""
+    layer = TrialLayer(shape, ops, at)
+    want = layer.apart()
+    return None if _same(layer.forward(at.finish), want) else "QKV appends other keys and values than attention"
 
 
 def check_repeats(shape: LayerShape, ops: Backend, at: TrialDevice) -> str | None:

@@ -30,6 +30,7 @@ from swiftspec.backends.cuda.trial_checks import (
     TrialCache,
     TrialDevice,
     TrialPlan,
+    check_append,
     check_attention,
     check_projection,
     check_repeats,
@@ -55,7 +56,7 @@ KEYS = (1000, 4000, 16_000)  # of attention, whose times relative to the default
 MAX_LAYERS = 64  # of a cache that is timed
 ORDER_BOUND = 4e-3  # largest relative difference between results that sum in another order; bfloat16 rounds by 2e-3
 
-LAYER_CHECKS = (check_repeats, check_replays)
+LAYER_CHECKS = (check_append, check_repeats, check_replays)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,12 @@ from contextlib import nullcontext
 from typing import Any, Literal, Self
 
 import torch
+from torch import Tensor
 
 from swiftspec.backends.reference import attention, delta, linear, mixture, noise, packing, per_layer, sampling
 from swiftspec.model.packed_model import FusedModel, PackedModel
 from swiftspec.model.spec import ModelSpec
+from swiftspec.model.weights import Weight
 
 
 class Backend:
@@ -86,6 +88,23 @@ class Backend:
 
     def check_supported(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:
         """Raises UserError if these operators cannot run the model on this machine."""
+
+    def pack_qkv(self, weight: Weight, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> Any:
+        """Packs the projection to queries, keys and values of an attention layer. `head_dim`: of each head."""
+        return self.pack(weight, dtype, device)
+
+    def qkv_attention(
+        self,
+        x: Tensor,
+        norm: Any,
+        packed: Any,
+        plan: Any,
+        layer: int,
+        qk_norm: Any = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Applies RMSNorm, the QKV projection and `tree_attention`: x [rows, hidden] -> [rows, heads * head_dim]."""
+        return self.tree_attention(self.norm_linear(x, norm, packed), plan, layer, qk_norm, sinks)
 
     def kept_int4_group(self, inputs: int, group: int, dtype: torch.dtype) -> int:
         """Returns the inputs per group of an int4 matrix with `inputs` inputs and `group` inputs per group, as `pack`
