@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "clock.h"
 #include "machine.h"
 
 namespace simt {
@@ -17,6 +18,7 @@ constexpr uint64_t kSteps = 4096;  // from one pause to the next, a few millisec
 }  // namespace
 
 void Machine::launch_dependents() {
+  settle();
   Block& block = *current_->block;
   if (!block.silent) return;
   block.silent = false;
@@ -26,9 +28,12 @@ void Machine::launch_dependents() {
 void Machine::wait_for_dependencies() {
   Grid* front = current_->block->grid->before.get();
   current_->in_order = true;
-  if (front == nullptr || front->ended()) return;
-  front->dependents.waiting.push_back(current_);
-  block("griddepcontrol.wait");
+  settle();
+  if (front != nullptr && !front->ended()) {
+    front->dependents.waiting.push_back(current_);
+    block("griddepcontrol.wait");
+  }
+  if (clock) clock->release(*current_);
 }
 
 unsigned Machine::clusters(unsigned blocks) const {
@@ -38,7 +43,10 @@ unsigned Machine::clusters(unsigned blocks) const {
 }
 
 // The part in which a cluster of this size fits. One cluster always fits.
-bool Machine::find_room(unsigned blocks, size_t& part) const {
+bool Machine::find_room(const Launch& launch, size_t& part) const {
+  part = 0;
+  if (clock) return clock->has_room(launch);
+  const unsigned blocks = launch.cluster;
   std::vector<size_t> used(parts.size(), 0);
   for (const auto& cluster : resident_) used[cluster->part] += cluster->blocks.size();
   for (part = 0; part < parts.size(); ++part) {
@@ -54,6 +62,7 @@ void Machine::start(const std::shared_ptr<Grid>& grid, size_t part) {
   const uint64_t row = launch.grid.x / launch.cluster, next = grid->begun++;
   const Index first{static_cast<unsigned>(next % row) * launch.cluster, static_cast<unsigned>(next / row % launch.grid.y),
                     static_cast<unsigned>(next / row / launch.grid.y)};
+  const std::vector<Sm*> places = clock ? clock->place(launch) : std::vector<Sm*>(launch.cluster, nullptr);
   auto cluster = std::make_unique<Cluster>();
   cluster->grid = grid;
   cluster->part = part;
@@ -66,6 +75,8 @@ void Machine::start(const std::shared_ptr<Grid>& grid, size_t part) {
     block->grid = grid.get();
     block->live = static_cast<int>(threads);
     block->warps.resize((threads + 31) / 32);
+    block->sm = places[rank];
+    if (clock) clock->start(*block, launch.early);
     void* memory = nullptr;
     if (posix_memalign(&memory, kAlignment, launch.shared) != 0) throw std::bad_alloc();
     block->dynamic.reset(static_cast<uint8_t*>(memory));
@@ -80,7 +91,11 @@ void Machine::start(const std::shared_ptr<Grid>& grid, size_t part) {
       if (fibers_.empty()) fibers_.push_back(std::make_unique<Fiber>());
       thread->fiber = std::move(fibers_.back());
       fibers_.pop_back();
-      ready_.push_back(thread.get());
+      if (clock) {
+        clock->ready(*thread);
+      } else {
+        ready_.push_back(thread.get());
+      }
       block->threads.push_back(std::move(thread));
     }
     cluster->live += static_cast<int>(threads);
@@ -105,6 +120,7 @@ std::string Machine::stuck() const {
 
 void Machine::clear() {
   copies_.clear();
+  if (clock) clock->clear();
   for (auto& cluster : resident_) cluster->live = 0;
   retire();
   ready_.clear();
@@ -127,13 +143,18 @@ void Machine::retire() {
     if (cluster->live > 0) return false;
     if (!copies_.empty() && receives(*cluster)) fault_ = "a block has left that a copy is under way to";
     for (auto& block : cluster->blocks) {
+      if (clock) clock->remove(*block);
       for (auto& thread : block->threads) {
         thread->fiber->started &= thread->ended;  // the others stopped in the middle
         fibers_.push_back(std::move(thread->fiber));
       }
     }
     Grid& grid = *cluster->grid;
-    if (++grid.left == grid.clusters) grid.before = nullptr, wake(grid.dependents);
+    if (++grid.left == grid.clusters) {
+      grid.before = nullptr;
+      if (clock) clock->ends.push_back(clock->now);
+      wake(grid.dependents);
+    }
     return true;
   });
   std::erase_if(under_way_, [](const std::shared_ptr<Grid>& grid) { return grid->ended(); });
@@ -145,14 +166,26 @@ void Machine::begin() {
     if (grid->before != nullptr && grid->before->silent > 0) return;
     while (grid->begun < grid->clusters) {
       size_t part = 0;
-      if (!find_room(grid->launch.cluster, part)) return;
+      if (!find_room(grid->launch, part)) return;
       start(grid, part);
     }
   }
 }
 
+// Runs a thread of the earliest warp until it waits, or completes a copy that arrives before.
+void Machine::step_in_time() {
+  if (clock->event_is_next()) return complete(clock->next_event().copy);
+  Thread* thread = clock->next();
+  if (thread == nullptr) {
+    fault_ = stuck();
+  } else {
+    resume(*thread);
+  }
+}
+
 // Runs one thread until it waits: mostly one of those that were woken last, whose memory is in the caches.
 void Machine::step() {
+  if (clock) return step_in_time();
   if (ready_.empty()) {
     if (copies_.empty()) fault_ = stuck();
     return finish_a_copy();

@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "clock.h"
+
 #if SIMT_ASAN
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -87,6 +89,8 @@ void Machine::enter() {
 
 void Machine::leave(Thread& thread) {
   Block& block = *thread.block;
+  if (clock && block.live == 1) thread.its_warp().now += clock->costs.drain;
+  settle();
   if (block.grid->launch.early && !thread.in_order) fault("a thread has ended that did not wait for the launch in front");
   thread.ended = true;
   --block.live, --block.cluster->live;
@@ -100,6 +104,11 @@ void Machine::leave(Thread& thread) {
 }
 
 void Machine::yield() {
+  if (clock) {
+    clock->issue(current_->its_warp(), 1, clock->costs.l2);
+    clock->ready(*current_);
+    return stop();
+  }
   ready_.push_back(current_);
   if (chance(patience_)) std::swap(ready_[dice_() % ready_.size()], ready_.back());  // behind others
   stop();
@@ -111,13 +120,25 @@ void Machine::block(const char* what) {
   current_->waits_at = nullptr;
 }
 
+void Machine::settle() {
+  if (!clock || current_->its_warp().now <= clock->now) return;
+  clock->ready(*current_);
+  stop();
+}
+
 void Machine::wake(Gate& gate) {
+  if (clock) {
+    for (Thread* thread : gate.waiting) clock->ready(*thread);
+    return gate.waiting.clear();
+  }
   ready_.insert(ready_.end(), gate.waiting.begin(), gate.waiting.end());
   gate.waiting.clear();
 }
 
 void Machine::meet(Gate& gate, int expected, const char* what) {
+  settle();
   if (static_cast<int>(gate.waiting.size()) + 1 == expected) {
+    if (clock) clock->pass(*current_, gate);
     wake(gate);
     return;
   }
@@ -137,6 +158,7 @@ void Machine::collective(uint32_t mask, const char* what, const void* in, void* 
   warp.in[thread.lane] = in, warp.out[thread.lane] = out;
   if (static_cast<int>(warp.gate.waiting.size()) + 1 == __builtin_popcount(mask)) {
     compute(warp);
+    if (clock) clock->pass(warp, what);
     wake(warp.gate);
     return;
   }
@@ -159,16 +181,63 @@ void Machine::fault(const std::string& what) {
 
 // ---- Copies.
 
-void Machine::complete(const BulkCopy& done) {
-  std::memcpy(done.copy.to, done.copy.from, done.copy.bytes);
-  Barrier state;
-  std::memcpy(&state, done.barrier, sizeof state);
-  state.bytes -= static_cast<int32_t>(done.copy.bytes);
-  if (state.bytes == 0 && state.pending == 0) state.phase ^= 1, state.pending = state.expected;
-  std::memcpy(done.barrier, &state, sizeof state);
+void Machine::signal(uint64_t* barrier, uint32_t bytes) {
+  settle();
+  const BulkCopy stored{{nullptr, nullptr, bytes}, barrier};
+  if (!clock) return complete(stored);
+  clock->schedule(clock->now + clock->costs.peer, stored);
 }
 
-void Machine::start_copy(const BulkCopy& copy) {
+void Machine::product() {
+  if (current_->lane != 0) return;
+  settle();
+  clock->product(current_->its_warp());
+}
+
+void Machine::load_from_peer(size_t bytes) {
+  if (clock) clock->load(*current_, bytes, clock->costs.peer);
+}
+
+void Machine::load_async() {
+  if (clock) clock->load_async(*current_, 16);
+}
+
+void Machine::await_async() {
+  if (clock) clock->use_loads(current_->its_warp());
+}
+
+uint64_t Machine::virtual_ns() const {
+  return static_cast<uint64_t>(current_->its_warp().now / Clock::kGhz);
+}
+
+void Machine::change_barrier(uint64_t* barrier, uint32_t arrivals, int32_t bytes) {
+  Barrier state;
+  std::memcpy(&state, barrier, sizeof state);
+  if (arrivals > state.pending) fault("mbarrier: more arrivals than its phase expects");
+  state.pending = (state.pending - arrivals) & 0xffff;
+  state.bytes += bytes;
+  const bool ends = state.bytes == 0 && state.pending == 0;
+  if (ends) state.phase ^= 1, state.pending = state.expected;
+  std::memcpy(barrier, &state, sizeof state);
+  if (clock && ends) wake(clock->waiting[barrier]);
+}
+
+void Machine::await(uint64_t* barrier) {
+  if (clock) {
+    clock->waiting[barrier].waiting.push_back(current_);
+    return block("an mbarrier");
+  }
+  finish_a_copy();
+  yield();
+}
+
+void Machine::complete(const BulkCopy& done) {
+  if (done.copy.from != nullptr) std::memcpy(done.copy.to, done.copy.from, done.copy.bytes);
+  change_barrier(done.barrier, done.copy.bytes == 0 ? 1 : 0, -static_cast<int32_t>(done.copy.bytes));
+}
+
+void Machine::start_copy(const BulkCopy& copy, bool cached) {
+  if (clock) return clock->schedule(clock->arrival(*current_, copy.copy.bytes, cached), copy);
   if (chance(4)) return complete(copy);
   copies_.push_back(copy);
 }

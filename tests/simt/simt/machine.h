@@ -62,6 +62,10 @@ struct Warp {
   const void* in[32] = {};
   void* out[32] = {};
   std::deque<std::vector<Product>> products{1};  // groups of wgmma; the last one is open
+  // with a clock
+  double now = 0, loaded = 0;  // its time, and when its loads have arrived
+  double* scheduler = nullptr;
+  std::vector<Thread*> ready;  // lanes
 };
 
 struct Copy {
@@ -91,12 +95,15 @@ struct Grid {
 };
 
 struct Cluster;
+struct Sm;
+class Clock;
 
 struct Block {
   Index index;
   unsigned rank = 0;  // in its cluster
   Cluster* cluster = nullptr;
   Grid* grid = nullptr;
+  Sm* sm = nullptr;  // with a clock
   int live = 0;  // threads that have not ended
   bool silent = true;
   Gate gate;
@@ -136,6 +143,8 @@ struct Thread {
   bool in_order = false;  // it has waited for the end of the previous launch
   const char* waits_at = nullptr;
   std::deque<std::vector<Copy>> groups;  // of cp.async; the last one is open
+
+  Warp& its_warp() const { return block->warps[static_cast<size_t>(warp)]; }
 };
 
 // A bulk copy in flight, and the mbarrier that it completes on.
@@ -165,6 +174,7 @@ class Machine {
   int driver = 12040;    // CUDA version of the driver; older ones refuse early launches
   bool queues = false;   // launches run when others follow or a caller waits, not immediately
   bool broken = false;   // a kernel has trapped; no further launch runs
+  std::shared_ptr<Clock> clock;  // virtual time instead of random schedules (clock.h); null by default
   std::function<void()> pause = [] {};  // called periodically; if it throws, all launches end
 
   unsigned clusters(unsigned blocks) const;  // clusters of `blocks` blocks that run concurrently
@@ -173,12 +183,25 @@ class Machine {
 
   // For threads.
   Thread& self() { return *current_; }
+  bool runs() const { return current_ != nullptr; }  // a thread
   void yield();
   bool chance(unsigned of) { return dice_() % of == 0; }
   void meet(Gate& gate, int expected, const char* what);
   void collective(uint32_t mask, const char* what, const void* in, void* out, void (*compute)(Warp&));
-  void start_copy(const BulkCopy& copy);
+  void start_copy(const BulkCopy& copy, bool cached = false);
   void finish_a_copy();
+  // Adds arrivals and expected bytes to an mbarrier.
+  void change_barrier(uint64_t* barrier, uint32_t arrivals, int32_t bytes);
+  void await(uint64_t* barrier);  // a change of its phase, or with random schedules anything
+  // An arrival at a barrier of another block, or bytes that this thread has stored there.
+  void signal(uint64_t* barrier, uint32_t bytes);
+  // Without a clock, these do nothing.
+  void settle();  // until no other thread is earlier
+  void product();
+  void load_from_peer(size_t bytes);
+  void load_async();  // cp.async of 16 bytes
+  void await_async();
+  uint64_t virtual_ns() const;
   void launch_dependents();
   void wait_for_dependencies();
   void check_shared(const void* p, size_t bytes, size_t alignment, const char* what);
@@ -188,12 +211,13 @@ class Machine {
  private:
   Machine() : dice_(1) {}
   void begin();
-  bool find_room(unsigned blocks, size_t& part) const;
+  bool find_room(const Launch& launch, size_t& part) const;
   void start(const std::shared_ptr<Grid>& grid, size_t part);
   void leave(Thread& thread);
   void resume(Thread& thread);
   void stop();  // back to `resume`
   void step();
+  void step_in_time();
   void look_up();
   void retire();
   bool receives(const Cluster& cluster) const;

@@ -51,6 +51,7 @@ inline uint32_t bf16(float x) {
 }
 
 inline void mma(float (&c)[4], const Operands& operands) {
+  if (Machine::get().clock) return Machine::get().product();  // values do not matter
   Machine::get().collective(0xffffffffu, "mma.sync", &operands, c, &multiply);
 }
 
@@ -193,6 +194,7 @@ inline void cp_async16(void* shared, const void* global) {
   simt::Machine& machine = simt::Machine::get();
   machine.check_shared(shared, 16, 16, "cp.async");
   if (reinterpret_cast<uintptr_t>(global) % 16 != 0) machine.fault("cp.async: misaligned");
+  if (machine.clock) return machine.load_async();  // values do not matter
   if (machine.chance(2)) {
     std::memcpy(shared, global, 16);
   } else {
@@ -204,6 +206,7 @@ inline void cp_async_commit() { simt::Machine::get().self().groups.emplace_back(
 
 template <int N>
 void cp_async_wait() {
+  simt::Machine::get().await_async();
   auto& groups = simt::Machine::get().self().groups;
   while (groups.size() > N + 1) {
     for (const simt::Copy& copy : groups.front()) std::memcpy(copy.to, copy.from, copy.bytes);
@@ -222,12 +225,8 @@ inline void barrier_init(uint64_t* barrier, uint32_t arrivals = kLoaders) {
   std::memcpy(barrier, &state, sizeof state);
 }
 inline void arrive(uint64_t* barrier) {
-  simt::Barrier state;
-  std::memcpy(&state, barrier, sizeof state);
-  if (state.pending == 0) simt::Machine::get().fault("mbarrier: more arrivals than its phase expects");
-  state.pending -= 1;
-  if (state.bytes == 0 && state.pending == 0) state.phase ^= 1, state.pending = state.expected;
-  std::memcpy(barrier, &state, sizeof state);
+  simt::Machine::get().settle();
+  simt::Machine::get().change_barrier(barrier, 1, 0);
 }
 inline void barrier_arrive(uint64_t* barrier, bool active) {
   if (active) arrive(barrier);
@@ -235,34 +234,32 @@ inline void barrier_arrive(uint64_t* barrier, bool active) {
 inline void fence_barrier_init() {}
 inline void fence_bulk_loads() {}
 inline uint64_t evict_first() { return 0; }
-inline uint64_t evict_last() { return 0; }
+inline uint64_t evict_last() { return 1; }
 
 // One copy by the hardware, or a lane's share in pieces of 16 bytes.
-inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t, int lane) {
+inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t policy, int lane) {
   simt::Machine& machine = simt::Machine::get();
   machine.check_shared(to, bytes, 16, "cp.async.bulk");
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) machine.fault("cp.async.bulk: misaligned");
   if (lane >= kLoaders) machine.fault("cp.async.bulk: by another lane");
+  machine.settle();
   const uint32_t each = kBulk ? bytes : 16;
-  simt::Barrier state;
-  std::memcpy(&state, barrier, sizeof state);
-  if (state.pending == 0) machine.fault("mbarrier: more arrivals than its phase expects");
-  for (uint32_t at = each * lane; at < bytes; at += each * kLoaders) state.bytes += static_cast<int32_t>(each);
-  state.pending -= 1;
-  if (state.bytes == 0 && state.pending == 0) state.phase ^= 1, state.pending = state.expected;
-  std::memcpy(barrier, &state, sizeof state);
+  int32_t mine = 0;
+  for (uint32_t at = each * lane; at < bytes; at += each * kLoaders) mine += static_cast<int32_t>(each);
+  machine.change_barrier(barrier, 1, mine);
   for (uint32_t at = each * lane; at < bytes; at += each * kLoaders) {
-    machine.start_copy({{static_cast<uint8_t*>(to) + at, static_cast<const uint8_t*>(from) + at, each}, barrier});
+    machine.start_copy({{static_cast<uint8_t*>(to) + at, static_cast<const uint8_t*>(from) + at, each}, barrier},
+                       policy == evict_last());
   }
 }
 
 inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  simt::Machine::get().settle();
   for (;;) {
     simt::Barrier state;
     std::memcpy(&state, barrier, sizeof state);
     if (state.phase != parity) return;
-    simt::Machine::get().finish_a_copy();
-    simt::Machine::get().yield();
+    simt::Machine::get().await(barrier);
   }
 }
 
@@ -297,6 +294,7 @@ template <class T>
 T remote(const void* p, uint32_t rank) {
   simt::Block& mine = *simt::Machine::get().self().block;
   T value;
+  simt::Machine::get().load_from_peer(sizeof value);
   std::memcpy(&value, mine.in(*mine.cluster->blocks.at(rank), p, sizeof value), sizeof value);
   return value;
 }
@@ -306,24 +304,17 @@ T* in_block(T* p, uint32_t rank) {
   simt::Block& mine = *simt::Machine::get().self().block;
   return static_cast<T*>(mine.in(*mine.cluster->blocks.at(rank), p, sizeof(T)));
 }
-inline void remote_arrive(uint64_t* barrier, uint32_t rank) { arrive(in_block(barrier, rank)); }
+inline void remote_arrive(uint64_t* barrier, uint32_t rank) { simt::Machine::get().signal(in_block(barrier, rank), 0); }
 inline void cluster_barrier_wait(uint64_t* barrier, uint32_t parity) { barrier_wait(barrier, parity); }
 inline void barrier_expect(uint64_t* barrier, uint32_t bytes) {
-  simt::Barrier state;
-  std::memcpy(&state, barrier, sizeof state);
-  state.bytes += static_cast<int32_t>(bytes);
-  std::memcpy(barrier, &state, sizeof state);
-  arrive(barrier);
+  simt::Machine::get().settle();
+  simt::Machine::get().change_barrier(barrier, 1, static_cast<int32_t>(bytes));
 }
 inline void store_async(float4* p, uint32_t rank, const float4& v, uint64_t* barrier) {
-  if (simt::Machine::get().chance(4)) simt::Machine::get().yield();
+  simt::Machine& machine = simt::Machine::get();
+  if (!machine.clock && machine.chance(4)) machine.yield();
   *in_block(p, rank) = v;
-  uint64_t* theirs = in_block(barrier, rank);
-  simt::Barrier state;
-  std::memcpy(&state, theirs, sizeof state);
-  state.bytes -= static_cast<int32_t>(sizeof v);
-  if (state.bytes == 0 && state.pending == 0) state.phase ^= 1, state.pending = state.expected;
-  std::memcpy(theirs, &state, sizeof state);
+  machine.signal(in_block(barrier, rank), sizeof v);
 }
 inline float4 remote_load4(const float4* p, uint32_t rank) { return remote<float4>(p, rank); }
 inline float remote_load(const float* p, uint32_t rank) { return remote<float>(p, rank); }
@@ -357,6 +348,7 @@ inline void store_system(void* p, uint64_t a, uint64_t b) {
 }
 
 inline uint64_t nanoseconds() {
+  if (simt::Machine::get().clock) return simt::Machine::get().virtual_ns();
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
 }
