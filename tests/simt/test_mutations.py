@@ -105,7 +105,7 @@ MUTATIONS = [
           "at.lane % 8;"),
     Mutation("rows are scaled by the first part's norms", AMPERE, PACK, PACK, "8 * eight, nullptr,", "8 * j, nullptr,"),
     Mutation("a block exits while another reads its squares", HOPPER, PACK, PACK,
-          "  if (task.norm != nullptr) ptx::cluster_meet();"),
+          "  if constexpr (kNormed) ptx::cluster_meet();"),
     Mutation("a share's sums replace those before it", AMPERE, LARGE_M, LARGE_M, "share == 0, joined", "true, joined"),
     Mutation("shares are taken in another order", HOPPER, LARGE_M, "linear/large_m.h", "    tile += t.warps_k();",
           "    tile += 1;"),
