@@ -33,7 +33,8 @@ WAIT = "griddepcontrol.wait"  # in kernels that may start before the previous ke
 ARCHS = (80, 86, 89, 90, 100, 120)
 HOPPER, SMALL_BLACKWELL = 90, 120
 EVERYWHERE = {
-    "linear_kernel": ("mma.sync.aligned.m16n8k16", "ld.relaxed.sys.global.v2.b64"),
+    "linear_kernel": ("mma.sync.aligned.m16n8k16",),
+    "linear_kernel<.*(SingleRank|VirtualRanks)": ("ld.relaxed.sys.global.v2.b64",),
     "large_m_kernel": ("mma.sync.aligned.m16n8k16",),
     "direct_kernel": ("mma.sync.aligned.m16n8k16",),
     "attention_kernel": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync.aligned.m8n8.x4.trans", "cp.async.cg.shared"),
@@ -57,8 +58,7 @@ WITHOUT_BULK = dict.fromkeys(("linear_kernel", "large_m_kernel", "direct_kernel"
                       ("cp.async.cg.shared", "cp.async.mbarrier.arrive.noinc", "mbarrier.test_wait",
                        "prefetch.global.L2"))  # fmt: skip
 CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "many_children_kernel", "direct_kernel",
-                          "draw_keyed_kernel",
-                          "large_m_kernel", "pack_activations_kernel"),
+                          "draw_keyed_kernel", "large_m_kernel", "pack_activations_kernel<.*, true>"),
                           ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
 WGMMA = {"prefill_kernel": ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "cp.async.bulk.shared", WAIT,
                             "fence.proxy.async.global")}  # fmt: skip
@@ -67,7 +67,7 @@ CLUSTERS |= {"resample_kernel": ("barrier.cluster.arrive", "barrier.cluster.wait
 
 
 def required(arch: int) -> dict[str, tuple[str, ...]]:
-    """Returns the instructions that the PTX of a kernel must contain, by prefix of the kernel's name."""
+    """Returns the instructions that the PTX of a kernel must contain, by a pattern of the beginning of its name."""
     tables = [
         BULK if arch >= HOPPER else WITHOUT_BULK,
         *([CLUSTERS] if HOPPER <= arch < SMALL_BLACKWELL else []),
@@ -231,7 +231,7 @@ def broken_rules(report: Report) -> list[str]:
         if kernel.serialised:
             complaints.append(f"{name}: ptxas serialises wgmma")
         complaints += [f"{name}: local memory ({op})" for op in LOCAL if (kernel.counts or {}).get(op)]
-        wanted = [w for start, names in required(kernel.arch).items() if plain.startswith(start) for w in names]
+        wanted = [w for start, names in required(kernel.arch).items() if re.match(start, plain) for w in names]
         complaints += [f"{name}: no {text}" for text in wanted if text not in kernel.ptx]
         if (early := TOUCHES.search(kernel.ptx.partition(WAIT)[0])) and WAIT in kernel.ptx:
             complaints.append(f"{name}: {early[0]} before {WAIT}")

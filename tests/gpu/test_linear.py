@@ -202,7 +202,8 @@ def test_rows_have_the_same_bits_with_every_tiling_of_a_split(group: int) -> Non
     packed, norm = ops.pack(weight(k, n, group, bias=True), torch.bfloat16, DEVICE), norm_of(k)
     x, residual = rows_of(count, k), rows_of(count, n, 3)
     tilings = ops.tilings_of(packed, 2 if FEW else 40)
-    assert {tiling.variant for tiling in tilings} == {"ring", "direct", "stream"} and tilings[0] == packed.native.row
+    variants = {"ring", "direct"} | ({"stream"} if _C.cuda_device()["shared"] > 128 << 10 else set())  # else no room
+    assert {tiling.variant for tiling in tilings} == variants and tilings[0] == packed.native.row
     splits: dict[tuple[int, int], list[Tensor]] = {}
     for tiling in tilings:
         tuned = ops.with_tiling(packed, tiling)
