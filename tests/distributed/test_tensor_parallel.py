@@ -144,6 +144,9 @@ def test_padding_contributes_nothing(tmp_path: Path) -> None:
         def __init__(self, shard: Shard) -> None:
             self.shard = shard.layers[0]
 
+        def qkv_attention(self, x: Tensor, norm: Any, packed: Any, *rest: Any) -> Tensor:
+            return self.tree_attention(reference.norm_linear(x, norm, packed), *rest)
+
         def tree_attention(self, qkv: Tensor, plan: Any, layer: int, *rest: Any) -> Tensor:
             assert (qkv[:, self.shard.qkv < 0] == 0).all()
             out = reference.tree_attention(qkv, plan, layer, *rest)
