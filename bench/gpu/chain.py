@@ -29,7 +29,7 @@ from bench.gpu import cases
 from bench.gpu.cases import BF16, OURS, Cache, random_int4
 from bench.gpu.shapes import GROUP, LAYERS, RankShape
 from bench.gpu.timing import Call, eager_sequence_timer, sequence_timer
-from bench.gpu.tuning import add_tuned_option, with_tuning
+from bench.gpu.tuning import add_tuned_option, is_tuned, with_tuning
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import PackedLayer, PackedMlp, PackedModel
 
@@ -189,6 +189,7 @@ def main() -> None:
     check_device(parser, args.device)
     early = os.environ.get("SWIFTSPEC_EARLY_STARTS") != "0"  # csrc/cuda/launch.cuh
     whole: dict[str, Any] = {"rows": args.rows, "context": args.context, "early starts": early, "chains": []}
+    whole["tuned"] = is_tuned(args.tuned)
     with torch.inference_mode():
         for model in args.models.split(","):
             for found in measure(model, args):

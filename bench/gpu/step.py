@@ -47,7 +47,7 @@ from bench.common.roles import local_roles
 from bench.data.heldout import DEMO, ROOT, read_token_ids
 from bench.gpu.round_bytes import round_share
 from bench.gpu.timing import copy_speed
-from bench.gpu.tuning import add_tuned_option, with_tuning
+from bench.gpu.tuning import add_tuned_option, is_tuned, with_tuning
 from bench.smc_groups import ABLATED, leave_out
 from swiftspec.backends.cuda import cuda
 from swiftspec.builder.load_options import CacheName, HeadName, LoadModel, LoadOptions
@@ -270,7 +270,7 @@ def description(pair: str, args: argparse.Namespace) -> dict[str, Any]:
     """Returns what a result was measured with."""
     return {
         "pair": pair, "d": args.steps, "context": args.context, "head": args.head, "kv cache": args.kv_cache_dtype,
-        "multiprocessors": args.multiprocessors, "tuned": args.tuned is not None,
+        "multiprocessors": args.multiprocessors, "tuned": is_tuned(args.tuned),
         "early starts": os.environ.get("SWIFTSPEC_EARLY_STARTS") != "0",  # csrc/cuda/launch.cuh
     }  # fmt: skip
 

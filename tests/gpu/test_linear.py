@@ -237,6 +237,9 @@ def test_a_projection_on_a_part_of_the_multiprocessors() -> None:
     packed = ops.pack(w, torch.bfloat16, DEVICE, multiprocessors=few)
     assert packed.native.multiprocessors == few and ops.pack(w, torch.bfloat16, DEVICE).native.multiprocessors > few
     assert ops.mask_outputs(packed, [0], DEVICE).native.multiprocessors == few
+    tuned = {packed.shape_name: ops.ProjectionTiling("direct", 1, 4, 1, 1)}
+    assert ops.pack(w, torch.bfloat16, DEVICE, tuned).native.row[0] == "direct"
+    assert ops.pack(w, torch.bfloat16, DEVICE, tuned, few).native.row == packed.native.row, "timed on the whole GPU"
     want = exact(w)
     for tiling in {ops.ProjectionTiling(*packed.native.row), *ops.tilings_of(packed, 2)}:
         tuned = ops.with_tiling(packed, tiling)

@@ -81,7 +81,7 @@ def pack(
     """Packs a matrix [outputs, inputs] of a checkpoint into tiles on `device`; returns after the device has finished.
 
     `tilings`: by `shape_name`, other tilings than the default ones; those that the device does not have are ignored.
-    `multiprocessors`: that launches occupy at a time, except in the variant "direct"; None: all.
+    `multiprocessors`: that launches occupy at a time, with the default tiling; None: all.
     `head_dim`: of a QKV projection, whose tiles have another order of the outputs; 0: another projection.
     int4 groups whose size is not 32, 64 or 128 are split into groups of such a size; if that is impossible, the matrix
     is dequantised, as is one whose inputs are permuted. Raises UserError if the CUDA operators cannot run on `device`
@@ -100,7 +100,8 @@ def pack(
         bias = None if weight.bias is None else weight.bias.to(device, torch.float32).contiguous()
         # a projection loads its weights before it waits for preceding kernels, so packing must have finished
         torch.cuda.current_stream().synchronize()
-        row = tilings.get(shape_name(inputs, outputs, group))
+        # tilings were timed on the whole GPU, and "direct" does not keep to a part
+        row = tilings.get(shape_name(inputs, outputs, group)) if multiprocessors is None else None
         native = _C.CudaWeights(
             data=tiles,
             bias=bias,

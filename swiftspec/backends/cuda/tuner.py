@@ -221,7 +221,7 @@ class AttentionBench:
         default, costs = kernels[0], dict.fromkeys(kernels[1:], 0.0)  # relative to the default shape
         contexts = [keys for keys in KEYS if keys <= self.shape.capacity] or [self.shape.capacity]
         for keys in contexts:
-            calls = {kernel: self._calls(keys, kernel) for kernel in (default, *costs)}
+            calls = self._calls(keys, (default, *costs))
             want = calls[default][0]().float()
             costs = {each: costs[each] for each in costs if difference(calls[each][0](), want, ORDER_BOUND, "") is None}
             usual = self.bench.timer(calls[default])
@@ -233,13 +233,15 @@ class AttentionBench:
                 return {name: kernel}
         return {}
 
-    def _calls(self, keys: int, kernel: str) -> list[Callable[[], Tensor]]:
-        """Returns calls of attention over `keys` keys, each on another layer of a cache that the L2 does not hold."""
+    def _calls(self, keys: int, kernels: Sequence[str]) -> dict[str, list[Callable[[], Tensor]]]:
+        """Returns calls of attention over `keys` keys by shape of the kernel, each on another layer of a cache that the
+        L2 does not hold."""
         shape, at = self.shape, self.bench.at
         one = TrialCache.of(shape, 1, keys, keys, at)
         layers = min(math.ceil(self.bench.cold_bytes / (one.k.nbytes + one.v.nbytes)), MAX_LAYERS)
         cache = TrialCache(*(part.expand(layers, *part.shape[1:]).contiguous() for part in (one.k, one.v)))
         batch, (cos, sin) = tree_batch([keys], at), rope_of(shape, keys, at)
         qkv = at.random(len(batch), (shape.heads + 2 * shape.kv_heads) * shape.head_dim, seed=8).to(BF16)
-        plan = self.bench.ops.prepare(batch, cache, cos, sin, shape.heads, shape=kernel)
-        return [partial(self.bench.ops.tree_attention, qkv, plan, layer) for layer in range(layers)]
+        plans = {each: self.bench.ops.prepare(batch, cache, cos, sin, shape.heads, shape=each) for each in kernels}
+        attend = self.bench.ops.tree_attention
+        return {each: [partial(attend, qkv, plan, layer) for layer in range(layers)] for each, plan in plans.items()}
