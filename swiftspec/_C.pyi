@@ -715,7 +715,7 @@ def cuda_reaches(bus_id: str) -> bool:
     """Whether the current GPU can access the memory of that one."""
 
 def cuda_tile_bytes(k: int, n: int, group: int) -> int:
-    """Bytes of a projection's tiles on the current GPU. group 0 is bf16."""
+    """Bytes of a projection's tiles, the same for every tiling. group 0 is bf16."""
 
 def cuda_tilings(k: int, n: int, group: int, each: int) -> list[tuple[str, int, int, int, int]]:
     """Tilings of a projection on the current GPU: the default, then up to `each` others of each variant, by estimated

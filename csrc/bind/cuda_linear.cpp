@@ -53,6 +53,11 @@ cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group,
   return tiling;
 }
 
+int64_t tile_bytes(int64_t k, int64_t n, int64_t group) {
+  check_shape(k, n, group);
+  return cuda::tiles::shape(k, n, static_cast<int>(group)).bytes();
+}
+
 using Row = std::tuple<std::string, int32_t, int32_t, int32_t, int32_t>;  // cuda::tiles::TilingRow with the name
 
 const std::vector<std::string> kVariants = {"ring", "direct", "stream"};  // by cuda::tiles::Variant
@@ -248,10 +253,8 @@ void bind_cuda_linear(py::module_& m) {
           "Whether products of many rows need no unpacked weights; see cuda::linear_prefill in kernels_cuda.h.")
       .def("scratch_bytes", &scratch_bytes, py::arg("rows"), py::arg("prefill"),
            "Scratch bytes of a product of `rows` rows that reads the weights once for many of them; 0 if it cannot.");
-  m.def(
-      "cuda_tile_bytes", [](int64_t k, int64_t n, int64_t group) { return tiling_of(k, n, group).bytes(); },
-      py::arg("k"), py::arg("n"), py::arg("group"),
-      "Bytes of a projection's tiles on the current GPU. group 0 is bf16.");
+  m.def("cuda_tile_bytes", &tile_bytes, py::arg("k"), py::arg("n"), py::arg("group"),
+        "Bytes of a projection's tiles, the same for every tiling. group 0 is bf16.");
   m.def("cuda_tilings", &candidates, py::arg("k"), py::arg("n"), py::arg("group"), py::arg("each"),
         "Tilings of a projection on the current GPU: the default, then up to `each` others of each variant, by estimated "
         "time. A row: variant, CTAs of a cluster, warps of a strip, strips of a block, blocks per multiprocessor.");
