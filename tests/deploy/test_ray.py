@@ -32,11 +32,22 @@ TIMEOUT_S = 90.0
 def url() -> Iterator[str]:
     """Starts a cluster, and returns the address of its HTTP proxy."""
     port = 18231
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    start_ray()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
     ray.shutdown()
+
+
+def start_ray(attempts: int = 3) -> None:
+    """Starts Ray, again if it does not start within its 30 seconds on a busy machine."""
+    try:
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    except Exception as error:
+        ray.shutdown()
+        if attempts == 1 or "timed out during startup" not in str(error):
+            raise
+        start_ray(attempts - 1)
 
 
 def deploy(*, ranks: int = 1, changes: Mapping[str, Any] | None = None, **values: Any) -> None:

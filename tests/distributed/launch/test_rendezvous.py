@@ -3,9 +3,11 @@ alive."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +26,6 @@ from swiftspec.distributed.transport.transport import Transport
 from swiftspec.errors import RankLost, UserError
 
 SOON = Timeouts(timeout_s=20.0, first_log_s=0.05, log_interval_s=0.05, grace_s=10.0)
-BRIEF = Timeouts(timeout_s=0.2, first_log_s=0.05, log_interval_s=0.05, grace_s=0.2)
 PLAN = EngineConfig(mode="async", target_tp=1, draft_tp=1)
 FACTS = RankConfig(settings_of(PLAN), {"draft": "d"}, {"target": "t"})
 
@@ -133,10 +134,12 @@ def test_a_connection_that_closes_at_the_end_of_the_job_is_no_loss(ended: bool, 
 
 def test_a_waiting_rank_logs_and_times_out() -> None:
     messages: list[str] = []
+    clock = partial(next, itertools.count(0.0, 0.01))  # each look at it takes 10 ms
+    brief = Timeouts(timeout_s=0.2, first_log_s=0.05, log_interval_s=0.05, clock=clock)
     with pytest.raises(RankLost, match=r"rank 0 did not admit rank 2 within 0.2 s"):
-        rejoin(world(HashStore(), 2, 1, waiting=BRIEF, messages=messages))
+        rejoin(world(HashStore(), 2, 1, waiting=brief, messages=messages))
     with pytest.raises(UserError, match=r"ranks 1 and 2 did not rejoin within 0.2 s"):
-        rejoin(world(HashStore(), 0, 1, waiting=BRIEF, messages=messages))
+        rejoin(world(HashStore(), 0, 1, waiting=brief, messages=messages))
     assert {"rank 2 is waiting for rank 0", "waiting for ranks 1 and 2"} <= set(messages)
 
 
