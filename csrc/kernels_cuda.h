@@ -166,6 +166,7 @@ void rope_append(const AttentionSetup& setup, const void* qkv, void* keys, void*
 
 // RMSNorm of the first `heads` heads of each row of qkv [rows, width], which it overwrites; weights [heads, dim], where
 // dim is 64 or 128.
+void prepare_head_norm();  // sets the attributes of the kernel
 void head_norm(void* qkv, const void* weight, float eps, int64_t rows, int64_t heads, int64_t width, int64_t dim,
                Stream stream);
 

@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     whole = Queue(file, left, None if args.stand_in else find_sensor()).run_all(steps, whole)
     whole["decisions"] = decisions.table(results_of(whole), args.plan)
     write(file, whole)
-    print(f"\nexpected of an H100, and thresholds for it\n{decisions.formatted(whole['decisions'])}")
+    print(f"\nexpected of an H100, and thresholds for this GPU\n{decisions.formatted(whole['decisions'])}")
     print(f"{file}: {sum(entry['state'] == 'ok' for entry in whole['steps'])} of {len(whole['steps'])} steps done")
     return 1 if any(entry["state"] in ("failed", "out of time") for entry in whole["steps"]) else 0
 

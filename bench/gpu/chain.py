@@ -7,7 +7,8 @@ What leaving out an operator saves is its marginal cost between its neighbours, 
 show. Leaving out "append" makes RoPE and the append to the cache a launch of their own, which should cost time. If a
 layer takes longer with the weights of all layers than with those of few, which exceed the L2 as well, the size of the
 memory that a forward reads costs time. `SWIFTSPEC_EARLY_STARTS=0` measures without early starts. Weights are random
-int4; the projections prefetch as in a model. Not run on a GPU.
+int4; the projections prefetch as in a model. If a trial has tuned nothing (`--tuned`), the exit code is 5. Not run on a
+GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,14 +30,15 @@ from bench.gpu import cases
 from bench.gpu.cases import BF16, OURS, Cache, random_int4
 from bench.gpu.shapes import GROUP, LAYERS, RankShape
 from bench.gpu.timing import Call, eager_sequence_timer, sequence_timer
-from bench.gpu.tuning import add_tuned_option, is_tuned, with_tuning
+from bench.gpu.tuning import UNTUNED, add_tuned_option, read_tuning, with_tuning
+from swiftspec.backends.cuda.tuner import Tuning
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import PackedLayer, PackedMlp, PackedModel
 
 OPERATORS = ("qkv", "attention", "o", "swiglu", "down")
 QKV_ATTENTION, APPEND = "qkv and attention", "append"
 FEW = 4  # layers; those of the 1B, 128 MB, exceed the L2 of a Hopper GPU, too
-Note = Callable[[dict[str, Any]], None]
+SKIPPED = 5  # exit code
 
 
 def operators(left_out: str | None) -> list[str]:
@@ -143,18 +145,18 @@ class Chain:
                 flow.hidden = ops.linear_residual(flow.gated, mlp.down, flow.hidden)
 
 
-def chain_of(model: str, rows: int, context: int, device: str, tuned: Path | None = None) -> Chain:
-    """Returns an empty chain of a model on one rank, on the operators of the device. `tuned`: as in `with_tuning`."""
+def chain_of(model: str, rows: int, context: int, device: str, tuning: Tuning = UNTUNED) -> Chain:
+    """Returns an empty chain of a model on one rank, on the operators of the device. `tuning`: as in `with_tuning`."""
     found = cases.operators(device)
-    ops = with_tuning(found.get(OURS, found["unfused"]), tuned)
+    ops = with_tuning(found.get(OURS, found["unfused"]), tuning)
     return Chain(ops, RankShape.of(model, 1), rows, context, device)
 
 
-def measure(model: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(model: str, args: argparse.Namespace, tuning: Tuning) -> Iterator[dict[str, Any]]:
     """Yields the microseconds per layer of each chain of a model: with few weights, then with all, then without each
     operator."""
     timer = sequence_timer if args.device == "cuda" else eager_sequence_timer
-    chain, total = chain_of(model, args.rows, args.context, args.device, args.tuned), LAYERS[model]
+    chain, total = chain_of(model, args.rows, args.context, args.device, tuning), LAYERS[model]
     for held, without in ((FEW, (None,)), (total, (None, *((*OPERATORS, APPEND) if args.leave_out else ())))):
         chain.grow(held)
         chain.prefetching()
@@ -187,12 +189,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="file for the results, written after every chain")
     args = parser.parse_args()
     check_device(parser, args.device)
+    tuning = read_tuning(args.tuned)
+    if args.tuned is not None and not tuning and args.device == "cuda":
+        print(f"{args.tuned} has tuned nothing")
+        raise SystemExit(SKIPPED)
     early = os.environ.get("SWIFTSPEC_EARLY_STARTS") != "0"  # csrc/cuda/launch.cuh
     whole: dict[str, Any] = {"rows": args.rows, "context": args.context, "early starts": early, "chains": []}
-    whole["tuned"] = is_tuned(args.tuned)
+    whole["tuned"] = bool(tuning)
     with torch.inference_mode():
         for model in args.models.split(","):
-            for found in measure(model, args):
+            for found in measure(model, args, tuning):
                 whole["chains"].append(found)
                 whole["models"] = summary(whole["chains"])
                 args.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")

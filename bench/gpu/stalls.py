@@ -40,7 +40,8 @@ def parse(output: str) -> list[dict[str, Any]]:
 
 def command(ncu: str, shape: str) -> list[str]:
     """Returns the command that profiles bench.gpu.profile_target, whose clocks it leaves alone."""
-    options = ["--clock-control", "none", "--csv", "--kernel-name", "regex:linear_kernel|attention_kernel"]
+    options = ["--clock-control", "none", "--csv", "--print-units", "base"]
+    options += ["--kernel-name", "regex:linear_kernel|attention_kernel"]
     options += ["--metrics", ",".join(NAMES)]
     return [ncu, *options, sys.executable, "-m", "bench.gpu.profile_target", "--shape", shape]
 

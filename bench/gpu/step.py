@@ -36,6 +36,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -47,7 +48,7 @@ from bench.common.roles import local_roles
 from bench.data.heldout import DEMO, ROOT, read_token_ids
 from bench.gpu.round_bytes import round_share
 from bench.gpu.timing import copy_speed
-from bench.gpu.tuning import add_tuned_option, is_tuned, with_tuning
+from bench.gpu.tuning import add_tuned_option, read_tuning, with_tuning
 from bench.smc_groups import ABLATED, leave_out
 from swiftspec.backends.cuda import cuda
 from swiftspec.builder.load_options import CacheName, HeadName, LoadModel, LoadOptions
@@ -270,58 +271,85 @@ def description(pair: str, args: argparse.Namespace) -> dict[str, Any]:
     """Returns what a result was measured with."""
     return {
         "pair": pair, "d": args.steps, "context": args.context, "head": args.head, "kv cache": args.kv_cache_dtype,
-        "multiprocessors": args.multiprocessors, "tuned": is_tuned(args.tuned),
+        "multiprocessors": args.multiprocessors, "tuned": bool(read_tuning(args.tuned)),
         "early starts": os.environ.get("SWIFTSPEC_EARLY_STARTS") != "0",  # csrc/cuda/launch.cuh
     }  # fmt: skip
 
 
+@dataclass(slots=True)
+class Measurement:
+    """Measurement of a pair with engines that share their models. `paths`: of target and draft. `said`: the reference
+    text of each prompt. `note`: called with `result` after every part. `texts`: by mode."""
+
+    args: argparse.Namespace
+    paths: list[Path]
+    shared: SharedModels
+    prompts: list[list[int]]
+    said: list[list[int]]
+    note: Callable[[dict[str, Any]], None]
+    result: dict[str, Any]
+    texts: dict[str, list[list[int]]] = field(default_factory=dict)
+
+    def run_mode(self, mode: str) -> None:
+        """Decodes in a mode; with the engine of mode serial also measures step times."""
+        began, args, result = time.perf_counter(), self.args, self.result
+        with self._engine(config_of(mode, args), None if mode == "ar" else self.paths[1]) as llm:
+            result.setdefault("load s", time.perf_counter() - began)
+            if mode == "serial":
+                result["ops"] = operators_of(llm)
+            self.texts[mode], speed = decode(llm, self.prompts, args.tokens)
+            sizes = self.shared.sizes
+            models = (sizes[self.paths[0]], None if mode == "ar" else sizes[self.paths[1]])
+            forwards, context = int(speed.get("d") or args.steps), mean_context(self.prompts, args.tokens)
+            result[mode] = speed | round_share(
+                speed, *models, forwards=forwards, context=context, copy=result["copy GB/s"]
+            )
+            result.setdefault("same text", agreement(self.texts[mode], self.said))
+            self.note(result)
+            if mode == "serial":
+                names = result["pair"].split(",") if result["pair"] != "demo" else ["demo target", "demo draft"]
+                for part in step_times(llm, names, args):
+                    result |= part
+                    self.note(result)
+
+    def run_tree(self, draft_steps: int, verify_batch: int) -> None:
+        """Decodes in mode serial with these d and bs."""
+        config = EngineConfig("serial", draft_steps=draft_steps, verify_batch=verify_batch)
+        with self._engine(config, self.paths[1]) as llm:
+            found, speed = decode(llm, self.prompts, self.args.tokens)
+        same = {"same text": agreement(found, self.said)}
+        self.result.setdefault("trees", {})[f"{draft_steps},{verify_batch}"] = speed | same
+        self.note(self.result)
+
+    @contextmanager
+    def _engine(self, config: EngineConfig, draft: Path | None) -> Iterator[LLMEngine]:
+        options = options_of(self.args, self.shared)
+        # the memory check would count weights that an earlier engine has loaded a second time
+        options["share_device"] = bool(self.shared.sizes)
+        llm = LLMEngine(self.paths[0], draft, config, **options)
+        yield llm
+        _close(llm)
+
+
 def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measures one pair in each of `args.modes`: speed, agreement with the reference text and among the modes; with the
-    engine of mode serial also step times.
+    """Measures one pair in each of `args.modes`, mode ar last: speed, agreement with the reference text and among the
+    modes.
 
     `note` is called with the results after every part, so that a later failure does not lose them.
     """
     prompts, said = read_token_ids(args.prompts), truth(read_token_ids(args.prompts), args.tokens)
-    texts: dict[str, list[list[int]]] = {}
     result: dict[str, Any] = description(pair, args) | {"copy GB/s": copy_speed(args.device)}
-    context = mean_context(prompts, args.tokens)
     with models_of(pair, positions_of(args)) as (paths, load):
         shared = SharedModels(with_options(paths, load, args))
+        run = Measurement(args, paths, shared, prompts, said, note, result)
         for mode in args.modes:
-            began = time.perf_counter()
-            draft = None if mode == "ar" else paths[1]
-            options = options_of(args, shared)
-            # the memory check would count weights that an earlier engine has loaded a second time
-            options["share_device"] = bool(texts)
-            llm = LLMEngine(paths[0], draft, config_of(mode, args), **options)
-            result.setdefault("load s", time.perf_counter() - began)
-            if mode == "serial":
-                result["ops"] = operators_of(llm)
-            texts[mode], speed = decode(llm, prompts, args.tokens)
-            models = (shared.sizes[paths[0]], draft and shared.sizes[paths[1]])
-            forwards = int(speed.get("d") or args.steps)
-            share = round_share(speed, *models, forwards=forwards, context=context, copy=result["copy GB/s"])
-            result[mode] = speed | share
-            result.setdefault("same text", agreement(texts[mode], said))
-            note(result)
-            if mode == "serial":
-                names = pair.split(",") if pair != "demo" else ["demo target", "demo draft"]
-                for part in step_times(llm, names, args):
-                    result |= part
-                    note(result)
-            _close(llm)
-            del llm
+            if mode != "ar":
+                run.run_mode(mode)
         for d, bs in args.trees:
-            config = EngineConfig("serial", draft_steps=d, verify_batch=bs)
-            options = options_of(args, shared)
-            options["share_device"] = bool(texts)
-            llm = LLMEngine(paths[0], paths[1], config, **options)
-            found, speed = decode(llm, prompts, args.tokens)
-            same = {"same text": agreement(found, said)}
-            result.setdefault("trees", {})[f"{d},{bs}"] = speed | same
-            note(result)
-            _close(llm)
-            del llm
+            run.run_tree(d, bs)
+        if "ar" in args.modes:
+            run.run_mode("ar")
+    texts = run.texts
     for mode in texts.keys() - {"ar"} if "ar" in texts else ():
         result["tree equals ar" if mode == "serial" else f"{mode} equals ar"] = agreement(texts[mode], texts["ar"])
     note(result)
@@ -406,7 +434,7 @@ def measure_particles(pair: str, args: argparse.Namespace, note: Callable[[dict[
     result: dict[str, Any] = {"pair": pair, "context": args.context, "K": args.draft_tokens}
     result["copy GB/s"] = copy_speed(args.device)
     with models_of(pair, positions_of(args)) as (paths, load):
-        shared = SharedModels(load)
+        shared = SharedModels(with_options(paths, load, args))
         options: LoadOptions = {"device": args.device, "max_model_len": positions_of(args), "load": shared}
         options = {**options, "dtype": torch.bfloat16, "ops": args.ops, "gpu_trial": "off"}
         left_out = ["", *ABLATED] if args.ablate else [""]
@@ -454,7 +482,7 @@ def with_options(paths: list[Path], load: LoadModel, args: argparse.Namespace) -
     occupy `args.multiprocessors`."""
 
     def load_with(path: Path, /, **options: Any) -> Transformer:
-        options["ops"] = with_tuning(options["ops"], args.tuned)
+        options["ops"] = with_tuning(options["ops"], read_tuning(args.tuned))
         if args.multiprocessors:
             options["ops"] = options["ops"].with_operators(multiprocessors=args.multiprocessors[paths.index(path)])
         return load(path, **options)

@@ -39,9 +39,10 @@ def timed(bench: TuningBench, shape: ProjectionShape, most: int) -> list[Json]:
     """Returns the tilings of a shape with their microseconds by number of rows, the default one first."""
     measured = ShapeBench.of(bench, shape)
     tilings = bench.ops.tilings_of(measured.copies[0], most)
-    found: list[Json] = [
-        {"tiling": [*each], "us": {MAIN_ROWS: 1e6 * measured.seconds(each, MAIN_ROWS)}} for each in tilings
-    ]
+    found = list[Json]()
+    for tiling in tilings:
+        print(f"{shape}: {' '.join(map(str, tiling))}", flush=True)  # before its kernel can hang
+        found.append({"tiling": [*tiling], "us": {MAIN_ROWS: 1e6 * measured.seconds(tiling, MAIN_ROWS)}})
     fastest = sorted(range(len(tilings)), key=lambda i: found[i]["us"][MAIN_ROWS])[:FINALISTS]
     for i in {0, *fastest}:
         found[i]["us"] |= {rows: 1e6 * measured.seconds(tilings[i], rows) for rows in ROWS if rows != MAIN_ROWS}
@@ -82,8 +83,8 @@ def main() -> int:
             for name, op in OPS.items():
                 outputs, inputs, group = RankShape.of(model, 1).projection(name)
                 shapes[name] = timed(bench, ProjectionShape(op, outputs, inputs, group), args.most)
-            whole["models"][model] = summary(shapes)
-            args.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+                whole["models"][model] = summary(shapes)
+                args.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     for model, sums in whole["models"].items():
         print(model, {name: round(value, 1) for name, value in sums.items() if name != "shapes"})
     return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import runpy
 import sys
+import sysconfig
 from pathlib import Path
 
 NAME = "swiftspec._C"
@@ -17,10 +18,10 @@ NAME = "swiftspec._C"
 
 def use_extension(folder: Path) -> None:
     """Loads the extension below `folder` instead of the one in the package. Exits with one line if there is none."""
-    found = next(iter(sorted(folder.glob("swiftspec/_C*.so"))), None)
-    spec = None if found is None else importlib.util.spec_from_file_location(NAME, found)
+    file = folder / "swiftspec" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    spec = importlib.util.spec_from_file_location(NAME, file) if file.exists() else None
     if spec is None or spec.loader is None:
-        raise SystemExit(f"{folder} holds no swiftspec/_C*.so: build it with setup.py build_ext --build-lib {folder}")
+        raise SystemExit(f"there is no {file}: build it with setup.py build_ext --build-lib {folder}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules[NAME] = module

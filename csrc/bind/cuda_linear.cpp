@@ -156,6 +156,7 @@ LinearArgs linear_args(const Weights& weights, const Array& x, const MaybeArray&
                        const MaybeArray& residual, const Array& out, bool swiglu, const Channel* channel) {
   const int64_t rows = x.size(0), k = weights.tiling.k, n = weights.tiling.n;
   const bool logits = out.type() == kFloat32;
+  check(channel == nullptr || !norm, "sums over ranks have no norm");
   check(!swiglu || (n % 2 == 0 && !residual && !logits && channel == nullptr), "swiglu halves the outputs into out");
   check(!swiglu || weights.tiling.heads == 0, "swiglu needs gates half of the outputs before their factors");
   check(!logits || (channel == nullptr && !residual), "logits are not summed");

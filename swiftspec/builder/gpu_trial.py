@@ -23,15 +23,11 @@ from typing import IO, Any, Protocol
 
 from swiftspec.backends.cuda.trial import TUNING, TrialRequest
 from swiftspec.backends.cuda.trial_checks import TrialCheck, TrialPlan, trial_checks
-from swiftspec.backends.cuda.tuner import Tuning
+from swiftspec.backends.cuda.tuner import TUNE_S, Tuning
 from swiftspec.backends.families import FAMILIES, Family
 
-TRIAL_S = 20.0  # of all processes of a trial together; the import of torch takes most of it
-CHECK_S = 5.0  # of one check, with the load of its kernels; a longer one is repeated
-# Of the repetition, which counts as hung if it takes longer: the trials of many ranks on a cold disk are slow
-REPEATED_CHECK_S = 20.0
 UNFINISHED_S = 1.0  # a check that has run this long when the trial's time is over counts as hung, too
-HUNG = "it hung"  # how such a check has ended its process
+HUNG, DIED = "it hung", "it ended its process"  # reasons of checks that have cost their process the GPU
 STOP_S = 1.0  # wait for a killed process; one that is blocked in the driver is abandoned
 SWITCHES = ("early_starts", "graphs", "peers")
 COMMAND = (sys.executable, "-m", "swiftspec.backends.cuda.trial")
@@ -41,6 +37,25 @@ DESCRIPTIONS = {  # by name of a fallback
     "peers": "sums by NCCL",
     **{family: f"{family} by torch's operators" for family in FAMILIES},
 }
+
+
+@dataclass(frozen=True, slots=True)
+class TrialLimits:
+    """Limits of a trial, in seconds.
+
+    `trial_s`: of all processes together; the import of torch takes most of it. `check_s`: of one check, with the load
+    of its kernels; a longer one is repeated. `repeated_check_s`: of the repetition, which counts as hung if it takes
+    longer, since the trials of many ranks on a cold disk are slow; the trial may take so much longer. `tune_s`: of
+    timing in the check TUNING, in addition to `check_s`.
+    """
+
+    trial_s: float = 25.0
+    check_s: float = 5.0
+    repeated_check_s: float = 20.0
+    tune_s: float = TUNE_S
+
+
+LIMITS = TrialLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +153,16 @@ class TrialProcess(Protocol):
 
 
 class CheckProcess:
-    """A `TrialProcess` that runs `command`."""
+    """A `TrialProcess` that runs `command`. `stderr`: as of subprocess.Popen."""
 
-    def __init__(self, request: TrialRequest, command: Sequence[str] = COMMAND) -> None:
+    def __init__(
+        self, request: TrialRequest, command: Sequence[str] = COMMAND, stderr: int | None = subprocess.DEVNULL
+    ) -> None:
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=stderr,
             text=True,
             encoding="utf-8",
             errors="replace",
@@ -190,17 +207,21 @@ RunChecks = Callable[[GpuVerdict, Sequence[str]], Mapping[str, str | None]]  # r
 class TrialRunner:
     """Runs checks in processes, each of which continues behind the check that has ended the one before.
 
-    `start`: starts a process. `clock`: returns the time in seconds; all processes together have `TRIAL_S`, and
-    REPEATED_CHECK_S more if a check is repeated.
+    `start`: starts a process. `clock`: returns the time in seconds.
     `problem`: why no check of a process has begun; None if one did in each process. `tuning`: what TUNING has found.
     """
 
     def __init__(
-        self, plan: TrialPlan, device: str, start: StartTrial, clock: Callable[[], float] = time.monotonic
+        self,
+        plan: TrialPlan,
+        device: str,
+        start: StartTrial,
+        clock: Callable[[], float] = time.monotonic,
+        limits: TrialLimits = LIMITS,
     ) -> None:
-        self._plan, self._device, self._start, self._clock = plan, device, start, clock
-        self._until = clock() + TRIAL_S
-        self._slow: dict[str, str] = {}  # checks that took longer than CHECK_S at first, and how they ended
+        self._plan, self._device, self._start, self._clock, self._limits = plan, device, start, clock, limits
+        self._until = clock() + limits.trial_s
+        self._slow: dict[str, str] = {}  # checks that took too long at first, and how they ended
         self.problem: str | None = None
         self.tuning = Tuning()
 
@@ -210,11 +231,12 @@ class TrialRunner:
         results: dict[str, str | None] = {}
         while self._clock() < self._until and len(results) < len(names):
             left = [name for name in names if name not in results]
-            request = TrialRequest(self._plan, self._device, verdict.early_starts, sorted(verdict.on_library), left)
+            on_library, tune_s = sorted(verdict.on_library), self._limits.tune_s
+            request = TrialRequest(self._plan, self._device, verdict.early_starts, on_library, left, tune_s)
             before = len(results)
             culprit, how = self._run_process(request, results)
             if culprit is not None and how.startswith(HUNG) and culprit not in self._slow:
-                self._until += 0 if self._slow else REPEATED_CHECK_S
+                self._until += 0 if self._slow else self._limits.repeated_check_s
                 self._slow[culprit] = how
             elif culprit is not None:
                 results[culprit] = how
@@ -253,7 +275,7 @@ class TrialRunner:
             return (current if lasted >= UNFINISHED_S else None), f"{HUNG} for {lasted:.0f} s"
         if current is None:
             return None, problem or f"its process ended ({how})"
-        return current, f"it ended its process ({how})"
+        return current, f"{DIED} ({how})"
 
     def _keep_tuning(self, more: Mapping[str, object]) -> None:
         with suppress(ValueError):  # other checks have none
@@ -261,7 +283,8 @@ class TrialRunner:
 
     def _time_left(self, current: str | None, began: float) -> float:
         """Returns the seconds that the next line may take. Raises TimeoutError if there are none."""
-        limit = REPEATED_CHECK_S if current in self._slow else CHECK_S
+        limit = self._limits.repeated_check_s if current in self._slow else self._limits.check_s
+        limit += self._limits.tune_s if current == TUNING else 0
         until = self._until if current is None else min(self._until, began + limit)
         left = until - self._clock()
         if left <= 0:
@@ -334,12 +357,16 @@ def _next_rung(
 
 
 def run_trial(
-    plan: TrialPlan, device: str, start: StartTrial = CheckProcess, clock: Callable[[], float] = time.monotonic
+    plan: TrialPlan,
+    device: str,
+    start: StartTrial = CheckProcess,
+    clock: Callable[[], float] = time.monotonic,
+    limits: TrialLimits = LIMITS,
 ) -> tuple[GpuVerdict, str | None]:
-    """Runs a trial of at most TRIAL_S. Returns its verdict, and if it was not completed, why."""
-    runner = TrialRunner(plan, device, start, clock)
+    """Runs a trial. Returns its verdict, and if it was not completed, why."""
+    runner = TrialRunner(plan, device, start, clock, limits)
     verdict, complete = search_rungs(trial_checks(plan), runner.run)
     verdict = replace(verdict, tuning=runner.tuning)
     if complete:
         return verdict, None
-    return verdict, runner.problem or f"it was not complete after {TRIAL_S:g} s"
+    return verdict, runner.problem or f"it was not complete after {limits.trial_s:g} s"

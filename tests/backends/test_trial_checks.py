@@ -219,10 +219,10 @@ def test_libraries_are_loaded_before_the_first_check(monkeypatch: pytest.MonkeyP
         load(device)
 
     monkeypatch.setattr(trial, "load_libraries", noted)
-    monkeypatch.setattr(trial, "require_usable", torch.device)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    lines = trial._lines(replace(request("embedding of 64"), device="cpu"))
-    assert next(iter(lines)) == {"begins": "embedding of 64"} and devices == [AT.device]
+    monkeypatch.setattr(trial, "require_usable", {"cuda": AT.device}.get)  # torch sets no device without an index
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    lines = trial._lines(replace(request("embedding of 64"), device="cuda"))
+    assert next(iter(lines)) == {"begins": "embedding of 64"} and devices == [AT.device] * 2
 
 
 def test_which_errors_are_of_the_device() -> None:

@@ -35,7 +35,7 @@ from swiftspec.backends.cuda.tuner import Tuning
 from swiftspec.backends.families import FAMILIES
 from swiftspec.backends.unfused import unfused
 from swiftspec.builder import gpu_trial
-from swiftspec.builder.gpu_trial import CheckProcess, GpuVerdict, TrialRunner, run_trial, search_rungs
+from swiftspec.builder.gpu_trial import LIMITS, CheckProcess, GpuVerdict, TrialRunner, run_trial, search_rungs
 from swiftspec.builder.models import Models
 from swiftspec.builder.plan import Loading, Plan
 from swiftspec.builder.ranks import agree_on_operators
@@ -58,7 +58,7 @@ NAMES = [check.name for check in CHECKS]
 OF_FAMILY = {check.family: check.name for check in CHECKS if check.family is not None}
 REPEATED, CAPTURED = f"{LAYER}, repeated", f"{LAYER}, captured"
 TILINGS = {"8 x 8 bf16": ProjectionTiling("ring", 1, 8, 1, 1)}
-TUNED = Tuning(TILINGS, {"2/1 heads of 64": "paired"})
+TUNED = Tuning(TILINGS, {"2/1 heads of 64, short": "paired"})
 WRONG_ROW = {"tilings": {"8 x 8 bf16": ["ring", 1, 1, 1, "1"]}, "kernel_shapes": {}}
 Fails = Callable[[GpuVerdict, str], bool]
 
@@ -225,7 +225,7 @@ def test_a_check_that_takes_too_long_is_repeated_with_more_time(again: Any, reas
     runner, requests, clock, _ = scripted([*lines(a), begins(b), 60.0], [begins(b), *again], lines(c))
     assert runner.run(GpuVerdict(), [a, b, c]) == {a: None, b: reason, c: None}
     assert [request.names for request in requests] == [[a, b, c], [b, c], [c]]
-    assert clock[0] == 3 * 3 + gpu_trial.CHECK_S + lasts
+    assert clock[0] == 3 * 3 + LIMITS.check_s + lasts
 
 
 def test_other_lines_are_ignored_and_do_not_prolong_a_check() -> None:
@@ -292,15 +292,15 @@ def test_a_process_that_does_not_begin_gives_no_verdict(monkeypatch: pytest.Monk
 def test_the_time_is_that_of_all_processes() -> None:
     a, b, c = NAMES[:3]
     runner, _, clock, _ = scripted(*[[begins(each), 60.0] for each in (a, a, b, b)])
-    assert runner.run(GpuVerdict(), [a, b, c]) == {a: "it hung for 20 s", b: "it hung for 5 s"}
-    assert clock[0] == gpu_trial.TRIAL_S + gpu_trial.REPEATED_CHECK_S, "one repetition prolongs the trial"
+    assert runner.run(GpuVerdict(), [a, b, c]) == {a: "it hung for 20 s", b: "it hung for 3 s"}
+    assert clock[0] == LIMITS.trial_s + LIMITS.repeated_check_s, "one repetition prolongs the trial"
     clock = [0.0]
     verdict, problem = run_trial(PLAN, "cuda:0", lambda request: Script(clock, [60.0]), lambda: clock[0])
-    assert verdict == GpuVerdict() and problem == "no check began within 20 s"
+    assert verdict == GpuVerdict() and problem == "no check began within 25 s"
     clock[0] = 0
     slow = [*lines(*NAMES[:3]), 60.0]
-    verdict, problem = run_trial(PLAN, "cuda:0", lambda request: Script(clock, [19.5, *slow]), lambda: clock[0])
-    assert verdict == GpuVerdict() and problem == "it was not complete after 20 s"
+    verdict, problem = run_trial(PLAN, "cuda:0", lambda request: Script(clock, [24.5, *slow]), lambda: clock[0])
+    assert verdict == GpuVerdict() and problem == "it was not complete after 25 s"
 
 
 ECHO = "import json, sys; request = json.loads(sys.stdin.readline())\n"
@@ -349,7 +349,7 @@ def test_verdicts_of_ranks_and_lower_rungs() -> None:
         with pytest.raises(ValueError, match=r"not a (verdict|tuning)"):
             GpuVerdict.from_json(wrong)
     other = {"8 x 8 bf16": ProjectionTiling("direct", 1, 8, 1, 1), "4 x 8 bf16": ProjectionTiling("ring", 2, 8, 1, 1)}
-    ranks = [GpuVerdict(tuning=TUNED), GpuVerdict(tuning=Tuning(other, {"2/1 heads of 64": "long"}))]
+    ranks = [GpuVerdict(tuning=TUNED), GpuVerdict(tuning=Tuning(other, {"2/1 heads of 64, short": "long"}))]
     common = [verdict.union(ranks).tuning for verdict in ranks]
     assert common == [Tuning(other | TILINGS, TUNED.kernel_shapes)] * 2, "those of the first rank"
     assert ranks[1].lower("it failed", grouped=False) == GpuVerdict(), "the defaults first"

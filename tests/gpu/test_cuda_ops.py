@@ -166,7 +166,7 @@ def test_a_kernel_shape_belongs_to_the_heads_of_a_model(heads: int, chosen: str)
         plan = ops.prepare(batch, cache, *tables(64, length, BF16), heads, shape=shape)
         return cuda.tree_attention(qkv, plan, 1)
 
-    got = run(cuda.with_operators(kernel_shapes={"8/2 heads of 64": "paired"}), None)
+    got = run(cuda.with_operators(kernel_shapes={f"8/2 heads of 64, {kernels[0]}": "paired"}), None)
     same = [shape for shape in kernels if torch.equal(run(cuda, shape), got)]
     assert same == [chosen if chosen in kernels else "short"]
 

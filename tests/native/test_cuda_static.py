@@ -56,6 +56,11 @@ def test_faults_are_detected() -> None:
     ahead = " ".join(("fence.proxy.async.global;", ptx))
     early = sass_gate.broken_rules(Report("1", {"linear: linear_kernel<1>": Kernel(40, ptx=ahead)}))
     assert early == ["linear: linear_kernel<1>: fence.proxy.async.global before griddepcontrol.wait"]
+    for load, stale in (("ld.global.s64", True), ("ld.global.cg.s64", False), ("ld.global.v4.u32", False)):
+        prepared = " ".join((ptx, f"{load} %rd2, [%rd1];", sass_gate.WAIT))
+        found = sass_gate.broken_rules(Report("1", {"linear: linear_kernel<1>": Kernel(40, ptx=prepared)}))
+        message = f"linear: linear_kernel<1>: {load} through L1 before griddepcontrol.wait"
+        assert found == ([message] if stale else [])
     written = {"nvcc": "1", "kernels": {"linear: linear_kernel<1>": {"registers": 41, "HMMA": 3}}}
     assert sass_gate.changed_figures(good, written) == ["linear: linear_kernel<1>: registers 41 -> 40"]
     assert sass_gate.changed_figures(good, written | {"nvcc": "2"}) == []

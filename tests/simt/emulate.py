@@ -165,10 +165,11 @@ def _aligned(empty: Any) -> Any:
     """Wraps torch.empty so that byte buffers are aligned as on a GPU."""
 
     def aligned(*shape: Any, **kind: Any) -> Tensor:
-        if kind.get("dtype") is not torch.uint8 or len(shape) != 1 or not isinstance(shape[0], int):
+        sizes = shape[0] if shape and isinstance(shape[0], Sequence) else shape
+        if kind.get("dtype") is not torch.uint8 or len(sizes) != 1:
             return empty(*shape, **kind)
-        memory = empty(shape[0] + LINE, **kind)
+        memory = empty(sizes[0] + LINE, **kind)
         start = -memory.data_ptr() % LINE
-        return memory[start : start + shape[0]]
+        return memory[start : start + sizes[0]]
 
     return aligned

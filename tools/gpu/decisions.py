@@ -1,7 +1,7 @@
 """What each figure of tools/gpu_queue.py decides: a figure, what is expected of an H100, a threshold, and the decision.
 
 Expectations are figures measured on an H100 (profiles/h100-*.json) and estimates from them; other GPUs differ mainly by
-their memory.
+their memory, so thresholds of memory-bound figures follow the speed of a copy.
 A rule whose step has no result decides nothing.
 """
 
@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tools.gpu.steps import MODELS, PAIR, PARTS, SMALL_PAIR, TRIAL, summed
 
 Json = dict[str, Any]
 Results = Mapping[str, Json]  # by step
+H100_COPY_GB_S = 3015.6  # profiles/h100-kernels.json
 UNIT_STEP_US = 1.0  # of attention over 500 tokens against 516, from which blocks are loaded unevenly
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A figure and its decision. `figure`: computes it; KeyError and similar mean that it was not measured. The
-    decision is `reached` if the figure is at least `threshold` (`lower`: at most), else `missed`."""
+    decision is `reached` if the figure is at least `threshold` (`lower`: at most), else `missed`. `memory_bound`: the
+    threshold is that of an H100, see `on_gpu`."""
 
     name: str
     unit: str
@@ -32,10 +34,36 @@ class Rule:
     reached: str
     missed: str
     lower: bool = False
+    memory_bound: bool = False
+
+    def on_gpu(self, copy_gb_s: float) -> Rule:
+        """Returns the rule for a GPU with this speed of a copy. Times shrink with it, and speeds (not `lower`) grow."""
+        ratio = copy_gb_s / H100_COPY_GB_S if self.memory_bound else 1.0
+        return replace(self, threshold=self.threshold / ratio if self.lower else self.threshold * ratio)
 
     def decide(self, value: float) -> str:
         reached = value <= self.threshold if self.lower else value >= self.threshold
         return self.reached if reached else self.missed
+
+
+def _fallbacks(results: Results) -> float:
+    """Returns the number of fallbacks of the trial, if it has run."""
+    trial = results[TRIAL]
+    if trial["problem"] is not None and not trial["fallbacks"]:
+        raise KeyError("problem")
+    return len(trial["fallbacks"])
+
+
+def _tuned_shapes(results: Results) -> float:
+    """Returns the number of shapes that the trial has tuned, if the tuner has run to its end."""
+    if not results[TRIAL]["tuned"]:
+        raise KeyError("tuned")
+    return len(results[TRIAL]["tuning"]["tilings"])
+
+
+def _copy_speed(results: Results) -> float:
+    """Returns GB/s of a copy on this GPU; those of an H100 if no step has measured them."""
+    return next((float(found["copy GB/s"]) for found in results.values() if "copy GB/s" in found), H100_COPY_GB_S)
 
 
 def _us(results: Results, op: str, size: str, step: str = "footprint") -> float:
@@ -139,8 +167,8 @@ def _working_set_rules() -> list[Rule]:
     """Returns the rules of the trial, the clocks and the working sets."""
     return [
         Rule(
-            "operators that fall back in the trial", "", lambda r: len(r[TRIAL]["fallbacks"]), "0", 0,
-            "time all of them", "mend these first: they are not timed", lower=True,
+            "operators that fall back in the trial", "", _fallbacks, "0", 0, "time all of them",
+            "mend these first", lower=True,
         ),
         Rule(
             "SM clock, lowest of highest", "x", _clock_loss, "1.00", 0.97, "clocks explain nothing",
@@ -179,6 +207,7 @@ def _layer_rules() -> list[Rule]:
             Rule(
                 f"{model} layer in place", "us", lambda r, model=model: _chain(r, model, "all"), expected, bound,
                 "projections and attention need no change", "continue with attention and projections", lower=True,
+                memory_bound=True,
             )
             for model, expected, bound in ((EIGHT, "82", 65.0), (SEVENTY, "208 to 241", 190.0), (ONE, "48", 33.0))
         ),
@@ -193,7 +222,7 @@ def _layer_rules() -> list[Rule]:
         Rule(
             f"{ONE} layer in place, tuned", "us", lambda r: _chain(r, ONE, "all", "chain, tuned"), "30 to 38", 26.0,
             "a persistent kernel for the draft gains little", "write the persistent kernel: 21 us per layer",
-            lower=True,
+            lower=True, memory_bound=True,
         ),
         *(
             Rule(
@@ -218,7 +247,8 @@ def _kernel_rules() -> list[Rule]:
     """Returns the rules of single kernels."""
     return [
         Rule(
-            "8B projections, start to first tile", "us", lambda r: _stamp(r, EIGHT, "first tile"), "2.5 to 4.5", 1.5,
+            "8B projections, dependencies to first tile", "us",
+            lambda r: _stamp(r, EIGHT, "first tile") - _stamp(r, EIGHT, "dependencies"), "1.5 to 3.5", 1.5,
             "staging of x is short enough", "take the norm and the staging of x off the path to the first product",
             lower=True,
         ),
@@ -275,7 +305,7 @@ def _tiling_rules() -> list[Rule]:
     """Returns the rules of the variants of projections."""
     return [
         Rule(
-            "shapes that the trial has tuned", "", lambda r: len(r[TRIAL]["tuning"]["tilings"]), "8 of 12", 1,
+            "shapes that the trial has tuned", "", _tuned_shapes, "8 of 12", 1,
             "keep the tuner", "the estimated tilings suffice: remove the tuner",
         ),
         *(
@@ -304,7 +334,7 @@ def _decode_rules() -> list[Rule]:
         *(
             Rule(
                 f"{model}, 8 rows", "ms", lambda r, pair=pair, model=model: _forward(r, pair, model), expected, bound,
-                "goal reached", "goal missed", lower=True,
+                "goal reached", "goal missed", lower=True, memory_bound=True,
             )
             for pair, model, expected, bound in (
                 (SMALL_PAIR, EIGHT, "3.08", 2.45), (PAIR, SEVENTY, "20.1", 16.5), (SMALL_PAIR, ONE, "0.90", 0.6),
@@ -335,7 +365,7 @@ def _decode_rules() -> list[Rule]:
         *(
             Rule(
                 f"{pair}, best tree", "tok/s", lambda r, pair=pair: _best_tree(r, pair)[1], expected, bound,
-                "goal reached", "goal missed",
+                "goal reached", "goal missed", memory_bound=True,
             )
             for pair, expected, bound in ((SMALL_PAIR, "540", 650.0), (PAIR, "157", 180.0))
         ),
@@ -347,7 +377,7 @@ def _decode_rules() -> list[Rule]:
         Rule(
             "8B after 32,000 tokens", "ms",
             lambda r: r[f"decode {SMALL_PAIR}, 32000 tokens"]["step ms"][EIGHT], "6.9", 4.9,
-            "long contexts are done", "load keys by a producer warp", lower=True,
+            "long contexts are done", "load keys by a producer warp", lower=True, memory_bound=True,
         ),
     ]  # fmt: skip
 
@@ -376,13 +406,13 @@ def rules(plan: str = "questions") -> list[Rule]:
 def table(results: Results, plan: str = "questions") -> list[Json]:
     """Returns name, measured value, unit, expectation, threshold and decision of each rule; without a value and with
     the decision "not measured" if a figure is missing."""
-    lines = list[Json]()
-    for rule in rules(plan):
+    lines, copy_gb_s = list[Json](), _copy_speed(results)
+    for rule in (each.on_gpu(copy_gb_s) for each in rules(plan)):
         try:
             value = rule.figure(results)
         except (KeyError, ValueError, IndexError, ZeroDivisionError, TypeError):
             value = None
-        bound = f"{'<=' if rule.lower else '>='} {rule.threshold:g}"
+        bound = f"{'<=' if rule.lower else '>='} {rule.threshold:.4g}"
         decision = "not measured" if value is None else rule.decide(value)
         lines.append({
             "figure": rule.name, "measured": value, "unit": rule.unit, "expected": rule.expected, "threshold": bound,

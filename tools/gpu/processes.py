@@ -22,12 +22,13 @@ TAIL, WHOLE_TAIL = 600, 6000  # characters of output retained from a successful 
 LAST_WORDS = 4.0  # seconds that an interrupted process has to report its state
 LAST_WAIT = 5.0  # timeout in seconds after a kill; a process blocked in the driver may survive it
 MARGIN = 12.0  # seconds for ending a step
+OUT_OF_TIME = "out of time"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     name: str
-    state: str  # ok, failed, out of time, no time left, nothing to run
+    state: str  # ok, failed, OUT_OF_TIME, or of a step that has not run (queue.py)
     seconds: float
     tail: str
 
@@ -53,7 +54,7 @@ def run(step: Step, limit: float) -> Outcome:
         try:
             state = {0: "ok", SKIPPED: "nothing to run"}.get(process.wait(limit), "failed")
         except subprocess.TimeoutExpired:
-            state = "out of time"
+            state = OUT_OF_TIME
             interrupt(process)
         finally:
             end(process)

@@ -6,18 +6,18 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tools.gpu import processes
-from tools.gpu.processes import Outcome, pack_logs, read, without_paths
+from tools.gpu.processes import OUT_OF_TIME, Outcome, pack_logs, read, without_paths
 from tools.gpu.steps import NOTHING_EARLY, SCRATCH, TRIAL, Step
 from tools.gpu.telemetry import Sensor, Telemetry, summary
 
 END_S = 5.0  # for killing a step
 LEAST_SHARE = 0.5  # of its limit that a step must have; steps write what they have measured as they go
-NO_TIME, NOTHING = "no time left", "nothing to run"
+NO_TIME, NOTHING, UNSAFE = "no time left", "nothing to run", "unsafe"
 Json = dict[str, Any]
 RunStep = Callable[[Step, float], Outcome]
 
@@ -29,13 +29,14 @@ class ResumeError(Exception):
 @dataclass(slots=True)
 class Queue:
     """A run of steps. After each, `file` has all results so far. `clock`, in seconds, and `run` are those of this
-    machine unless a test replaces them."""
+    machine unless a test replaces them. `kept`: what the steps have written so far, by `Step.keep`."""
 
     file: Path
     budget: float
     sensor: Sensor | None = None
     run: RunStep = processes.run
     clock: Callable[[], float] = time.monotonic
+    kept: dict[Path, Json] = field(default_factory=dict)
 
     def run_all(self, steps: Sequence[Step], whole: Json) -> Json:
         """Runs the steps that `whole` does not have with state ok, and returns it with them. `whole` has "machine" and
@@ -47,6 +48,9 @@ class Queue:
             left = self.budget - (self.clock() - began) - END_S
             if step.name in done:
                 entry = done[step.name]
+                self._restore(step, entry)
+            elif (why := _unsafe(whole)) is not None:
+                entry = _entry(step, Outcome(step.name, UNSAFE, 0.0, why))
             elif step.needs is not None and not step.needs.exists():
                 entry = _entry(step, Outcome(step.name, NOTHING, 0.0, f"{step.needs.name} is missing"))
             elif left < LEAST_SHARE * step.limit:
@@ -69,9 +73,24 @@ class Queue:
             outcome = self.run(replace(step, environment=environment), limit)
         print(outcome.tail, flush=True)
         found = read(step.result)
-        if found is not None and step.keep is not None and (found.get("results") or found.get("constants")):
-            write(step.keep, found)
+        self._keep(step, found)
         return _entry(step, outcome) | {"gpu": summary(telemetry.samples), "result": found}
+
+    def _restore(self, step: Step, entry: Json) -> None:
+        """Writes the result of a step that an earlier run has done, which other steps may read."""
+        found = entry.get("result")
+        if found is not None and step.result is not None:
+            SCRATCH.mkdir(parents=True, exist_ok=True)
+            write(step.result, found)
+            self._keep(step, found)
+
+    def _keep(self, step: Step, found: Json | None) -> None:
+        """Writes results or constants to `step.keep`, together with the results of other steps that keep them there."""
+        if found is None or step.keep is None or not (found.get("results") or found.get("constants")):
+            return
+        earlier = self.kept.get(step.keep, {}).get("results", [])
+        self.kept[step.keep] = {**found, "results": [*earlier, *found["results"]]} if "results" in found else found
+        write(step.keep, self.kept[step.keep])
 
 
 def _entry(step: Step, outcome: Outcome) -> Json:
@@ -79,10 +98,25 @@ def _entry(step: Step, outcome: Outcome) -> Json:
     return asdict(outcome) | published | {"limit": step.limit}
 
 
+def _trial(whole: Json) -> Json:
+    """Returns what is known of the trial."""
+    return next((entry for entry in whole["steps"] if entry["name"] == TRIAL), {})
+
+
 def _around(whole: Json) -> dict[str, str]:
     """Returns the environment of all steps after a trial in which early starts fail."""
-    trial = next((entry.get("result") for entry in whole["steps"] if entry["name"] == TRIAL), None)
-    return NOTHING_EARLY if trial is not None and "early_starts" in trial["fallbacks"] else {}
+    found = _trial(whole).get("result") or {}
+    return NOTHING_EARLY if "early_starts" in found.get("fallbacks", {}) else {}
+
+
+def _unsafe(whole: Json) -> str | None:
+    """Returns why no step after the trial may run: each would hang until its limit, and the time is better spent on a
+    repair."""
+    trial = _trial(whole)
+    if trial.get("state") == OUT_OF_TIME:
+        return "the trial did not end"
+    unusable = (trial.get("result") or {}).get("unusable")
+    return f"kernels of {', '.join(unusable)} hung or ended their process in the trial" if unusable else None
 
 
 def write(file: Path, whole: Json) -> None:

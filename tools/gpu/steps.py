@@ -23,7 +23,7 @@ PAIR, SMALL_PAIR, MIDDLE_PAIR = "Llama-3-70B,Llama-3.2-1B", "Llama-3-8B,Llama-3.
 MODELS = "Llama-3-8B,Llama-3-70B,Llama-3.2-1B"
 NOTHING_EARLY = {"SWIFTSPEC_EARLY_STARTS": "0"}  # csrc/cuda/launch.cuh
 SIZES, SWEEP_S = (2, 4, 8), "180"  # GPUs of the sums over several; seconds of the sweep
-TRIAL = "trial"  # if it finds that early starts fail, all later steps run without them
+TRIAL = "trial"  # queue.py follows what it finds
 TREES = "4,8;3,16;4,16;5,16"  # d,bs
 ROWS = "1,4,8,16,32"
 PARTS = ("100,32", "108,24")  # multiprocessors of target and draft that run at the same time on an H100
@@ -36,8 +36,8 @@ CONTEXTS = "128,488,492,496,500,504,508,512,516,520,1000,2000,4000,32000"
 class Step:
     """A step: a command with a time limit, in seconds.
 
-    It writes JSON to `result`, which is copied to `keep` if it contains results or constants. `needs`: a file without
-    which the step is skipped.
+    It writes JSON to `result`. Several steps may share the file `keep`, which gets their results or constants. `needs`:
+    a file without which the step is skipped.
     """
 
     name: str
@@ -65,6 +65,7 @@ def with_stamps(*command: str) -> tuple[str, ...]:
 
 def questions(output: Path, gpu: str) -> list[Step]:
     """Returns the steps of one GPU: experiments that explain, operators, and whole decodes."""
+    kept = output / f"{gpu}-kernels.json"
     kernels = module("bench.gpu.kernels", "--budget", SECONDS, "--constants", str(SCRATCH / "constants.json"))
     ours = (*kernels, "--competitors", "swiftspec")
     both = (*kernels, "--competitors", "swiftspec,swiftspec paired")
@@ -80,7 +81,7 @@ def questions(output: Path, gpu: str) -> list[Step]:
     stamps = with_stamps("bench.gpu.stamps", "--models", MODELS, "--trace", str(SCRATCH / "trace.json"))
     of_attention = with_stamps("bench.gpu.stamps", "--models", "Llama-3-8B", "--contexts", STAMPED_CONTEXTS)
     return [
-        measured(TRIAL, module("tools.gpu.trial"), 45),
+        trial(),
         measured("footprint", module("bench.gpu.footprint"), 40),
         measured("chain", chain, 50),
         measured("chain, tuned", (*chain, "--no-leave-out", *tuned), 25),
@@ -88,30 +89,38 @@ def questions(output: Path, gpu: str) -> list[Step]:
         measured(f"decode {SMALL_PAIR}", (*step, SMALL_PAIR, *trees), 70),
         measured("footprint, pages touched", touched, 35, needs=STAMPS),
         measured(f"decode {PAIR}", (*step, PAIR, *trees), 100),
-        measured("attention", attention, 40),
-        measured("sampling", (*ours, "--only", "(draw|children|resample)", "--rows", "8"), 20),
+        measured("constants", module("bench.gpu.constants"), 30, keep=output / f"{gpu}-constants.json"),
+        measured("attention", attention, 40, keep=kept),
+        measured("sampling", (*ours, "--only", "(draw|children|resample)", "--rows", "8"), 20, keep=kept),
         measured("stamps of attention", of_attention, 30, needs=STAMPS),
         measured("chain, nothing early", (*chain, "--no-leave-out"), 35, environment=NOTHING_EARLY),
         measured("stalls", module("bench.gpu.stalls"), 40),
-        measured("constants", module("bench.gpu.constants"), 30, keep=output / f"{gpu}-constants.json"),
         measured("tilings", module("bench.gpu.tilings", "--models", MODELS), 60),
-        measured("projections", projections, 40, keep=output / f"{gpu}-kernels.json"),
+        measured("projections", projections, 40, keep=kept),
         measured(f"decode {SMALL_PAIR}, async", together, 30),
         *(
             measured(f"decode {SMALL_PAIR}, async on {parts}", (*together, "--multiprocessors", parts), 30)
             for parts in PARTS
         ),
         measured(f"decode {SMALL_PAIR}, 32000 tokens", (*step, SMALL_PAIR, *long), 45),
-        measured("projections, many rows", (*ours, "--only", "Llama-3-70B TP1 ", "--rows", "32,64,128,256"), 30),
+        measured(
+            "projections, many rows", (*ours, "--only", "Llama-3-70B TP1 ", "--rows", "32,64,128,256"), 30, keep=kept
+        ),
         measured(f"decode {SMALL_PAIR}, particles", (*step, SMALL_PAIR, "--particles", "4,8,16"), 60),
         measured(f"decode {SMALL_PAIR}, 64 particles", (*step, SMALL_PAIR, *many), 60),
     ]
 
 
+def trial() -> Step:
+    """Returns the first step. Its limit leaves time for a check that hangs, whose process is killed and started
+    again."""
+    return measured(TRIAL, module("tools.gpu.trial"), 75)
+
+
 def checks(gpus: int = 1) -> list[Step]:
     """Returns the steps that show whether results are right, and those that need several GPUs. `gpus`: their number."""
     return [
-        measured(TRIAL, module("tools.gpu.trial"), 45),
+        trial(),
         *tests(),
         measured("decode demo", module("bench.gpu.step", "--pair", "demo", "--least", "0.5"), 25),
         *several_gpus(gpus),

@@ -19,7 +19,8 @@ LIBRARY = "libnvidia-ml.so.1"
 INTERVAL_S = 0.05
 SM_CLOCK = 1  # NVML_CLOCK_SM
 BUSY_SHARE = 0.5  # of the largest power of a step, from which a sample counts as busy
-REASONS = {  # bits of nvmlDeviceGetCurrentClocksThrottleReasons; an idle GPU (1) is not throttled
+IDLE = 0x1  # bit of nvmlDeviceGetCurrentClocksThrottleReasons, as those of REASONS
+REASONS = {
     0x2: "clocks set by an application", 0x4: "power cap", 0x8: "hardware slowdown", 0x10: "sync boost",
     0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake", 0x100: "display clocks",
 }  # fmt: skip
@@ -73,11 +74,12 @@ def find_sensor() -> Sensor | None:
 
 def summary(samples: Sequence[Sample]) -> dict[str, Any]:
     """Returns the SM clock, in MHz, over the samples in which the GPU was busy, the power in W, and the reasons for
-    which the clock was limited, with the share of the busy samples."""
-    if not samples:
+    which the clock was limited, with the share of the busy samples; nothing if it never was."""
+    awake = [sample for sample in samples if not sample.reasons & IDLE]
+    if not awake:
         return {}
-    most = max(sample.watts for sample in samples)
-    busy = [sample for sample in samples if sample.watts >= BUSY_SHARE * most]
+    most = max(sample.watts for sample in awake)
+    busy = [sample for sample in awake if sample.watts >= BUSY_SHARE * most]
     clocks = sorted(sample.sm_mhz for sample in busy)
     limited = {name: sum(bool(sample.reasons & bit) for sample in busy) / len(busy) for bit, name in REASONS.items()}
     return {

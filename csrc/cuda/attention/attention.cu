@@ -216,6 +216,7 @@ int64_t attention_clusters(int64_t dim, bool float8, AttentionShape name) {
     // the same carveout for the kernels before it
     allow_shared_memory("attention", rope_append_kernel<F::kDim, Stored>, 0);
     allow_shared_memory("attention", list_keys_kernel, 0);
+    prepare_head_norm();
     return concurrent_clusters(shape);
   });
 }

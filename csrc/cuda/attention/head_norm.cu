@@ -42,6 +42,11 @@ __global__ void __launch_bounds__(32 * kWarps)
 
 }  // namespace
 
+void prepare_head_norm() {
+  allow_shared_memory("head_norm", head_norm_kernel<64>, 0);
+  allow_shared_memory("head_norm", head_norm_kernel<128>, 0);
+}
+
 void head_norm(void* qkv, const void* weight, float eps, int64_t rows, int64_t heads, int64_t width, int64_t dim,
                Stream stream) {
   if (rows == 0) return;

@@ -12,8 +12,19 @@ namespace swiftspec::attention {
 using cuda::AttentionSetup;
 using cuda::RowGroup;
 
+// Loads what another kernel or other blocks have written, bypassing L1. What is read before the wait for the previous
+// kernel must be loaded so: only the wait makes sure that L1 has no older line of it.
+template <class T>
+SWIFTSPEC_HD T load_uncached(const T* p) {
+#ifdef __CUDA_ARCH__
+  return __ldcg(p);
+#else
+  return *p;
+#endif
+}
+
 SWIFTSPEC_HD int64_t sequence_of(const AttentionSetup& a, int64_t row) {
-  return a.sequence == nullptr ? 0 : a.sequence[row];
+  return a.sequence == nullptr ? 0 : load_uncached(a.sequence + row);
 }
 
 // The first slot of the mask's window. Column 0 of the mask is this slot, or lies before slot 0 if the mask is wider
@@ -42,7 +53,7 @@ SWIFTSPEC_HD RowGroup group_rows_at(const AttentionSetup& a, int i) {
 
 // The slot that the forward writes for `row`, if the row belongs to `sequence`; otherwise no slot.
 SWIFTSPEC_HD int appended_slot(const AttentionSetup& a, int row, int64_t sequence) {
-  return sequence_of(a, row) == sequence ? static_cast<int>(a.slots[row]) : INT32_MAX;
+  return sequence_of(a, row) == sequence ? static_cast<int>(load_uncached(a.slots + row)) : INT32_MAX;
 }
 
 // A warp lists the slots that a row sees in its window. Returns the number of leading slots of the sequence that the

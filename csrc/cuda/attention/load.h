@@ -37,16 +37,6 @@ SWIFTSPEC_HD void wait_for_copies() {
 #endif
 }
 
-// Loads what another kernel or other blocks have written, bypassing L1.
-template <class T>
-SWIFTSPEC_HD T load_uncached(const T* p) {
-#ifdef __CUDA_ARCH__
-  return __ldcg(p);
-#else
-  return *p;
-#endif
-}
-
 SWIFTSPEC_HD RowGroup load_group(const RowGroup* p) {
 #ifdef __CUDA_ARCH__
   union {

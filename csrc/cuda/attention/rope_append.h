@@ -22,7 +22,7 @@ struct RopeFactors {
 
 template <int kDim>
 SWIFTSPEC_HD RopeFactors rope_factors(const AttentionSetup& a, int row, int at) {
-  const int64_t table = a.positions[row] * kDim + at;
+  const int64_t table = load_uncached(a.positions + row) * kDim + at;
   return {*reinterpret_cast<const Vec8*>(static_cast<const uint16_t*>(a.cos) + table),
           *reinterpret_cast<const Vec8*>(static_cast<const uint16_t*>(a.sin) + table)};
 }
@@ -64,7 +64,7 @@ SWIFTSPEC_HD void rope_append(const AttentionSetup& a, const uint16_t* qkv, Stor
   const int head = i / (kDim / 8), at = i % (kDim / 8) * 8;
   const uint16_t* x = qkv + (static_cast<int64_t>(row) * (heads + 2 * kv_heads) + head) * kDim;
   const bool is_value = head >= heads + kv_heads;
-  const int64_t sequence = sequence_of(a, row), slot = a.slots[row];
+  const int64_t sequence = sequence_of(a, row), slot = load_uncached(a.slots + row);
   const RopeFactors factors = is_value ? RopeFactors{} : rope_factors<kDim>(a, row, at);
   await_previous();
   const Vec8 piece = is_value ? *reinterpret_cast<const Vec8*>(x + at) : apply_rope<kDim>(factors, x, at);

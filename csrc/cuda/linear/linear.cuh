@@ -86,7 +86,10 @@ class Ring {
 
   __device__ const uint8_t* wait() {
     ptx::barrier_wait(full_ + stage_, parity_);
-    if (stage_ == 0 && parity_ == 0) SWIFTSPEC_STAMP(task_, kFirstTile);
+#ifdef SWIFTSPEC_STAMPS
+    if (first_) SWIFTSPEC_STAMP(task_, kFirstTile);
+    first_ = false;
+#endif
     return slots_ + stage_ * task_.tiling.tile_bytes;
   }
 

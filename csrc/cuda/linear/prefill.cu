@@ -475,6 +475,7 @@ void pack_slabs(const LinearArgs& a, uint8_t* slabs, Stream stream) {
 
 void prepare_prefill(const Device& device) {
   if (!tiles::has_prefill_kernel(device)) return;
+  allow_shared_memory("linear", pack_slabs_kernel, 0);  // the same carveout
   for (const int group : {0, 32, 64, 128}) {
     for (const int log : {tiles::kNarrowLog, tiles::kWideLog}) {
       allow_shared_memory("linear", kernel_for(group, log), device.shared);

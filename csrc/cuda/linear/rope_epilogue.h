@@ -25,8 +25,9 @@ SWIFTSPEC_HD AppendedRows appended_rows(const AttentionSetup& a, int lane) {
   for (int e = 0; e < 2; ++e) {
     const int row = fragment::c_column(lane, e);
     if (row >= a.rows) continue;
-    found.position[e] = static_cast<int32_t>(a.positions[row]);
-    found.line[e] = attention::sequence_of(a, row) * a.kv_heads * a.capacity + a.slots[row];
+    found.position[e] = static_cast<int32_t>(attention::load_uncached(a.positions + row));
+    const int64_t slot = attention::load_uncached(a.slots + row);
+    found.line[e] = attention::sequence_of(a, row) * a.kv_heads * a.capacity + slot;
   }
   return found;
 }

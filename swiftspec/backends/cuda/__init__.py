@@ -99,8 +99,9 @@ class CudaBackend(Backend):
         """Prepares the attention of a forward with the shape of `kernel_shapes`, unless `shape` names one; see
         `attention.prepare`."""
         if shape is None and self.kernel_shapes:
-            _, _, kv_heads, _, dim = cache.k.shape
-            shape = self.kernel_shapes.get(attention.heads_name(num_heads, kv_heads, dim))
+            _, _, kv_heads, capacity, dim = cache.k.shape
+            default = self.attention_shapes(capacity)[0]
+            shape = self.kernel_shapes.get(attention.heads_name(num_heads, kv_heads, dim, default))
         return attention.prepare(batch, cache, cos, sin, num_heads, options=options, shape=shape)
 
     def pack_qkv(self, weight: Weight, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> CudaLinear:

@@ -39,9 +39,10 @@ WORD_BYTES = 4
 CLUSTER_MAJORS = (9, 10, 11)  # compute capabilities with thread block clusters that the kernel uses (csrc/cuda/arch.h)
 
 
-def heads_name(heads: int, kv_heads: int, head_dim: int) -> str:
-    """Returns the name of a model's attention heads, under which the shape of its kernel is kept."""
-    return f"{heads}/{kv_heads} heads of {head_dim}"
+def heads_name(heads: int, kv_heads: int, head_dim: int, default: str) -> str:
+    """Returns the name of a model's attention heads, under which the shape of its kernel is kept. `default`: the shape
+    that it replaces, since longer caches have another one."""
+    return f"{heads}/{kv_heads} heads of {head_dim}, {default}"
 
 
 def attention_shapes(capacity: int) -> list[str]:

@@ -4,8 +4,9 @@ A kernel that faults or hangs costs the process its GPU, so the checks run in a 
 builder/gpu_trial.py starts, watches and starts again behind a check that has ended it. The request is one line of JSON
 on standard input (`TrialRequest`). Standard output has two lines of JSON for each check, `{"begins": name}` and
 `{"check": name, "reason": text or null}`, or the line `{"problem": text}` if the GPU cannot be used at all. The line of
-the check TUNING, which times tilings and kernels (tuner.py), has the field "tuning", too. The process exits
-with 0 after the last check, and with EXIT_DEVICE_FAULT after a check that has left the GPU unusable.
+the check TUNING, which times tilings and kernels (tuner.py), has the field "tuning", too. Standard error has the
+traceback of each exception, and what is about to be timed. The process exits with 0 after the last check, and with
+EXIT_DEVICE_FAULT after a check that has left the GPU unusable.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, NoReturn, cast
 
@@ -26,7 +29,7 @@ from swiftspec import _C
 from swiftspec.backends.cuda import CudaBackend, cuda
 from swiftspec.backends.cuda.devices import is_device_error, is_out_of_gpu_memory, require_usable
 from swiftspec.backends.cuda.trial_checks import TrialDevice, TrialPlan, trial_checks
-from swiftspec.backends.cuda.tuner import Tuning, TuningBench
+from swiftspec.backends.cuda.tuner import TUNE_S, Tuning, TuningBench
 from swiftspec.backends.families import Family, compose
 from swiftspec.backends.reference import Backend
 from swiftspec.backends.unfused import unfused
@@ -44,13 +47,15 @@ WARM_UP_RUNS = 2  # before a capture: kernels are loaded on their first launch
 @dataclass(frozen=True, slots=True)
 class TrialRequest:
     """What one process of a trial runs. `device`: of torch. `on_library`: families of operators to take from torch.
-    `names`: the checks to run, in this order; TUNING is one of them."""
+    `names`: the checks to run, in this order; TUNING is one of them. `tune_s`: seconds for TUNING, of which the checks
+    of its result are not part."""
 
     plan: TrialPlan
     device: str
     early_starts: bool
     on_library: Sequence[Family]
     names: Sequence[str]
+    tune_s: float = TUNE_S
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -59,6 +64,7 @@ class TrialRequest:
             "early_starts": self.early_starts,
             "on_library": [*self.on_library],
             "names": [*self.names],
+            "tune_s": self.tune_s,
         }
 
     @staticmethod
@@ -83,11 +89,12 @@ def run_checks(request: TrialRequest, ops: Backend, at: TrialDevice) -> Iterator
         more: dict[str, Any] = {}
         try:
             if name == TUNING:
-                more = {"tuning": tuned(request.plan, ops, at).to_json()}
+                more = {"tuning": tuned(request, ops, at).to_json()}
             else:
                 reason = checks[name].run(ops, at)
             at.finish()
         except Exception as error:  # the check decides nothing else than whether these operators are used
+            traceback.print_exc()
             more = {}  # a lack of memory does not count against the operators
             if not is_out_of_gpu_memory(error):
                 reason = one_line(error)
@@ -97,16 +104,18 @@ def run_checks(request: TrialRequest, ops: Backend, at: TrialDevice) -> Iterator
             return
 
 
-def tuned(plan: TrialPlan, ops: Backend, at: TrialDevice) -> Tuning:
+def tuned(request: TrialRequest, ops: Backend, at: TrialDevice) -> Tuning:
     """Returns what is faster than the defaults; nothing without graphs, in which it is timed."""
     if at.capture is None:
         return Tuning()
-    return TuningBench(cast(CudaBackend, ops), at, replay_seconds, COLD * _C.cuda_device()["l2"]).tune(plan)
+    cold_bytes, log = COLD * _C.cuda_device()["l2"], partial(print, file=sys.stderr, flush=True)
+    bench = TuningBench(cast(CudaBackend, ops), at, replay_seconds, cold_bytes, log=log)
+    return bench.tune(request.plan, request.tune_s)
 
 
 def load_libraries(device: torch.device) -> None:
     """Loads the libraries that the checks use, since the first check would otherwise take the time for it and could
-    count as hung (gpu_trial.CHECK_S)."""
+    count as hung (builder/gpu_trial.py)."""
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(64, 64, device=device).to(dtype)
         float((x @ x).float().norm())
@@ -166,9 +175,8 @@ def main() -> NoReturn:
 
 def _lines(request: TrialRequest) -> Iterator[Mapping[str, Any]]:
     """Yields all lines of the protocol."""
-    device = torch.device(request.device)
     try:
-        require_usable(device)
+        device = require_usable(request.device)
         torch.cuda.set_device(device)
         load_libraries(device)
     except (RuntimeError, AssertionError, UserError) as error:  # torch without CUDA raises AssertionError

@@ -44,7 +44,7 @@ from swiftspec.backends.cuda.trial_checks import (
     tree_batch,
 )
 
-TUNE_S = 2.0  # after this time, the shapes that remain keep their default tilings
+TUNE_S = 4.0  # after this time, the shapes that remain keep their default tilings
 EACH_VARIANT = 4  # tilings that are timed besides the default one
 FINALISTS = 3  # of these, the ones that are timed with every number of rows
 CALLS, MIN_CALLS, GRAPH_S = 20, 3, 2e-3  # calls per measurement, fewer if these would take longer than GRAPH_S
@@ -104,17 +104,20 @@ Timer = Callable[[Sequence[Callable[[], Tensor]]], float]  # seconds that the ca
 @dataclass(frozen=True, slots=True)
 class TuningBench:
     """What a GPU is tuned with. `timer`: times calls. `clock`: returns the time in seconds. `cold_bytes`: bytes of
-    weights, or of keys and values, that a measurement reads at least, several times the L2 cache."""
+    weights, or of keys and values, that a measurement reads at least, several times the L2 cache. `log`: called with
+    each tiling or kernel shape before it runs for the first time, since it may hang."""
 
     ops: CudaBackend
     at: TrialDevice
     timer: Timer
     cold_bytes: int
     clock: Callable[[], float] = time.monotonic
+    log: Callable[[str], object] = lambda text: None
 
-    def tune(self, plan: TrialPlan) -> Tuning:
-        """Returns what is faster than the defaults; nothing if layers with it fail."""
-        until = self.clock() + TUNE_S
+    def tune(self, plan: TrialPlan, seconds: float = TUNE_S) -> Tuning:
+        """Returns what is faster than the defaults; nothing if layers with it fail. `seconds`: after this time, the
+        shapes that remain keep their defaults."""
+        until = self.clock() + seconds
         shapes = self._kernel_shapes(plan, until)  # takes little time
         found = Tuning(self._tilings(plan, until), shapes)
         tuned = self.ops.with_operators(tilings=found.tilings, kernel_shapes=found.kernel_shapes)
@@ -123,11 +126,12 @@ class TuningBench:
 
     def _tilings(self, plan: TrialPlan, until: float) -> dict[str, ProjectionTiling]:
         """Returns the tilings that are faster than the default ones, by shape, of those that are timed before the time
-        `until`."""
+        `until`. Small projections come first: they take the least time and can gain the most."""
         distinct, found = dict[tuple[int, int, int], ProjectionShape](), dict[str, ProjectionTiling]()
         for shape in (*(each for layer in plan.layers for each in layer.projections), *plan.heads):
             distinct.setdefault((shape.inputs, shape.outputs, shape.group), shape)
-        for shape in distinct.values() if self.ops.TILINGS else ():
+        smallest_first = sorted(distinct.values(), key=lambda shape: shape.inputs * shape.outputs)
+        for shape in smallest_first if self.ops.TILINGS else ():
             if self.clock() < until:
                 found |= ShapeBench.of(self, shape).faster()
         return found
@@ -187,6 +191,7 @@ class ShapeBench:
 
     def _agrees(self, tiling: ProjectionTiling, default: ProjectionTiling) -> bool:
         ops, packed = self.bench.ops, self.copies[0]
+        self.bench.log(f"{packed.shape_name}: {' '.join(map(str, tiling))}")
         mine, theirs = ops.with_tiling(packed, tiling), ops.with_tiling(packed, default)
         return all(
             difference(self._result(mine, rows), self._result(theirs, rows).float(), ORDER_BOUND, "") is None
@@ -200,8 +205,8 @@ class ShapeBench:
     def seconds(self, tiling: ProjectionTiling, rows: int) -> float:
         """Returns the seconds of a call on weights that are not in the caches."""
         ops, nbytes = self.bench.ops, self.copies[0].tiles.nbytes
-        count = max(MIN_CALLS, min(CALLS, int(GRAPH_S * BYTES_PER_S / nbytes)))
-        matrices = [ops.with_tiling(packed, tiling) for packed in self.copies[:count]]
+        count = max(MIN_CALLS, min(CALLS, int(GRAPH_S * BYTES_PER_S / nbytes)), len(self.copies))
+        matrices = [ops.with_tiling(packed, tiling) for packed in self.copies]
         calls = [partial(self._result, matrix, rows) for matrix in itertools.islice(itertools.cycle(matrices), count)]
         return self.bench.timer(calls) / count
 
@@ -221,12 +226,13 @@ class AttentionBench:
         default, costs = kernels[0], dict.fromkeys(kernels[1:], 0.0)  # relative to the default shape
         contexts = [keys for keys in KEYS if keys <= self.shape.capacity] or [self.shape.capacity]
         for keys in contexts:
+            self.bench.log(f"{self.shape}, {keys} keys: {', '.join(costs)}")
             calls = self._calls(keys, (default, *costs))
             want = calls[default][0]().float()
             costs = {each: costs[each] for each in costs if difference(calls[each][0](), want, ORDER_BOUND, "") is None}
             usual = self.bench.timer(calls[default])
             costs = {each: cost + self.bench.timer(calls[each]) / usual / len(contexts) for each, cost in costs.items()}
-        name = heads_name(self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
+        name = heads_name(self.shape.heads, self.shape.kv_heads, self.shape.head_dim, default)
         for kernel in sorted(costs, key=lambda kernel: costs[kernel]):
             tuned = self.bench.ops.with_operators(kernel_shapes={name: kernel})
             if costs[kernel] < 1 - MARGIN and check_attention(self.shape, tuned, self.bench.at) is None:

@@ -7,7 +7,7 @@ import pytest
 from bench.gpu import tilings
 from tools.gpu import decisions
 from tools.gpu.decisions import Rule
-from tools.gpu.steps import MODELS, checks, questions
+from tools.gpu.steps import MODELS, TRIAL, checks, questions
 
 TILINGS = {
     "qkv": [{"tiling": [variant, 1, 8, 1, 1], "us": {8: us}} for variant, us in
@@ -26,7 +26,7 @@ def test_a_threshold_separates_two_decisions(rule: Rule) -> None:
 def test_rules_read_the_documents_of_the_steps() -> None:
     """Figures of a 70B that slows down with its footprint, of busy clocks, and of a step without a result."""
     sizes = {"0.25": 92.0, "1": 93.0, "4": 93.0, "36": 102.3}
-    phases = [{"point": "first tile", "since start us": 3.0}]
+    phases = [{"point": point, "since start us": us} for point, us in (("dependencies", 1.0), ("first tile", 3.0))]
     kernel = {"kernel": "linear 4096 x 6144", "largest of mean": 1.38, "phases": phases}
     attention = {"kernel": "attention", "largest of mean": 9.0, "phases": []}
     tables = [{"model": model, "kernels": [kernel, attention]} for model in MODELS.split(",")]
@@ -48,13 +48,38 @@ def test_rules_read_the_documents_of_the_steps() -> None:
     assert found["70B down, 36 GB against 4 GB"]["decision"] == "not measured"
     assert found["SM clock, lowest of highest"]["decision"].startswith("power or heat limits")
     assert found["busiest multiprocessor of mean"]["measured"] == 1.38, "of projections only"
-    assert found["8B projections, start to first tile"]["measured"] == 3.0
+    assert found["8B projections, dependencies to first tile"]["measured"] == 2.0
     assert found["8B attention, 500 against 516"]["decision"] == "deal the units of single rows out, too"
     assert found["8B attention over 1,000"]["decision"] == "attention is done"
     assert found["Llama-3.2-1B projections, direct against ring"]["measured"] == pytest.approx(10 / 12)
     line = found["Llama-3.2-1B projections, fastest tilings against the default"]
     assert (line["measured"], line["decision"]) == (pytest.approx(10 / 13), "leave the choice to the tuner")
     assert "8B attention over 1,000" in decisions.formatted([*found.values()])
+
+
+@pytest.mark.parametrize(
+    ("trial", "fallbacks", "tuned"),
+    [
+        ({}, 0, 2), ({"problem": "its process ended"}, None, 2),
+        ({"fallbacks": {"cache": "off"}, "problem": "late"}, 1, 2),
+        ({"tuned": False}, 0, None), ({"tuning": {"tilings": {}}}, 0, 0),
+    ],
+)  # fmt: skip
+def test_a_trial_that_has_not_run_decides_nothing(trial: dict[str, object], fallbacks: int | None, tuned: int) -> None:
+    done = {"fallbacks": {}, "problem": None, "tuned": True, "tuning": {"tilings": {"a": [], "b": []}}}
+    found = {line["figure"]: line["measured"] for line in decisions.table({TRIAL: done | trial})}
+    assert found["operators that fall back in the trial"] == fallbacks
+    assert found["shapes that the trial has tuned"] == tuned
+
+
+def test_thresholds_of_memory_follow_the_copy_of_the_gpu() -> None:
+    """A GPU of twice the speed must be as close to its memory; a ratio of two times needs no other threshold."""
+    decode = {"rows ms": {"Llama-3-8B": {"8": 1.5, "16": 1.6}}, "trees": {"4,8": {"tok/s": 900.0}}}
+    results = {"decode Llama-3-8B,Llama-3.2-1B": decode | {"copy GB/s": 2 * decisions.H100_COPY_GB_S}}
+    found = {line["figure"]: (line["threshold"], line["decision"]) for line in decisions.table(results)}
+    assert found["Llama-3-8B, 8 rows"] == ("<= 1.225", "goal missed")
+    assert found["Llama-3-8B,Llama-3.2-1B, best tree"] == (">= 1300", "goal missed")
+    assert found["Llama-3-8B, 16 rows against 8"] == ("<= 1.1", "rounds of 16 nodes pay")
 
 
 def test_two_shot_sums_are_compared_with_one_shot_ones() -> None:

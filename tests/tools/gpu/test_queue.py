@@ -79,14 +79,53 @@ def test_results_are_written_after_each_step_and_resumed(tmp_path: Path) -> None
     assert json.loads(kept.read_text()) == {"results": [1]}
     machine.on_run = lambda step: None
     machine.ran.clear()
+    for lost in (result, kept):  # as on another machine
+        lost.unlink()
     whole = queued(machine, file, 100).run_all(steps, resumed(file, {"gpu": "x"}))
     assert [entry["state"] for entry in whole["steps"]] == ["ok", "ok", "nothing to run"]
     assert whole["steps"][0]["result"] == {"results": [1]} and whole == json.loads(file.read_text())
     assert [step.name for step, _ in machine.ran] == ["two"]
+    assert json.loads(result.read_text()) == json.loads(kept.read_text()) == {"results": [1]}
     for broken in ("", "{}"):
         file.write_text(broken)
         with pytest.raises(ResumeError, match="holds no results of a queue"):
             resumed(file, {"gpu": "x"})
+
+
+def test_steps_share_a_file_of_results(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text('{"results": ["of an earlier run"]}')
+    steps = [Step(name, (), 10, tmp_path / name, kept) for name in ("one", "two", "three")]
+    written = {"one": {"on": 1, "results": [1]}, "two": {"on": 2, "results": [2, 3]}, "three": {"results": []}}
+
+    def write_result(step: Step) -> None:
+        assert step.result is not None
+        write(step.result, written[step.name])
+
+    machine = Machine(dict.fromkeys(written, 1.0), on_run=write_result)
+    queued(machine, tmp_path / "q.json", 100).run_all(steps, {"steps": []})
+    assert json.loads(kept.read_text()) == {"on": 2, "results": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("found", "seconds", "why"),
+    [
+        ({"fallbacks": {"attention": ""}, "unusable": ["attention"]}, 1, "kernels of attention hung or ended"),
+        ({"fallbacks": {"attention": ""}, "unusable": []}, 1, None),
+        (None, 1, None),
+        (None, 99, "the trial did not end"),
+    ],
+    ids=["hung", "wrong", "failed", "out of time"],
+)
+def test_kernels_that_hang_are_not_timed(tmp_path: Path, found: object, seconds: float, why: str | None) -> None:
+    result = tmp_path / "trial.json"
+    machine = Machine({TRIAL: seconds, "after": 1}, on_run=lambda step: result.write_text(json.dumps(found)))
+    whole = queued(machine, tmp_path / "q.json", 100).run_all(
+        [Step(TRIAL, (), 10, result), Step("after", (), 10)], {"steps": []}
+    )
+    last = whole["steps"][1]
+    assert (last["state"], len(machine.ran)) == (("ok", 2) if why is None else ("unsafe", 1))
+    assert why is None or last["tail"].startswith(why)
 
 
 @pytest.mark.parametrize("fallbacks", [{}, {"early_starts": "a reason"}])
@@ -103,6 +142,8 @@ def test_after_a_trial_in_which_early_starts_fail_all_steps_run_without_them(
 
 def test_clocks_are_those_of_busy_samples() -> None:
     samples = [Sample(0.0, 345, 70.0, 0x1), *(Sample(0.1 * i, mhz, 600.0, 0x4) for i, mhz in enumerate((1980, 1700)))]
+    idle = [Sample(0.0, 345, 80.0, 0x1)] * 9
+    assert summary(idle) == {} and summary([*idle, Sample(1.0, 1980, 150.0, 0x0)])["lowest MHz"] == 1980
     found = summary(samples)
     assert (found["lowest MHz"], found["highest MHz"], found["busy"]) == (1700, 1980, 2)
     assert found["limited by"] == {"power cap": 1.0} and summary([]) == {}
