@@ -141,7 +141,8 @@ def test_the_stand_in_runs_all_steps(tmp_path: Path) -> None:
     assert {*states.values()} <= {"ok", "nothing to run", "failed"}
     lacking = {line["figure"] for line in whole["decisions"] if line["measured"] is None}
     assert lacking == {
-        "SM clock, lowest of highest", "70B SwiGLU, pages touched against not", "8B projections, start to first tile",
+        "SM clock, lowest of highest", "70B SwiGLU, pages touched against not",
+        "8B projections, dependencies to first tile",
         "busiest multiprocessor of mean", "stalls for instructions per issue",
         f"{steps.SMALL_PAIR}, async on divided multiprocessors against serial",
         *(name for name in lacking if "projections, " in name or "two blocks per multiprocessor" in name),

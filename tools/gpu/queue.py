@@ -85,12 +85,13 @@ class Queue:
             self._keep(step, found)
 
     def _keep(self, step: Step, found: Json | None) -> None:
-        """Writes results or constants to `step.keep`, together with the results of other steps that keep them there."""
+        """Writes results or constants to `step.keep`. Lists continue those of other steps that keep theirs there."""
         if found is None or step.keep is None or not (found.get("results") or found.get("constants")):
             return
-        earlier = self.kept.get(step.keep, {}).get("results", [])
-        self.kept[step.keep] = {**found, "results": [*earlier, *found["results"]]} if "results" in found else found
-        write(step.keep, self.kept[step.keep])
+        whole = self.kept.setdefault(step.keep, {})
+        for name, value in found.items():
+            whole[name] = [*whole.get(name, []), *value] if isinstance(value, list) else value
+        write(step.keep, whole)
 
 
 def _entry(step: Step, outcome: Outcome) -> Json:

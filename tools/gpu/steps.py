@@ -114,7 +114,7 @@ def questions(output: Path, gpu: str) -> list[Step]:
 def trial() -> Step:
     """Returns the first step. Its limit leaves time for a check that hangs, whose process is killed and started
     again."""
-    return measured(TRIAL, module("tools.gpu.trial"), 75)
+    return measured(TRIAL, module("tools.gpu.trial"), 70)
 
 
 def checks(gpus: int = 1) -> list[Step]:

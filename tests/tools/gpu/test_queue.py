@@ -96,7 +96,9 @@ def test_steps_share_a_file_of_results(tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     kept.write_text('{"results": ["of an earlier run"]}')
     steps = [Step(name, (), 10, tmp_path / name, kept) for name in ("one", "two", "three")]
-    written = {"one": {"on": 1, "results": [1]}, "two": {"on": 2, "results": [2, 3]}, "three": {"results": []}}
+    written: dict[str, dict[str, object]] = {
+        "one": {"on": 1, "results": [1], "points": [5]}, "two": {"on": 2, "results": [2, 3]}, "three": {"results": []},
+    }  # fmt: skip
 
     def write_result(step: Step) -> None:
         assert step.result is not None
@@ -104,7 +106,7 @@ def test_steps_share_a_file_of_results(tmp_path: Path) -> None:
 
     machine = Machine(dict.fromkeys(written, 1.0), on_run=write_result)
     queued(machine, tmp_path / "q.json", 100).run_all(steps, {"steps": []})
-    assert json.loads(kept.read_text()) == {"on": 2, "results": [1, 2, 3]}
+    assert json.loads(kept.read_text()) == {"on": 2, "results": [1, 2, 3], "points": [5]}
 
 
 @pytest.mark.parametrize(
