@@ -112,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     (SCRATCH / "telemetry.jsonl").unlink(missing_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the current step on exit
-    left = args.budget - (time.monotonic() - began)
-    whole = Queue(file, left, None if args.stand_in else find_sensor()).run_all(steps, whole)
+    left, sensor = args.budget - (time.monotonic() - began), None if args.stand_in else find_sensor()
+    whole = Queue(file, left, sensor, times_kernels=args.plan == "questions").run_all(steps, whole)
     whole["decisions"] = decisions.table(results_of(whole), args.plan)
     write(file, whole)
     print(f"\nexpected of an H100, and thresholds for this GPU\n{decisions.formatted(whole['decisions'])}")

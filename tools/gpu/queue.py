@@ -29,13 +29,15 @@ class ResumeError(Exception):
 @dataclass(slots=True)
 class Queue:
     """A run of steps. After each, `file` has all results so far. `clock`, in seconds, and `run` are those of this
-    machine unless a test replaces them. `kept`: what the steps have written so far, by `Step.keep`."""
+    machine unless a test replaces them. `times_kernels`: the steps would hang if kernels do, so none follows a trial
+    that says so; tests have limits of their own. `kept`: what the steps have written so far, by `Step.keep`."""
 
     file: Path
     budget: float
     sensor: Sensor | None = None
     run: RunStep = processes.run
     clock: Callable[[], float] = time.monotonic
+    times_kernels: bool = True
     kept: dict[Path, Json] = field(default_factory=dict)
 
     def run_all(self, steps: Sequence[Step], whole: Json) -> Json:
@@ -49,7 +51,7 @@ class Queue:
             if step.name in done:
                 entry = done[step.name]
                 self._restore(step, entry)
-            elif (why := _unsafe(whole)) is not None:
+            elif self.times_kernels and (why := _unsafe(whole)) is not None:
                 entry = _entry(step, Outcome(step.name, UNSAFE, 0.0, why))
             elif step.needs is not None and not step.needs.exists():
                 entry = _entry(step, Outcome(step.name, NOTHING, 0.0, f"{step.needs.name} is missing"))
@@ -111,8 +113,8 @@ def _around(whole: Json) -> dict[str, str]:
 
 
 def _unsafe(whole: Json) -> str | None:
-    """Returns why no step after the trial may run: each would hang until its limit, and the time is better spent on a
-    repair."""
+    """Returns why no step after the trial may time kernels: each would hang until its limit, and the time is better
+    spent on a repair."""
     trial = _trial(whole)
     if trial.get("state") == OUT_OF_TIME:
         return "the trial did not end"

@@ -125,6 +125,10 @@ def test_kernels_that_hang_are_not_timed(tmp_path: Path, found: object, seconds:
     whole = queued(machine, tmp_path / "q.json", 100).run_all(
         [Step(TRIAL, (), 10, result), Step("after", (), 10)], {"steps": []}
     )
+    tested = queued(Machine({TRIAL: seconds, "after": 1}, on_run=machine.on_run), tmp_path / "t.json", 100)
+    tested.times_kernels = False
+    steps = tested.run_all([Step(TRIAL, (), 10, result), Step("after", (), 10)], {"steps": []})["steps"]
+    assert steps[1]["state"] == "ok"
     last = whole["steps"][1]
     assert (last["state"], len(machine.ran)) == (("ok", 2) if why is None else ("unsafe", 1))
     assert why is None or last["tail"].startswith(why)
