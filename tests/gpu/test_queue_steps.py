@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.gpu import cases, chain, shapes, tilings
+from bench.baselines.kernels import BaselineKernels
+from bench.gpu import cases, chain, footprint, shapes, tilings
+from bench.gpu.cases import OURS, PAIRED, Case, Maker
 from bench.gpu.tuning import UNTUNED, with_tuning
 from swiftspec.backends.cuda import cuda
 from swiftspec.backends.cuda.trial import capture_graph
@@ -37,6 +40,15 @@ class Device(TrialDevice):
 
 
 AT = Device(DEVICE, Rerun() if EMULATED else capture_graph)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model, and the CUDA operators also where the device is the emulated one."""
+    monkeypatch.setitem(shapes.MODELS, "small", (256, 4, 2, 64, 512, 512))
+    monkeypatch.setitem(shapes.LAYERS, "small", 5)
+    monkeypatch.setattr(shapes, "GB", 1e5)
+    monkeypatch.setattr(cases, "operators", lambda device: {cases.OURS: cuda, "unfused": None})
 
 
 def later_is_faster() -> Callable[[Sequence[Callable[[], Tensor]]], float]:
@@ -80,12 +92,34 @@ def test_every_tiling_of_a_shape_is_timed() -> None:
     assert sums["fastest us"] <= sums["ring us"] <= sums["default us"]
 
 
-def test_a_chain_runs_with_each_operator_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.MODELS, "small", (256, 4, 2, 64, 512, 512))
-    monkeypatch.setitem(shapes.LAYERS, "small", 5)
-    monkeypatch.setattr(cases, "operators", lambda device: {cases.OURS: cuda, "unfused": None})
+def test_a_chain_runs_with_each_operator_left_out() -> None:
     arguments = Namespace(device=DEVICE.type, rows=8, context=40, leave_out=True)
     with torch.inference_mode():
         found: list[dict[str, Any]] = [*chain.measure("small", arguments, UNTUNED)]
     assert [row["without"] for row in found] == [None, None, *chain.OPERATORS, chain.APPEND]
     assert chain.summary(found)["small"].keys() == {"few", "all", *chain.OPERATORS, chain.APPEND}
+
+
+def test_all_kernels_of_the_queue_run() -> None:
+    make = Maker(DEVICE.type, BaselineKernels(), cold=1)
+    several: list[Case] = [
+        *(make.linear("small", 1, op, rows) for op in ("qkv", "o", "swiglu", "down", "head") for rows in (1, 8, 16)),
+        make.attention("small", 1, 40, 8), make.particles("small", 1, 2), make.resampling(8),
+        *(make.sampling("small", op, 8) for op in ("draw", "children")),
+    ]  # fmt: skip
+    ran = 0
+    with torch.inference_mode():
+        for case, name in itertools.product(several, (OURS, PAIRED)):
+            if name in case.variants:
+                for call in case.variants[name]()[:2]:
+                    call()
+                    ran += 1
+        AT.finish()
+    assert ran == 2 * (len(several) + 2), "two forms of attention"
+
+
+def test_working_sets_grow() -> None:
+    arguments = Namespace(model="small", device=DEVICE.type, sizes=[0.25, 8.0], touch=False)
+    with torch.inference_mode():
+        found = [*footprint.measure("o", arguments)]
+    assert [point["sets"] for point in found] == [1, 23] and footprint.by_size(found)["o"].keys() == {"0.25", "8"}
