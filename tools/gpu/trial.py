@@ -51,8 +51,10 @@ class RecordedProcess(CheckProcess):
 
     def next_line(self, timeout_s: float) -> str | None:
         line = super().next_line(timeout_s)
-        with suppress(TypeError, ValueError):  # the end, or something else that the process has printed
-            self._recorded.append(json.loads(line or ""))
+        with suppress(ValueError, RecursionError):  # something else that the process has printed
+            found = json.loads(line or "null")
+            if isinstance(found, dict):
+                self._recorded.append(found)
         return line
 
 
