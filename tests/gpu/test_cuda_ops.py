@@ -124,6 +124,14 @@ def test_attention(heads: int, kv_heads: int, dim: int, rows: int, length: int, 
     check_attention(window_batch(rows, length, width, length), heads, kv_heads, dim, length + 5)
 
 
+@pytest.mark.parametrize("seen", [40, 72, 110])
+def test_gaps_after_the_first_mask_word(seen: int) -> None:
+    """Rows that all see the text before the tree, and of the tree's older nodes only their ancestors."""
+    batch = window_batch(5, 300, 160, 3)
+    batch.mask[:, :seen] = True
+    check_attention(batch, 4, 2, 64, 305)
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_attention_over_a_prompt_chunk_and_a_long_context(dim: int) -> None:
     check_attention(window_batch(64 if EMULATED else 256, 900, 256, 1, causal=True), 8, 2, dim, 2000)

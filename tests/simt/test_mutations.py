@@ -55,6 +55,7 @@ class Mutation:
 MANY_ITERATIONS = ("test_linear", "test_many_iterations")
 LONG_CACHE = ("test_cuda_ops", "cache_for_long_contexts")
 LATER_LAYERS = ("test_cuda_ops", "later_layers")
+GAPS = ("test_cuda_ops", "gaps_after_the_first_mask_word")
 EDGES = ("test_cuda_ops", "candidates_at_the_edges")
 APPENDS, ALL_TILINGS = ("test_append", "has_the_bits"), ("test_append", "all_tilings")
 APPENDS_LATER, JUST_WRITTEN = ("test_append", "later_layers"), ("test_append", "just_written")
@@ -112,7 +113,7 @@ MUTATIONS = [
     Mutation("a warp lists a key one place too far", AMPERE, ATTENTION, "attention/key_lists.h",
           "warp::popcount(word & ((1u << lane) - 1))", "warp::popcount(word & ((2u << lane) - 1))"),
     Mutation("a gap in the second mask word is missed", AMPERE, ATTENTION, "attention/key_lists.h",
-          "if (~word != 0) run", "if (~word != 0 && c == 0) run"),
+          "if (~word != 0) run", "if (~word != 0 && c == 0) run", GAPS),
     Mutation("every part begins with the first one's turn", AMPERE, ATTENTION, "attention/block.h",
           "int turn = first_turn<F>(j.part);", "int turn = first_turn<F>(0);", LONG_CACHE),
     Mutation("a unit is loaded before the forward has appended to it", HOPPER, ATTENTION, "attention/block.h",
@@ -156,7 +157,7 @@ MUTATIONS = [
     Mutation("candidates after the first 32 are lost", HOPPER, SAMPLING, "sampling/top_few.h",
           "first < all; first += 32", "first < 1; first += 32", EDGES),
     Mutation("lists are merged before they are complete", HOPPER, SAMPLING, SAMPLING,
-          "    __syncthreads();\n    if (warp_index < count", "    if (warp_index < count"),
+          "    __syncthreads();\n    if (warp_index < count", "    if (warp_index < count", EDGES),
     Mutation("sums are added in the wrong block", HOPPER, SAMPLING, SAMPLING, "all.block_sums[block] =",
           "all.block_sums[0] ="),
     Mutation("scores are computed before keys are loaded", AMPERE, ATTENTION, "attention/block.h",
