@@ -85,7 +85,7 @@ TOUCHES = re.compile(
 )
 # Loads through L1 that a kernel with two waits, of which `prepared` skips the first, must not make before the second
 # one: L1 may have an older line. Only tables of RoPE are loaded so, 32 bits at a time or four times that.
-STALE = re.compile(r"\bld\.global\.(?!cg\.|(?:v4\.)?u32\b)[\w.]+")
+STALE = re.compile(r"\bld\.global\.(?!cg\.|(?:v4\.)?[bu]32\b)[\w.]+")
 # Instructions that are counted, by prefix.
 COUNTED = ("HMMA", "HGMMA", "UBLKCP", "UBLKPF", "LDL", "STL", "ACQBULK", "PREEXIT", "CALL")
 LOCAL = ("LDL", "STL")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +72,17 @@ def test_faults_are_detected() -> None:
 def test_the_present_sources_were_checked() -> None:
     message = "the CUDA sources changed: run `python -m tools.sass_gate --write`"
     assert json.loads(sass_gate.FIGURES.read_text())["sources"] == sass_gate.sources_digest(), message
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+@pytest.mark.parametrize("kernel", ["linear/linear", "linear/direct", "linear/stream", "attention/attention"])
+def test_kernels_with_stamps_compile(kernel: str, tmp_path: Path) -> None:
+    """Builds with SWIFTSPEC_STAMPS have more code; every point that a kernel passes reads the clock."""
+    out, source = tmp_path / "out.ptx", sass_gate.ROOT / f"csrc/cuda/{kernel}.cu"
+    options = ("-std=c++20", "-arch=sm_90a", "-DSWIFTSPEC_STAMPS=1", f"-I{sass_gate.ROOT / 'csrc'}", "-ptx")
+    subprocess.run([str(NVCC), *options, "-o", str(out), str(source)], check=True)
+    assert "%clock64" in out.read_text()
 
 
 @pytest.mark.long

@@ -85,10 +85,11 @@ class Ring {
   }
 
   __device__ const uint8_t* wait() {
-    ptx::barrier_wait(full_ + stage_, parity_);
 #ifdef SWIFTSPEC_STAMPS
-    if (first_) SWIFTSPEC_STAMP(task_, kFirstTile);
-    first_ = false;
+    ptx::barrier_wait(full_ + stage_, parity_ & 1);
+    if (stage_ == 0 && parity_ == 0) SWIFTSPEC_STAMP(task_, kFirstTile);
+#else
+    ptx::barrier_wait(full_ + stage_, parity_);
 #endif
     return slots_ + stage_ * task_.tiling.tile_bytes;
   }
@@ -100,6 +101,9 @@ class Ring {
     if (++stage_ < task_.smem.stages) return;
     stage_ = 0;
     parity_ ^= 1;
+#ifdef SWIFTSPEC_STAMPS
+    parity_ |= 2;  // the first tile has been read
+#endif
   }
 
  private:
