@@ -23,7 +23,6 @@ from swiftspec.backends.cuda.trial_checks import (
 from swiftspec.backends.families import FAMILIES, Family, compose
 from swiftspec.backends.unfused import unfused
 from swiftspec.builder import gpu_trial
-from swiftspec.builder.gpu_trial import GpuVerdict
 from tests.gpu.device import DEVICE, EMULATED, most, needs_kernels, real
 from tests.support.fake_cuda_graphs import Rerun
 
@@ -80,4 +79,5 @@ def test_a_wrong_kernel_fails() -> None:
 
 @real
 def test_a_trial_of_this_gpu() -> None:
-    assert gpu_trial.run_trial(PLAN, "cuda:0") == (GpuVerdict(), None)
+    verdict, problem = gpu_trial.run_trial(PLAN, "cuda:0")
+    assert (verdict.fallbacks, problem) == ({}, None)
