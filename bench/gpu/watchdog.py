@@ -6,6 +6,8 @@ It restarts the process until it ends by itself.
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -55,12 +57,26 @@ def _wait(process: subprocess.Popen[bytes], file: Path, timeout_s: float, start:
         if written != seen:
             seen, since, limit = written, time.monotonic(), timeout_s
         if time.monotonic() - since > limit:
+            for child in descendants(process.pid):  # they would go on using the GPU beside the next process
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LAST_WAIT)
             return None
         time.sleep(PAUSE)
     return process.returncode
+
+
+def descendants(process: int) -> list[int]:
+    """Returns the numbers of all processes that a process and its children have started and that still run; none where
+    the kernel does not list them."""
+    found = list[int]()
+    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, listed.read_text(encoding="ascii").split()):
+                found += [child, *descendants(child)]
+    return found
 
 
 def _written(file: Path) -> int:

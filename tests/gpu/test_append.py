@@ -17,7 +17,7 @@ from swiftspec.backends.cuda.linear import CudaLinear
 from swiftspec.backends.cuda.tree import DeviceTree
 from swiftspec.model.batch import Batch
 from tests.gpu.device import DEVICE, EMULATED, FEW, WHY_NOT, emulated_gpu, most, needs_kernels
-from tests.gpu.test_cuda_ops import BF16, Cache, dice, random, tables, window_batch
+from tests.gpu.test_cuda_ops import BF16, Cache, close, dice, random, tables, window_batch
 from tests.gpu.test_linear import norm_of, rows_of, weight
 
 pytestmark = [pytest.mark.gpu, needs_kernels]
@@ -175,7 +175,10 @@ def test_other_kernels_store_its_results_in_the_usual_order(shape: Shape, monkey
     for count in (40, len(x)) if EMULATED else (1, 8, 9, 20, 33, 40, 100, 168, len(x)):
         residual = rows_of(count, packed.outputs, 3)
         got, want = (cuda.linear_residual(x[:count], each, residual) for each in (packed, usual))
-        assert torch.equal(got, want), count
+        if count <= large_m.MAX_KERNEL_ROWS:
+            assert torch.equal(got, want), count
+        else:  # a library may add slices of other widths in another order
+            close(got, want)
     with large_m.prefill_chunk():
         assert torch.equal(cuda.norm_linear(x[:100], norm, packed), cuda.norm_linear(x[:100], norm, usual))
         got, want = (cuda.linear_residual(x[:100], each, rows_of(100, packed.outputs)) for each in (packed, usual))

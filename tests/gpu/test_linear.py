@@ -48,7 +48,8 @@ def rows_of(count: int, k: int, seed: int = 1) -> Tensor:
 
 def exact(of: DenseWeight | Int4Weight) -> Callable[[Tensor], Tensor]:
     """The product in float64."""
-    matrix = of.dequantize(torch.float64).to(DEVICE).T
+    there = of.to(DEVICE) if isinstance(of, Int4Weight) else of  # a CPU takes seconds for a large matrix
+    matrix = there.dequantize(torch.float64).to(DEVICE).T
     bias = 0 if of.bias is None else of.bias.double().to(DEVICE)
     return lambda x: x.double() @ matrix + bias
 

@@ -23,6 +23,7 @@ from swiftspec.backends.cuda.trial_checks import (
 from swiftspec.backends.families import FAMILIES, Family, compose
 from swiftspec.backends.unfused import unfused
 from swiftspec.builder import gpu_trial
+from swiftspec.builder.gpu_trial import TrialLimits
 from tests.gpu.device import DEVICE, EMULATED, most, needs_kernels, real
 from tests.support.fake_cuda_graphs import Rerun
 
@@ -79,5 +80,5 @@ def test_a_wrong_kernel_fails() -> None:
 
 @real
 def test_a_trial_of_this_gpu() -> None:
-    verdict, problem = gpu_trial.run_trial(PLAN, "cuda:0")
+    verdict, problem = gpu_trial.run_trial(PLAN, "cuda:0", limits=TrialLimits(tune_s=0.5))
     assert (verdict.fallbacks, problem) == ({}, None)

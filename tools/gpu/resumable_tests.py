@@ -20,10 +20,11 @@ import pytest
 import torch
 
 from bench.gpu.watchdog import FAILED, watch
+from swiftspec.backends.cuda.devices import DEVICE_ERRORS
 
 START = 60.0  # seconds to import torch and to create a context on the GPU
 LOST = 70  # exit code of a process that can no longer use the GPU
-DEVICE_ERROR = ("CUDA error", "cudaError", "unspecified launch failure", "illegal memory access")
+LOST_DEVICE = ("cudaError", *DEVICE_ERRORS)
 TAIL = 3000  # characters retained of a failure
 
 
@@ -78,7 +79,7 @@ class Recorder:
             said = report.longreprtext[-TAIL:]
         self._found.outcomes[report.nodeid] = said
         self._found.write(self._file)
-        if report.failed and any(error in said for error in DEVICE_ERROR):
+        if report.failed and any(error in said for error in LOST_DEVICE):
             pytest.exit("the GPU is unusable in this process", returncode=LOST)
 
 

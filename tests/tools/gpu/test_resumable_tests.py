@@ -14,9 +14,12 @@ from tools.gpu.resumable_tests import Found, give_up, summary
 from tools.gpu.steps import ROOT
 
 TESTS = """
-import os, time, pytest
+import os, pathlib, subprocess, time, pytest
 def test_passes(): pass
-def test_hangs(): time.sleep(600)
+def test_hangs():
+    child = subprocess.Popen(["sleep", "600"])
+    pathlib.Path(__file__).with_name("child").write_text(str(child.pid))
+    child.wait()
 def test_ends_the_process(): os._exit(9)
 def test_breaks_the_gpu(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
 def test_fails(): assert 0, "just wrong"
@@ -38,6 +41,8 @@ def test_every_test_has_an_outcome(tmp_path: Path) -> None:
     assert {name for name, outcome in outcomes.items() if outcome == "passed"} == {"test_passes", "test_passes_too"}
     assert outcomes["test_hangs"] == "hung" and outcomes["test_ends_the_process"] == "ended the process (9)"
     assert "illegal memory access" in outcomes["test_breaks_the_gpu"] and "just wrong" in outcomes["test_fails"]
+    child = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z", "it was killed, too"
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["passed"], summary["skipped"], len(summary["failed"]), summary["not reached"]) == (2, 1, 4, [])
 
