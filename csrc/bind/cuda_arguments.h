@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "bind/arguments.h"
@@ -26,6 +27,21 @@ inline void* bfloat16_arg(const char* name, const Array& array, Device device, S
 }
 
 inline cuda::Stream stream_arg(uintptr_t address) { return reinterpret_cast<cuda::Stream>(address); }
+
+// Releases the GIL for launches of many rows, as of prefill chunks: they wait while the driver's queue is full, which it
+// stays if another rank is late, and other threads must send heartbeats meanwhile. Launches of few rows keep it, since
+// taking it back can cost milliseconds.
+class UnlockedLaunches {
+ public:
+  explicit UnlockedLaunches(int64_t rows) {
+    if (rows > kFewRows) unlocked_.emplace();
+  }
+
+ private:
+  static constexpr int64_t kFewRows = 32;  // at most, of verifications and expansions
+
+  std::optional<py::gil_scoped_release> unlocked_;
+};
 
 inline bool int32_sized(int64_t value) { return value >= 0 && value <= kMaxSize; }
 

@@ -164,6 +164,7 @@ void rope_append(const Array& qkv, const Array& cos, const Array& sin, const Arr
   setup.float8 = cache.type == kUint8;
   const void* from = bfloat16_arg("qkv", qkv, here, {rows, (heads + 2 * cache.kv_heads) * dim});
   const int64_t skipped = cache.offset(layer, 0);
+  const UnlockedLaunches unlocked(rows);
   cuda::rope_append(setup, from, cache.keys + skipped, cache.values + skipped, stream_arg(stream));
 }
 
@@ -175,6 +176,7 @@ void norm_heads(const Array& qkv, const Array& weight, double eps, uintptr_t str
   const Device here = gpu();
   void* data = bfloat16_arg("qkv", qkv, here, {rows, width});
   const void* factors = bfloat16_arg("weight", weight, here, {heads, dim});
+  const UnlockedLaunches unlocked(rows);
   cuda::head_norm(data, factors, static_cast<float>(eps), rows, heads, width, dim, stream_arg(stream));
 }
 

@@ -190,6 +190,7 @@ void linear(const Weights& weights, const Array& x, const MaybeArray& norm, floa
   const int64_t bytes = scratch_bytes(weights, args.rows, prefill);
   void* slabs = scratch ? aligned("scratch", scratch->at<uint8_t>(gpu(), "scratch", {bytes}), kTileAlignment) : nullptr;
   const bool together = args.channel == nullptr && slabs != nullptr;
+  const UnlockedLaunches unlocked(args.rows);
   if (together && prefill && cuda::prefill_scratch_bytes(weights, args.rows) > 0) {
     return cuda::linear_prefill(args, slabs, stream_arg(stream));
   }

@@ -21,7 +21,9 @@ from swiftspec.distributed.launch.supervisor_link import JobEnded
 from swiftspec.errors import RankLost, UserError
 
 DEAD_AFTER_S = 2.0  # seconds; an incarnation is considered dead if its counter was not incremented for this time
-REJOIN_TIMEOUT_S = 20.0  # seconds for ranks that are all alive to pass the startup barrier and connect
+# Seconds for ranks that are all alive to pass the startup barrier and connect. Before, each may repeat the GPU trial
+# (builder/gpu_trial.py: 45 s) if no verdict of an earlier one was stored.
+REJOIN_TIMEOUT_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
