@@ -38,7 +38,7 @@ class UnlockedLaunches {
   }
 
  private:
-  static constexpr int64_t kFewRows = 32;  // at most, of verifications and expansions
+  static constexpr int64_t kFewRows = 32;  // of one launch of a projection (cuda/linear/tiling.h)
 
   std::optional<py::gil_scoped_release> unlocked_;
 };
