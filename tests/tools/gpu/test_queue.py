@@ -121,7 +121,11 @@ def test_steps_share_a_file_of_results(tmp_path: Path) -> None:
 )
 def test_kernels_that_hang_are_not_timed(tmp_path: Path, found: object, seconds: float, why: str | None) -> None:
     result = tmp_path / "trial.json"
-    machine = Machine({TRIAL: seconds, "after": 1}, on_run=lambda step: result.write_text(json.dumps(found)))
+
+    def write_result(step: Step) -> None:
+        result.write_text(json.dumps(found))
+
+    machine = Machine({TRIAL: seconds, "after": 1}, on_run=write_result)
     whole = queued(machine, tmp_path / "q.json", 100).run_all(
         [Step(TRIAL, (), 10, result), Step("after", (), 10)], {"steps": []}
     )
