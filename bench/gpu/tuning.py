@@ -19,10 +19,13 @@ def add_tuned_option(parser: argparse.ArgumentParser) -> None:
 
 def read_tuning(trial: Path | None) -> Tuning:
     """Returns what a trial has tuned. `trial`: its result; nothing is tuned without one, since the trial of a queue may
-    have failed, and later steps still run."""
+    have failed, and later steps still run. Raises SystemExit with one line if the file is something else."""
     if trial is None or not trial.is_file():
         return UNTUNED
-    return Tuning.from_json(json.loads(trial.read_text(encoding="utf-8"))["tuning"])
+    try:
+        return Tuning.from_json(json.loads(trial.read_text(encoding="utf-8"))["tuning"])
+    except (ValueError, KeyError, TypeError):
+        raise SystemExit(f"{trial} is no result of tools.gpu.trial") from None
 
 
 def with_tuning(ops: Any, tuning: Tuning) -> Any:

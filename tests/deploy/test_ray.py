@@ -43,7 +43,7 @@ def start_ray(attempts: int = 3) -> None:
     """Starts Ray, again if it does not start within its 30 seconds on a busy machine."""
     try:
         ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
-    except Exception as error:
+    except Exception as error:  # Ray raises no other type
         ray.shutdown()
         if attempts == 1 or "timed out during startup" not in str(error):
             raise

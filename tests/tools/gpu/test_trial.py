@@ -40,6 +40,10 @@ def test_the_result_says_whether_the_tuner_has_run(last: dict[str, object] | Non
     assert read_tuning(None) == read_tuning(file) == UNTUNED
     file.write_text(json.dumps(found))
     assert read_tuning(file) == TUNED
+    for broken in ("", "[]", "{}", '{"tuning": 1}'):
+        file.write_text(broken)
+        with pytest.raises(SystemExit, match=r"trial.json is no result of tools.gpu.trial$"):
+            read_tuning(file)
 
 
 @pytest.mark.slow
