@@ -137,8 +137,9 @@ class ModelSettings:
     )
     gpu_trial: Literal["auto", "off", "again"] = setting(
         "auto",
-        "Try the CUDA operators on the GPU before the models are loaded, in at most 25 s (45 if a check is repeated); what"
-        " fails falls back to torch. auto: once for each GPU, driver and pair of models; again: also if there is a verdict.",
+        "Try the CUDA operators on the GPU before the models are loaded, in at most 25 s (45 if a check is repeated);"
+        " what fails falls back to torch. auto: once for each GPU, driver and pair of models;"
+        " again: also if there is a verdict.",
         MODELS,
         python_only=True,
     )
